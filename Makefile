@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all that a new user needs; both set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
+
+.PHONY: demo test test-slow check format clean help
+
+help:
+	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the long tests as well"
+	@echo "make check      lint, types, import contracts"
+	@echo "make clean      remove .venv and build folders"
+
+demo: $(STAMPS)/serve
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m "not slow and not download" $(ARGS)
+
+test-slow: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m "not download" $(ARGS)
+
+check: $(STAMPS)/dev
+	$(BIN)/python tools/check.py
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The extension is built by the install, so native sources are among its inputs.
+$(STAMPS)/serve: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[serve]"
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: $(STAMPS)/serve
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[serve,dev]"
+	@mkdir -p $(STAMPS) && touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,135 @@
+#include "base/aligned_buffer.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/topology.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; older headers lack it.
+#endif
+#ifndef MAP_HUGE_SHIFT
+#define MAP_HUGE_SHIFT 26
+#endif
+
+namespace tandem {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr int kHuge2MiB = 21 << MAP_HUGE_SHIFT;  // log2(2 MiB), whatever the default size is.
+constexpr int kMpolPreferred = 1;                // linux/mempolicy.h
+constexpr const char* kWhere = "buffer.allocate";
+
+size_t page_size_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+
+uint8_t* map_anonymous(size_t size_bytes, int extra_flags) {
+  void* at = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_ANONYMOUS | extra_flags, -1, 0);
+  return at == MAP_FAILED ? nullptr : static_cast<uint8_t*>(at);
+}
+
+// Best effort, as the policy itself is: a seccomp filter may refuse the call.
+void prefer_node(uint8_t* data, size_t size_bytes, std::optional<int> node_id) {
+  if (!node_id) return;
+  constexpr size_t kBits = 8 * sizeof(unsigned long);
+  std::vector<unsigned long> mask(static_cast<size_t>(*node_id) / kBits + 1, 0);
+  mask[static_cast<size_t>(*node_id) / kBits] = 1UL << (static_cast<size_t>(*node_id) % kBits);
+  // The kernel reads one bit less than it is told.
+  syscall(SYS_mbind, data, size_bytes, kMpolPreferred, mask.data(), mask.size() * kBits + 1, 0);
+}
+
+// Preallocated pages are taken now, not at the first touch: where a control group or a cpuset
+// refuses them, the touch would be a SIGBUS, whereas populating is an error to fall back from.
+uint8_t* map_hugetlb(size_t size_bytes, std::optional<int> node_id) {
+  uint8_t* data = map_anonymous(size_bytes, MAP_HUGETLB | kHuge2MiB);
+  if (data == nullptr) return nullptr;
+  prefer_node(data, size_bytes, node_id);
+  if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) return data;
+  munmap(data, size_bytes);
+  return nullptr;
+}
+
+// Mapped 2 MiB larger and trimmed to a 2 MiB border, or the first and last pages would be small.
+uint8_t* map_huge_aligned(size_t size_bytes) {
+  uint8_t* wide = map_anonymous(size_bytes + kHugePageBytes, 0);
+  if (wide == nullptr) return nullptr;
+  const size_t lead = round_up(reinterpret_cast<uintptr_t>(wide), kHugePageBytes) -
+                      reinterpret_cast<uintptr_t>(wide);
+  if (lead > 0) munmap(wide, lead);
+  if (lead < kHugePageBytes) munmap(wide + lead + size_bytes, kHugePageBytes - lead);
+  return wide + lead;
+}
+
+Status check_arguments(size_t size_bytes, const AlignedBuffer::Options& options) {
+  if (size_bytes == 0)
+    return Status(Code::kConfig, kWhere, "size is 0: ask for at least one byte", "size_bytes");
+  const size_t memory_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_size_bytes();
+  // Checked here because an overcommitting kernel would grant it and end the process at the touch.
+  if (size_bytes > memory_bytes)
+    return Status(Code::kCapacity, kWhere,
+                  std::to_string(size_bytes) + " bytes asked, the machine has " +
+                      std::to_string(memory_bytes) + ": ask for less",
+                  "size_bytes");
+  if (!options.numa_node) return {};
+  std::string known;
+  for (const NumaNode& node : read_topology().numa_nodes) {
+    if (node.node_id == *options.numa_node) return {};
+    known += (known.empty() ? "" : ", ") + std::to_string(node.node_id);
+  }
+  return Status(Code::kNotFound, kWhere,
+                "NUMA node " + std::to_string(*options.numa_node) +
+                    " is not usable by this process: choose one of " + known,
+                "numa_node");
+}
+
+}  // namespace
+
+Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& options) {
+  if (Status status = check_arguments(size_bytes, options); !status.is_ok()) return status.error();
+  const size_t mapped_bytes =
+      round_up(size_bytes, options.hugepages ? kHugePageBytes : page_size_bytes());
+  if (options.hugepages) {
+    if (uint8_t* data = map_hugetlb(mapped_bytes, options.numa_node))
+      return AlignedBuffer(data, size_bytes, mapped_bytes, PageKind::kHugetlb);
+  }
+  uint8_t* data =
+      options.hugepages ? map_huge_aligned(mapped_bytes) : map_anonymous(mapped_bytes, 0);
+  if (data == nullptr)
+    return Error{Code::kCapacity, kWhere,
+                 std::to_string(size_bytes) + " bytes refused, " + describe_errno("mmap", errno) +
+                     ": ask for less or raise the limit",
+                 "size_bytes"};
+  prefer_node(data, mapped_bytes, options.numa_node);
+  PageKind kind = PageKind::kBase;
+  if (options.hugepages) {
+    // The advice is accepted even where the setting "never" makes it void.
+    const std::string setting = read_hugepage_state().transparent;
+    const bool is_enabled = setting == "always" || setting == "madvise";
+    if (madvise(data, mapped_bytes, MADV_HUGEPAGE) == 0 && is_enabled) kind = PageKind::kTransparent;
+  }
+  return AlignedBuffer(data, size_bytes, mapped_bytes, kind);
+}
+
+AlignedBuffer::AlignedBuffer(AlignedBuffer&& other) noexcept { *this = std::move(other); }
+
+AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_bytes_, other.size_bytes_);
+  std::swap(mapped_bytes_, other.mapped_bytes_);
+  std::swap(page_kind_, other.page_kind_);
+  return *this;
+}
+
+AlignedBuffer::~AlignedBuffer() {
+  if (data_ != nullptr) munmap(data_, mapped_bytes_);
+}
+
+}  // namespace tandem

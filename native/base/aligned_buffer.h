@@ -1,0 +1,57 @@
+// Memory for weights and KV: page-aligned (so at least 64-byte aligned), zeroed, on huge pages where
+// the machine has them. One owner; freed with the object.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "base/status.h"
+
+namespace tandem {
+
+// What the buffer stands on, best first.
+enum class PageKind {
+  kHugetlb,      // Preallocated 2 MiB pages, all present.
+  kTransparent,  // 2 MiB pages requested by madvise; the kernel grants them as it can.
+  kBase,         // Ordinary pages.
+};
+
+class AlignedBuffer {
+ public:
+  struct Options {
+    // Try preallocated huge pages, then transparent ones, then ordinary ones. Worth it from some
+    // MiB on: the size is rounded up to 2 MiB.
+    bool hugepages = false;
+    // Where the pages should lie. A preference, not a bond: on a full node the pages come from
+    // another one, where a strict binding would end the process.
+    std::optional<int> numa_node;
+  };
+
+  // Errors: kConfig (size 0), kCapacity (more than the machine's memory, or refused by the kernel),
+  // kNotFound (no such NUMA node for this process).
+  static Result<AlignedBuffer> allocate(size_t size_bytes, const Options& options);
+
+  AlignedBuffer(AlignedBuffer&& other) noexcept;
+  AlignedBuffer& operator=(AlignedBuffer&& other) noexcept;
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+  ~AlignedBuffer();
+
+  uint8_t* data() const { return data_; }
+  size_t size_bytes() const { return size_bytes_; }
+  // What was taken from the machine: the size rounded up to whole pages.
+  size_t capacity_bytes() const { return mapped_bytes_; }
+  PageKind page_kind() const { return page_kind_; }
+
+ private:
+  AlignedBuffer(uint8_t* data, size_t size_bytes, size_t mapped_bytes, PageKind page_kind)
+      : data_(data), size_bytes_(size_bytes), mapped_bytes_(mapped_bytes), page_kind_(page_kind) {}
+
+  uint8_t* data_ = nullptr;
+  size_t size_bytes_ = 0;
+  size_t mapped_bytes_ = 0;
+  PageKind page_kind_ = PageKind::kBase;
+};
+
+}  // namespace tandem

@@ -1,0 +1,24 @@
+// How fast the pool starts and ends a job, beside the textbook alternative in the same run.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "base/thread_pool.h"
+
+namespace tandem {
+
+// Medians over the rounds, in nanoseconds, of an empty job in which every thread takes part: from
+// the call to its return.
+struct WakeupTimes {
+  int64_t pool_ns = 0;
+  int64_t condvar_ns = 0;  // Threads behind a std::mutex and std::condition_variable.
+  double ratio = 0;        // Median of the pairwise condvar / pool: above 1, the pool is faster.
+};
+
+// Runs both interleaved, `rounds` times each, `gap_us` of rest before each job: 0 to 20 us is the
+// rhythm of operators within a decode step, from 1000 us on the workers are asleep.
+// Errors: kConfig (rounds outside 1 to 1e6, gap outside 0 to 1e6, fewer than 2 threads).
+Result<WakeupTimes> measure_wakeup(ThreadPool& pool, int rounds, int gap_us);
+
+}  // namespace tandem

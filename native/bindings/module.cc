@@ -1,0 +1,13 @@
+// The extension tandem._native._core; one file a topic.
+#include <nanobind/nanobind.h>
+
+#include "bindings/status.h"
+
+NB_MODULE(_core, module) {
+  module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes.";
+  tandem::bindings::bind_status(module);
+  tandem::bindings::bind_topology(module);
+  tandem::bindings::bind_pool(module);
+  tandem::bindings::bind_buffer(module);
+  tandem::bindings::bind_probe(module);
+}

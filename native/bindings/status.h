@@ -1,0 +1,32 @@
+// The only place where a native error becomes a Python exception.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <utility>
+
+#include "base/status.h"
+
+namespace tandem::bindings {
+
+// Raises the class of tandem.core.errors whose code the error has, with where, what and field.
+// REQUIRES: the GIL is held.
+[[noreturn]] void raise(const Error& error);
+
+inline void raise_if_error(const Status& status) {
+  if (!status.is_ok()) raise(status.error());
+}
+
+template <class T>
+T take(Result<T> result) {
+  if (!result.is_ok()) raise(result.error());
+  return std::move(result.value());
+}
+
+void bind_status(nanobind::module_& module);
+void bind_topology(nanobind::module_& module);
+void bind_pool(nanobind::module_& module);
+void bind_buffer(nanobind::module_& module);
+void bind_probe(nanobind::module_& module);
+
+}  // namespace tandem::bindings

@@ -1,0 +1,67 @@
+"""The compiled core: machine topology, thread pool, aligned memory and probes of optional parts.
+
+Importing this package loads the extension ``_core`` (C++20, source under ``native/``); ``import
+tandem`` does not. The extension knows nothing of torch: tensors cross as arrays. Its errors are
+those of ``tandem.core.errors``; its calls release the GIL while they work.
+"""
+
+from tandem.core.errors import UnsupportedError
+
+try:
+    from tandem._native._core import (
+        AlignedBuffer,
+        CacheSizes,
+        CgroupLimits,
+        CpuFeatures,
+        CudaDevice,
+        CudaProbe,
+        HugepagePool,
+        HugepageState,
+        NumaNode,
+        PageKind,
+        ProbeResult,
+        ThreadAdvice,
+        ThreadPool,
+        Topology,
+        WakeupTimes,
+        cpu_features,
+        error_codes,
+        probe_cma,
+        probe_cuda,
+        probe_io_uring,
+        raise_error,
+        read_topology,
+        recommend_threads,
+    )
+except ImportError as error:
+    raise UnsupportedError(
+        "native.load",
+        f"the compiled core cannot be loaded ({error}): build it with `pip install -e .` in the "
+        "source tree, which needs a C++20 compiler, or install a wheel of this platform",
+    ) from error
+
+__all__ = [
+    "AlignedBuffer",
+    "CacheSizes",
+    "CgroupLimits",
+    "CpuFeatures",
+    "CudaDevice",
+    "CudaProbe",
+    "HugepagePool",
+    "HugepageState",
+    "NumaNode",
+    "PageKind",
+    "ProbeResult",
+    "ThreadAdvice",
+    "ThreadPool",
+    "Topology",
+    "WakeupTimes",
+    "cpu_features",
+    "error_codes",
+    "probe_cma",
+    "probe_cuda",
+    "probe_io_uring",
+    "raise_error",
+    "read_topology",
+    "recommend_threads",
+]

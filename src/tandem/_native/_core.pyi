@@ -1,0 +1,356 @@
+"""
+Native core of Tandem: machine topology, thread pool, aligned memory, probes.
+"""
+
+import enum
+from typing import Annotated
+
+import numpy
+import numpy.typing
+from numpy.typing import NDArray
+
+
+def error_codes() -> list[str]:
+    """
+    Codes that native errors carry, in the order of `tandem.core.errors.ERROR_CODES`.
+    """
+
+def raise_error(code: str, where: str, what: str, field: str = '') -> None:
+    """
+    Raise the error of this code as native code would; for tests of the translation.
+    """
+
+class CpuFeatures:
+    """
+    Instruction sets that kernels may use: in the CPU and enabled by the operating system.
+    """
+
+    @property
+    def vendor(self) -> str: ...
+
+    @property
+    def brand(self) -> str: ...
+
+    @property
+    def avx2(self) -> bool: ...
+
+    @property
+    def fma(self) -> bool: ...
+
+    @property
+    def f16c(self) -> bool: ...
+
+    @property
+    def avx_vnni(self) -> bool: ...
+
+    @property
+    def avx512f(self) -> bool: ...
+
+    @property
+    def avx512bw(self) -> bool: ...
+
+    @property
+    def avx512vl(self) -> bool: ...
+
+    @property
+    def avx512dq(self) -> bool: ...
+
+    @property
+    def avx512_vnni(self) -> bool: ...
+
+    @property
+    def avx512_bf16(self) -> bool: ...
+
+    @property
+    def avx512_vbmi(self) -> bool: ...
+
+    @property
+    def avx512_fp16(self) -> bool: ...
+
+    @property
+    def amx_tile(self) -> bool: ...
+
+    @property
+    def amx_int8(self) -> bool: ...
+
+    @property
+    def amx_bf16(self) -> bool: ...
+
+    @property
+    def amx_blocker(self) -> str:
+        """Why AMX is unusable although the CPU has it; empty otherwise."""
+
+def cpu_features() -> CpuFeatures:
+    """
+    Detect once; on a CPU with AMX this asks the kernel for the use of tiles.
+    """
+
+class NumaNode:
+    """A NUMA node that this process may use."""
+
+    @property
+    def node_id(self) -> int: ...
+
+    @property
+    def cpus(self) -> list[int]:
+        """Allowed CPUs; empty for a node of memory only."""
+
+    @property
+    def memory_total_bytes(self) -> int: ...
+
+    @property
+    def memory_free_bytes(self) -> int: ...
+
+class HugepagePool:
+    """One size of preallocated huge pages."""
+
+    @property
+    def page_size_bytes(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+class HugepageState:
+    """Huge pages of this machine."""
+
+    @property
+    def transparent(self) -> str:
+        """`always`, `madvise`, `never`, or empty where the kernel has none."""
+
+    @property
+    def pools(self) -> list[HugepagePool]: ...
+
+class CacheSizes:
+    """Cache sizes of the first allowed CPU; 0 = unknown."""
+
+    @property
+    def l1d_bytes(self) -> int: ...
+
+    @property
+    def l2_bytes(self) -> int: ...
+
+    @property
+    def l3_bytes(self) -> int: ...
+
+class CgroupLimits:
+    """The tightest limits of the control groups of this process."""
+
+    @property
+    def cpu_quota(self) -> float | None:
+        """In CPUs; None = no quota."""
+
+    @property
+    def cpu_quota_source(self) -> str: ...
+
+    @property
+    def memory_limit_bytes(self) -> int | None: ...
+
+    @property
+    def memory_limit_source(self) -> str: ...
+
+class Topology:
+    """The machine as this process may use it."""
+
+    @property
+    def num_online_cpus(self) -> int: ...
+
+    @property
+    def allowed_cpus(self) -> list[int]: ...
+
+    @property
+    def cores(self) -> list[list[int]]:
+        """Allowed CPUs grouped by physical core."""
+
+    @property
+    def numa_nodes(self) -> list[NumaNode]: ...
+
+    @property
+    def num_packages(self) -> int:
+        """Sockets with an allowed CPU."""
+
+    @property
+    def caches(self) -> CacheSizes: ...
+
+    @property
+    def hugepages(self) -> HugepageState: ...
+
+    @property
+    def memory_total_bytes(self) -> int: ...
+
+    @property
+    def memory_available_bytes(self) -> int: ...
+
+    @property
+    def limits(self) -> CgroupLimits: ...
+
+class ThreadAdvice:
+    """A number of compute threads and why."""
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def reason(self) -> str: ...
+
+def read_topology(root: str = '') -> Topology:
+    """
+    Read /proc and /sys below `root` (empty = this machine). Never fails: what is missing has its plainest value.
+    """
+
+def recommend_threads(topology: Topology) -> ThreadAdvice:
+    """
+    One thread per allowed physical core, at most the whole CPUs of the quota, at least 1.
+    """
+
+class WakeupTimes:
+    """Medians of an empty job on all threads, from call to return."""
+
+    @property
+    def pool_ns(self) -> int: ...
+
+    @property
+    def condvar_ns(self) -> int:
+        """The same by std::thread and std::condition_variable, interleaved."""
+
+    @property
+    def ratio(self) -> float:
+        """Median of condvar / pool; above 1, ours is faster."""
+
+class ThreadPool:
+    """
+    The compute threads of a process; kernels run on them.
+
+    Any Python thread may call; calls run one after the other and release the GIL. In a forked child every call raises ConflictError.
+    """
+
+    def __init__(self, threads: int | None = None, *, pin: bool = False, oversubscribe: bool = False, spin_us: int = 30) -> None:
+        """
+        Start the threads.
+
+        Args:
+            threads: the calling thread included; None = `recommend_threads`. More than the
+                allowed CPUs are clamped to them with a RuntimeWarning.
+            pin: tie each worker to one CPU.
+            oversubscribe: keep more threads than CPUs (they never poll).
+            spin_us: the longest that an idle worker polls before it sleeps.
+        Raises: ConfigError (range); CapacityError (the kernel refused a thread).
+        """
+
+    @property
+    def num_threads(self) -> int: ...
+
+    @property
+    def threads_per_node(self) -> list[int]:
+        """Threads of each sub-pool, one sub-pool per NUMA node."""
+
+    @property
+    def spin_us(self) -> int:
+        """0 where polling is off."""
+
+    def run_noop(self, num_tasks: int, chunk: int = 1) -> int:
+        """
+        Run empty tasks; returns how many ran. For measuring the cost of a task.
+        """
+
+    def trace_fixed(self, num_tasks: int) -> list[int]:
+        """The thread that runs each task under the fixed schedule."""
+
+    def parallel_sum(self, values: Annotated[NDArray, dict(writable=False)]) -> float:
+        """
+        Sum of a contiguous float32 vector in float64; bitwise independent of the threads.
+
+        Raises: ShapeError (dtype, device, dimensions, stride).
+        """
+
+    def benchmark_wakeup(self, rounds: int = 1000, gap_us: int = 0) -> WakeupTimes:
+        """Time the start and end of a job, with `gap_us` of rest before each."""
+
+class PageKind(enum.Enum):
+    """What a buffer stands on, best first."""
+
+    HUGETLB = 0
+    """Preallocated 2 MiB pages."""
+
+    TRANSPARENT = 1
+    """2 MiB pages requested; the kernel grants them as it can."""
+
+    BASE = 2
+    """Ordinary pages."""
+
+class AlignedBuffer:
+    """Zeroed, page-aligned memory; freed with the last array that views it."""
+
+    def __init__(self, size_bytes: int, *, hugepages: bool = False, numa_node: int | None = None) -> None:
+        """
+        Allocate.
+
+        Args:
+            size_bytes: at least 1.
+            hugepages: try preallocated huge pages, then transparent ones, then ordinary ones.
+            numa_node: the node to prefer.
+        Raises: ConfigError (size below 1); CapacityError (too large); NotFoundError (node).
+        """
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Whole pages taken from the machine."""
+
+    @property
+    def page_kind(self) -> PageKind: ...
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """A writable view of the bytes, no copy; keeps the memory alive."""
+
+class ProbeResult:
+    """Whether a service of the kernel is usable."""
+
+    @property
+    def is_available(self) -> bool: ...
+
+    @property
+    def detail(self) -> str:
+        """What was found, or why it is not usable."""
+
+class CudaDevice:
+    """A device that the CUDA driver offers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def compute_major(self) -> int: ...
+
+    @property
+    def compute_minor(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+class CudaProbe:
+    """What the CUDA driver says."""
+
+    @property
+    def is_available(self) -> bool: ...
+
+    @property
+    def detail(self) -> str: ...
+
+    @property
+    def devices(self) -> list[CudaDevice]: ...
+
+def probe_io_uring() -> ProbeResult:
+    """Set up a ring and close it."""
+
+def probe_cma() -> ProbeResult:
+    """Read own memory by process_vm_readv."""
+
+def probe_cuda() -> CudaProbe:
+    """
+    Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
+    """

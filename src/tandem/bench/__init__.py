@@ -1,0 +1,1 @@
+"""Benchmarks: ours and the baseline interleaved in one process, correctness first."""

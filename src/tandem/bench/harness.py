@@ -1,0 +1,197 @@
+"""How every benchmark measures and reports.
+
+A case has a check, a way to time ours, and, where there is a rival or a limit of the machine, ways
+to time those. Rounds are interleaved (A B C A B C ...), so that a neighbour who slows the machine
+slows all alike; the reported ratio is the median of the rounds' own ratios, with its quartiles.
+A case whose check fails reports no time.
+"""
+
+import fnmatch
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tandem.core.errors import NotFoundError, TandemError
+
+__all__ = ["BenchCase", "BenchRecord", "describe_run", "format_record", "run_cases", "time_call"]
+
+
+class BenchRecord(msgspec.Struct, kw_only=True):
+    """One case's outcome: one line of text, one line of JSON."""
+
+    bench: str
+    case: str
+    ours: float | None
+    baseline: float | None
+    baseline_name: str | None
+    unit: str
+    ratio: float | None
+    """Above 1 means that ours is better, whatever the unit."""
+    ratio_iqr: tuple[float, float] | None
+    ceiling: float | None
+    ceiling_fraction: float | None
+    check: str
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One thing to measure.
+
+    The callables return one measurement in ``unit``. They are called in turn; set-up that should
+    not be timed happens in them before their clock starts, or in ``check``, which comes first.
+    """
+
+    name: str
+    """``key=value`` words."""
+    unit: str
+    ours: Callable[[], float]
+    check: Callable[[], str]
+    """Returns ``ok`` or what is wrong."""
+    baseline: Callable[[], float] | None = None
+    baseline_name: str | None = None
+    ceiling: Callable[[], float] | None = None
+    higher_is_better: bool = False
+
+
+def time_call(function: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def run_cases(
+    bench: str, cases: Iterable[BenchCase], *, pattern: str = "*", budget_s: float, rounds: int
+) -> Iterator[BenchRecord]:
+    """Measure the cases whose name matches ``pattern``, yielding each record as it is done.
+
+    Args:
+        bench: the benchmark's name, for the records.
+        cases: made lazily where making them is expensive.
+        pattern: a glob over case names.
+        budget_s: seconds a case may take at most, one round excepted.
+        rounds: rounds wanted.
+
+    Raises: NotFoundError if no case matches.
+    """
+    matched = False
+    for case in cases:
+        if fnmatch.fnmatchcase(case.name, pattern):
+            matched = True
+            yield _run_case(bench, case, budget_s, rounds)
+    if not matched:
+        raise NotFoundError("bench.run", f"no case of {bench} matches {pattern!r}")
+
+
+def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> BenchRecord:
+    try:
+        check = case.check()
+    except TandemError as error:
+        check = str(error)
+    record = BenchRecord(
+        bench=bench,
+        case=case.name,
+        ours=None,
+        baseline=None,
+        baseline_name=case.baseline_name,
+        unit=case.unit,
+        ratio=None,
+        ratio_iqr=None,
+        ceiling=None,
+        ceiling_fraction=None,
+        check=check,
+        n=0,
+    )
+    if check != "ok":
+        return record
+    ours: list[float] = []
+    baseline: list[float] = []
+    ceiling: list[float] = []
+    end_s = time.monotonic() + budget_s
+    while len(ours) < rounds and (not ours or time.monotonic() < end_s):
+        ours.append(case.ours())
+        if case.baseline is not None:
+            baseline.append(case.baseline())
+        if case.ceiling is not None:
+            ceiling.append(case.ceiling())
+    record.n = len(ours)
+    record.ours = statistics.median(ours)
+    if baseline:
+        record.baseline = statistics.median(baseline)
+        ratios = [_better(a, b, case) for a, b in zip(ours, baseline, strict=True)]
+        record.ratio = statistics.median(ratios)
+        record.ratio_iqr = _quartiles(ratios)
+    if ceiling:
+        record.ceiling = statistics.median(ceiling)
+        record.ceiling_fraction = statistics.median(
+            _better(a, b, case) for a, b in zip(ours, ceiling, strict=True)
+        )
+    return record
+
+
+def _better(ours: float, other: float, case: BenchCase) -> float:
+    """Return how many times better ``ours`` is."""
+    return ours / other if case.higher_is_better else other / ours
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def format_record(record: BenchRecord) -> str:
+    """Return the record as one line for a person."""
+    head = f"{record.bench} {record.case}"
+    if record.ours is None:
+        return f"{head}  check FAILED: {record.check}"
+    parts = [head, f"ours {record.ours:.4g} {record.unit}"]
+    if record.baseline is not None:
+        parts.append(f"baseline {record.baseline_name} {record.baseline:.4g} {record.unit}")
+    if record.ratio is not None and record.ratio_iqr is not None:
+        low, high = record.ratio_iqr
+        parts.append(f"ratio {record.ratio:.2f} [{low:.2f}, {high:.2f}]")
+    parts.append(f"n={record.n} interleaved")
+    parts.append(f"check {record.check}")
+    if record.ceiling is not None and record.ceiling_fraction is not None:
+        parts.append(f"{record.ceiling_fraction:.0%} of {record.ceiling:.4g} {record.unit} here")
+    return "  ".join(parts)
+
+
+def describe_run() -> dict[str, str]:
+    """Return what a record must be read with: machine, versions, commit."""
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        facts["cpu"] = next(
+            line.split(":", 1)[1].strip()
+            for line in text.splitlines()
+            if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        facts["cpu"] = platform.processor() or "unknown"
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        facts["torch"] = torch.__version__
+        facts["threads"] = str(torch.get_num_threads())
+    facts["commit"] = _read_commit()
+    return facts
+
+
+def _read_commit() -> str:
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return result.stdout.strip()

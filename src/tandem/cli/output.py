@@ -1,0 +1,29 @@
+"""Results on standard output: a table for a person, JSON with ``--json``."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["JsonFlag", "print_json", "print_table"]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def print_json(value: Any) -> None:
+    """Write ``value`` (structs included) as one indented JSON document."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    sys.stdout.write(text.decode() + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Write a table that fits the terminal; piped output is not cut."""
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)

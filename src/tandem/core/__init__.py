@@ -1,0 +1,1 @@
+"""Shared nouns: errors, units, clock, configuration, specifications, messages, metrics."""

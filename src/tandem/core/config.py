@@ -1,0 +1,259 @@
+"""Layered configuration: default < file < environment < command line, each value with its origin.
+
+A subsystem declares one frozen ``msgspec.Struct`` whose fields are annotated with
+``Meta(description=...)``; a root struct composes them. Everything else is derived from those
+declarations: flag ``--engine.block-size``, key ``engine: {block_size: ...}`` in the YAML file,
+variable ``TANDEM_ENGINE__BLOCK_SIZE``, and the reference page. This is the only module of the
+project that reads the environment.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import msgspec.inspect as mi
+import yaml
+
+from tandem.core.errors import ConfigError
+
+__all__ = [
+    "ENV_PREFIX",
+    "ConfigField",
+    "Resolved",
+    "child_environment",
+    "list_fields",
+    "mask_secrets",
+    "read_environment",
+    "resolve_config",
+]
+
+ENV_PREFIX = "TANDEM_"
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting, as declared."""
+
+    path: str
+    """Dotted path from the root, ``engine.block_size``."""
+    type_name: str
+    default: Any
+    description: str
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The command line's name, ``--engine.block-size``."""
+        return "--" + self.path.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment's name, ``TANDEM_ENGINE__BLOCK_SIZE``."""
+        return ENV_PREFIX + self.path.replace(".", "__").upper()
+
+
+class Resolved(msgspec.Struct, Generic[T], frozen=True):
+    """A checked configuration and where each of its values came from."""
+
+    config: T
+    origins: dict[str, str]
+    """Path to ``default``, ``file NAME``, ``env NAME`` or ``flag NAME``."""
+
+
+def list_fields(root: type[msgspec.Struct]) -> list[ConfigField]:
+    """Return every leaf setting below ``root``, in order of declaration.
+
+    Raises: AssertionError if a field lacks a description, which is our bug.
+    """
+    return list(_walk_fields(root, ""))
+
+
+def resolve_config(
+    root: type[T],
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+) -> Resolved[T]:
+    """Merge all layers and check the result.
+
+    Args:
+        root: the composed struct.
+        file: a YAML file, or None.
+        environment: variables; names without our prefix are ignored, unknown ones with it and
+            with a section separator are refused.
+        flags: dotted path to (name as the user typed it, value); strings are parsed.
+
+    Raises: ConfigError that names the field, its origin, and the nearest known name.
+    """
+    fields = {field.path: field for field in list_fields(root)}
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(fields, "default")
+
+    def put(path: str, value: Any, origin: str) -> None:
+        if path not in fields:
+            raise ConfigError("config.resolve", _unknown(path, origin, fields), field=path)
+        values[path] = value
+        origins[path] = origin
+
+    if file is not None:
+        for path, value in _flatten(_read_yaml(file), fields):
+            put(path, value, f"file {file.name}")
+    for name, value in (environment or {}).items():
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            put(path, _Text(value), f"env {name}")
+    for path, (name, value) in (flags or {}).items():
+        put(path, _Text(value) if isinstance(value, str) else value, f"flag {name}")
+    return Resolved(_build(root, "", values, origins), origins)
+
+
+def read_environment() -> dict[str, str]:
+    """Return a copy of the process environment, for ``resolve_config`` and child processes."""
+    return dict(os.environ)
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a child process: ours without secrets of the configuration.
+
+    A child gets its configuration over its own channel; an API key in the environment would be
+    readable in ``/proc`` for as long as the child lives.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    env.update(extra or {})
+    return env
+
+
+class _Text(str):
+    """A value typed by a person, to be parsed by the type of its field."""
+
+    __slots__ = ()
+
+
+def _walk_fields(struct: type[msgspec.Struct], prefix: str) -> Iterator[ConfigField]:
+    info = cast("mi.StructType", mi.type_info(struct))
+    for field in info.fields:
+        path = f"{prefix}{field.name}"
+        kind, meta = _unwrap(field.type)
+        if isinstance(kind, mi.StructType):
+            yield from _walk_fields(kind.cls, path + ".")
+            continue
+        description = meta.get("description")
+        assert description, f"setting {path} has no description"
+        default = field.default
+        if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        yield ConfigField(
+            path=path,
+            type_name=_type_name(kind),
+            default=default,
+            description=str(description),
+            secret=bool(meta.get("secret", False)),
+        )
+
+
+def _unwrap(kind: mi.Type) -> tuple[mi.Type, dict[str, Any]]:
+    meta: dict[str, Any] = {}
+    while isinstance(kind, mi.Metadata):
+        extras = cast("list[dict[str, Any] | None]", [kind.extra_json_schema, kind.extra])  # pyright: ignore[reportUnknownMemberType]
+        for extra in extras:
+            meta.update(extra or {})
+        kind = kind.type
+    return kind, meta
+
+
+def _type_name(kind: mi.Type) -> str:
+    if isinstance(kind, mi.UnionType):
+        return " | ".join(_type_name(_unwrap(part)[0]) for part in kind.types)
+    if isinstance(kind, mi.LiteralType):
+        return " | ".join(str(value) for value in kind.values)
+    if isinstance(kind, mi.CollectionType):
+        return "list"
+    names = {mi.IntType: "int", mi.FloatType: "float", mi.StrType: "str", mi.BoolType: "bool"}
+    for cls, name in names.items():
+        if isinstance(kind, cls):
+            return name
+    return "none" if isinstance(kind, mi.NoneType) else type(kind).__name__.removesuffix("Type")
+
+
+def _read_yaml(file: Path) -> Mapping[str, Any]:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config.read", f"{file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("config.read", f"{file} is not YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError("config.read", f"{file}: the top level must be a mapping of sections")
+    return cast("dict[str, Any]", data)
+
+
+def _flatten(
+    data: Mapping[str, Any], fields: Mapping[str, ConfigField], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and path not in fields:
+            yield from _flatten(cast("dict[str, Any]", value), fields, path + ".")
+        else:
+            yield path, value
+
+
+def _unknown(path: str, origin: str, fields: Mapping[str, ConfigField]) -> str:
+    near = difflib.get_close_matches(path, list(fields), n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; `tandem config show` lists all"
+    return f"there is no setting {path} (from {origin}){hint}"
+
+
+def _build(
+    struct: type[T], prefix: str, values: Mapping[str, Any], origins: Mapping[str, str]
+) -> T:
+    info = cast("mi.StructType", mi.type_info(struct))
+    arguments: dict[str, Any] = {}
+    hints = msgspec.structs.fields(struct)
+    for field, hint in zip(info.fields, hints, strict=True):
+        path = f"{prefix}{field.name}"
+        kind, _ = _unwrap(field.type)
+        if isinstance(kind, mi.StructType):
+            arguments[field.name] = _build(kind.cls, path + ".", values, origins)
+        elif path in values:
+            arguments[field.name] = _convert(path, values[path], hint.type, kind, origins[path])
+        elif field.required:
+            raise ConfigError("config.resolve", f"setting {path} is required", field=path)
+    return struct(**arguments)
+
+
+def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> Any:
+    if isinstance(value, _Text):
+        takes_list = isinstance(kind, mi.CollectionType) or (
+            isinstance(kind, mi.UnionType)
+            and any(isinstance(_unwrap(part)[0], mi.CollectionType) for part in kind.types)
+        )
+        value = [part for part in value.split(",") if part] if takes_list else str(value)
+        strict = False
+    else:
+        strict = True
+    try:
+        return msgspec.convert(value, hint, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError("config.resolve", f"{path} (from {origin}): {error}", field=path) from (
+            error
+        )
+
+
+def mask_secrets(
+    fields: Sequence[ConfigField], config: msgspec.Struct
+) -> list[tuple[ConfigField, Any]]:
+    """Pair each setting with its value in ``config``; a secret that is set shows as ``***``."""
+    rows: list[tuple[ConfigField, Any]] = []
+    for field in fields:
+        value: Any = config
+        for name in field.path.split("."):
+            value = getattr(value, name)
+        rows.append((field, "***" if field.secret and value else value))
+    return rows

@@ -1,0 +1,118 @@
+"""What a model and its KV cache look like, in plain numbers: no torch, no files.
+
+``ModelSpec`` is read from a checkpoint's ``config.json`` by ``tandem.models``; ``KVLayout`` is the
+one layout of a KV block in every tier (device, host, SSD, remote), so that the engine, the store
+and the simulator compute the same sizes from the same struct.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["DTYPE_BYTES", "KVLayout", "ModelSpec"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, by the name that torch and the configuration use."""
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only language model as its configuration describes it."""
+
+    name: str
+    """What the user asked for: a folder's name or a hub id."""
+    model_type: str
+    architecture: str
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    """Of a dense MLP; models whose layers are all MoE carry it too."""
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    """Tokens of context that the checkpoint promises."""
+    num_experts: Annotated[int, Meta(ge=0)] = 0
+    """Routed experts of an MoE layer; 0 is a dense model."""
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """Routed experts that one token uses."""
+    moe_intermediate_size: Annotated[int, Meta(ge=0)] = 0
+    num_moe_layers: Annotated[int, Meta(ge=0)] = 0
+    tie_word_embeddings: bool = False
+    has_qk_norm: bool = False
+    rope_type: str = "default"
+    checkpoint_dtype: str = "bfloat16"
+    """The dtype that the configuration declares for the stored weights."""
+    dtype: str = "bfloat16"
+    """The dtype that ``dtype="auto"`` runs in."""
+    dtype_reason: str = ""
+    """Why ``dtype`` is what it is, as a sentence."""
+    num_parameters: Annotated[int, Meta(ge=0)] = 0
+    """Parameters held in memory; tied embeddings count once."""
+    num_active_parameters: Annotated[int, Meta(ge=0)] = 0
+    """Parameters that one token reads: all but the experts it is not routed to."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-text ids of the configuration and of ``generation_config.json``, in that order."""
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in ``dtype``."""
+        return self.num_parameters * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has routed experts."""
+        return self.num_moe_layers > 0
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layout of one KV block: ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
+
+    A block is one contiguous object; one layer of it is one contiguous slice; so is one head's
+    keys (index 0) or values (index 1) within a layer. Version 1 of the layout.
+    """
+
+    num_layers: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    block_size: PositiveInt = 64
+    """Tokens a block holds."""
+    dtype: str = "bfloat16"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one block."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Bytes of one layer's keys and values in one block."""
+        per_token = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return per_token * self.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.bytes_per_layer * self.num_layers
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of context takes, all layers."""
+        return self.bytes_per_block // self.block_size
+
+    def layer_offset(self, layer_idx: int) -> int:
+        """Byte offset, within a block, of a layer's ``bytes_per_layer`` bytes."""
+        assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
+        return layer_idx * self.bytes_per_layer
+
+    def head_offset(self, layer_idx: int, kind: int, head_idx: int) -> int:
+        """Byte offset of one head's keys (``kind`` 0) or values (1) of a layer, in a block."""
+        assert kind in (0, 1), kind
+        assert 0 <= head_idx < self.num_kv_heads, (head_idx, self.num_kv_heads)
+        rows = (layer_idx * 2 + kind) * self.num_kv_heads + head_idx
+        return rows * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]

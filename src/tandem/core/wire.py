@@ -1,0 +1,186 @@
+"""Messages between the API server and an engine instance.
+
+Everything here crosses ``tandem.rpc`` as msgpack; nothing here knows of HTTP or of tensors. Text
+never crosses: the server owns the tokenizer, the instance sees token ids alone. Stop *strings*
+are therefore the server's business, stop *ids* the instance's.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "WIRE_VERSION",
+    "AddRequest",
+    "CancelRequest",
+    "Empty",
+    "FinishReason",
+    "InstanceInfo",
+    "InstanceStage",
+    "InstanceStats",
+    "RequestOutput",
+    "SamplingParams",
+    "StageChanged",
+    "StepOutputs",
+    "TokenLogprob",
+]
+
+WIRE_VERSION = 1
+"""Version of these messages; an instance and a server of different versions refuse each other."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen; bounds are checked where it is decoded."""
+
+    max_tokens: Annotated[int, Meta(ge=0)] = 16
+    """Tokens to generate at most; 0 computes the prompt alone (for its log-probabilities)."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Stop ids and end-of-text are not sampled before this many tokens."""
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0 is all."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """The random stream depends on seed and position alone; None draws a fresh seed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own end-of-text ids."""
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """None: none. k: the chosen token's log-probability and those of the k likeliest."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """The same for the prompt's tokens; switches reuse of a cached prefix off."""
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Start one generation; its tokens arrive as ``RequestOutput`` events."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower is served first."""
+    timeout_s: float | None = None
+    """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
+    cache_salt: str = ""
+    """Requests of different salts never share cached blocks."""
+
+
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop a generation; unknown ids are ignored, as the request may just have ended."""
+
+    request_id: str
+
+
+class Empty(msgspec.Struct, frozen=True):
+    """The reply or argument of calls that carry nothing."""
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended; every accepted request ends with exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of a token under the model before penalties and truncation."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+    """The likeliest tokens and their log-probabilities, best first."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine step added to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    prompt_len: int = 0
+    """Tokens of the prompt; in the first output and the last."""
+    cached_len: int = 0
+    """Tokens of the prompt whose KV was found in the prefix cache; where ``prompt_len`` is."""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """In the first output, if asked for; the first token of a prompt has none."""
+    stop_token_id: int | None = None
+    """The id that ended the request, if one did; it is not among ``token_ids``."""
+    error_code: str | None = None
+    error_text: str | None = None
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
+    """Event: all outputs of one engine step."""
+
+    outputs: list[RequestOutput]
+
+
+class InstanceStage(StrEnum):
+    """What an instance is doing; ``/ready`` shows it."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class StageChanged(msgspec.Struct, frozen=True, tag="stage_changed"):
+    """Event: an instance entered a stage, or came further within one."""
+
+    stage: InstanceStage
+    detail: str = ""
+    done: int = 0
+    total: int = 0
+    """Units of work done of those in this stage, for a progress bar; 0 of 0 is unknown."""
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs in an instance: all values concrete, fixed while it lives."""
+
+    model: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    num_parameters: int
+    eos_token_ids: list[int]
+    fingerprint: str
+    pid: int
+    load_seconds: float
+
+
+class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of an instance; counters only grow."""
+
+    stage: InstanceStage
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks that a live request owns; cached ones without an owner are not counted."""
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    step_seconds: float = 0.0

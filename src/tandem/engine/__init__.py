@@ -1,0 +1,1 @@
+"""Inference engine: requests, blocks, prefix index, scheduler, sampler, runner."""

@@ -1,0 +1,83 @@
+"""Settings of an engine instance: memory for KV, batching, scheduling."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]
+
+SchedulingOrder = Literal["chunked", "prefill_first", "decode_first"]
+KvDtype = Literal["auto", "float32", "bfloat16"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user decides about an engine; 0 means that it is computed at start."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 64
+    num_kv_blocks: Annotated[
+        int, Meta(ge=0, description="KV blocks of the device; 0 = from kv_cache_gib.")
+    ] = 0
+    kv_cache_gib: Annotated[
+        float, Meta(ge=0.0, description="Memory for KV, GiB; 0 = a share of what is free.")
+    ] = 0.0
+    kv_dtype: Annotated[
+        KvDtype, Meta(description="Number format of KV; auto = that of the model's activations.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Prompt and output tokens of a request; 0 = the model's own.")
+    ] = 0
+    max_batch_tokens: Annotated[
+        int,
+        Meta(ge=1, description="Tokens per step, shared by decodes and prefill chunks."),
+    ] = 2048
+    max_running: Annotated[
+        int, Meta(ge=1, description="Requests that hold blocks at the same time.")
+    ] = 64
+    max_queue: Annotated[
+        int,
+        Meta(ge=0, description="Requests that may wait beyond max_running; more are refused."),
+    ] = 256
+    scheduling_order: Annotated[
+        SchedulingOrder,
+        Meta(
+            description="chunked: decodes first, prefill chunks fill the step; prefill_first: "
+            "whatever can be prefilled goes before decodes; decode_first: decodes run undisturbed."
+        ),
+    ] = "chunked"
+    prefix_cache: Annotated[bool, Meta(description="Reuse the KV of prompts that begin alike.")] = (
+        True
+    )
+    max_passover_s: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            description="Seconds that a waiting request may be passed over by ones with a longer "
+            "cached prefix, or by decodes under decode_first.",
+        ),
+    ] = 1.0
+    threads: Annotated[
+        int, Meta(ge=0, le=4096, description="Compute threads; 0 = the cores allowed.")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that fit their bounds but not each other.
+
+        Raises: ConfigError.
+        """
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                "engine.configure",
+                f"block_size is {self.block_size}: choose a power of two",
+                field="engine.block_size",
+            )
+        # Otherwise the decodes of a full house could keep a started prefill out of every step.
+        if self.max_batch_tokens < self.max_running:
+            raise ConfigError(
+                "engine.configure",
+                f"max_batch_tokens is {self.max_batch_tokens}, below max_running "
+                f"{self.max_running}: every running request needs a token per step",
+                field="engine.max_batch_tokens",
+            )

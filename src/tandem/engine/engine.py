@@ -1,0 +1,299 @@
+"""The engine: one loop around scheduler, runner and sampler.
+
+Owns the live requests' sampling state and turns each step into ``RequestOutput`` messages. One
+thread calls ``step``; any thread may call the rest, which touches the scheduler under a lock that
+``step`` holds while it plans and records, never while the model runs. So a request is accepted,
+refused or cancelled at once, however long a step takes.
+"""
+
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem.core.clock import Clock
+from tandem.core.errors import ConfigError, InternalError
+from tandem.core.wire import (
+    AddRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from tandem.engine.request import Request
+from tandem.engine.runner import Runner, SequenceResult
+from tandem.engine.sampling import BROKEN_ROW, SamplerState
+from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
+
+__all__ = ["Engine", "EngineCounters"]
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGIT_BIAS = 1024
+"""Entries; each costs a Python operation per token."""
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since start."""
+
+    num_steps: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the engine remembers of a request beside the scheduler's state."""
+
+    request: Request
+    state: SamplerState
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    has_reported: bool = False
+    """Its first output, the one with the prompt's facts, is out."""
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        scheduler: owned.
+        runner: owned; called from the thread that calls ``step``.
+        clock: the one that deadlines are measured on.
+        vocab_size: token ids outside of it are refused.
+        eos_token_ids: the model's own ends of text.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._live: dict[str, _Live] = {}
+        self._states: dict[str, SamplerState] = {}
+        self._pending: list[RequestOutput] = []
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self.counters = EngineCounters()
+
+    def add(self, message: AddRequest) -> None:
+        """Accept a request; its outputs come from ``step``.
+
+        Raises:
+            ConfigError: a field is out of what this model can do.
+            ConflictError: the id is live.
+            CapacityError: the queue is full.
+        """
+        self._check(message)
+        now_s = self._clock.now_s()
+        params = message.sampling
+        request = Request(
+            request_id=message.request_id,
+            prompt_ids=message.prompt_ids,
+            sampling=params,
+            arrival_s=now_s,
+            priority=message.priority,
+            deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
+            cache_salt=message.cache_salt,
+        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        state = SamplerState(params, seed, self._collect_stop_ids(params), message.prompt_ids)
+        with self._lock:
+            self._scheduler.add(request)
+            self._live[request.request_id] = _Live(request, state)
+            self._states[request.request_id] = state
+            self.counters.prompt_tokens += request.prompt_len
+            self._work.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its last output says ``CANCELLED``. False if it is not live."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is None or not self._scheduler.cancel(request_id):
+                return False
+            if live.request.is_finished:
+                self._pending.append(self._end(live))
+            self._work.notify()
+            return True
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes; return the blocks freed at once."""
+        with self._lock:
+            return self._scheduler.flush_cache()
+
+    def get_stats(self) -> SchedulerStats:
+        """Return the scheduler's snapshot."""
+        with self._lock:
+            return self._scheduler.get_stats()
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return request_id in self._live
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._live)
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Block until there is something to do; False if the time ran out first."""
+        with self._work:
+            return self._work.wait_for(lambda: self._live or self._pending, timeout_s)
+
+    def step(self) -> list[RequestOutput]:
+        """Plan, run and record one step; return what it gave each request, maybe nothing.
+
+        A failure of the runner ends the requests of that step with ``ERROR`` and leaves the
+        others as they were.
+        """
+        with self._lock:
+            outputs, self._pending = self._pending, []
+            begin_s = self._clock.now_s()
+            plan = self._scheduler.schedule(begin_s)
+            outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+        if plan.is_empty:
+            return outputs
+        try:
+            results = self._runner.run(plan, self._states)
+        except Exception as error:  # A process edge: requests must end, whatever the model did.
+            logger.exception("step failed, its %d requests end", len(plan.sequences))
+            failure = InternalError("engine.step", f"the model failed: {error}")
+            with self._lock:
+                ended = self._scheduler.abandon(plan, self._clock.now_s())
+                return outputs + [
+                    self._end(self._live[request.request_id], failure) for request in ended
+                ]
+        with self._lock:
+            end_s = self._clock.now_s()
+            self.counters.num_steps += 1
+            self.counters.step_seconds += end_s - begin_s
+            return outputs + self._record(plan, results, end_s)
+
+    def _check(self, message: AddRequest) -> None:
+        params = message.sampling
+        for token_id in message.prompt_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ConfigError(
+                    "engine.add",
+                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
+                    field="prompt",
+                )
+        if len(params.logit_bias) > MAX_LOGIT_BIAS:
+            raise ConfigError(
+                "engine.add",
+                f"{len(params.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
+                field="logit_bias",
+            )
+        for token_id, bias in params.logit_bias.items():
+            if not 0 <= token_id < self._vocab_size or not math.isfinite(bias):
+                raise ConfigError(
+                    "engine.add",
+                    f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
+                    "finite bias",
+                    field="logit_bias",
+                )
+
+    def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = () if params.ignore_eos else self._eos_token_ids
+        return frozenset((*own, *params.stop_token_ids))
+
+    def _record(
+        self, plan: StepPlan, results: Mapping[str, SequenceResult], now_s: float
+    ) -> list[RequestOutput]:
+        sampled: dict[str, int] = {}
+        finished: dict[str, FinishReason] = {}
+        for request_id, result in results.items():
+            live = self._live[request_id]
+            live.prompt_logprobs += result.prompt_logprobs
+            if result.sampled is None:
+                continue
+            token_id = sampled[request_id] = result.sampled.token_id
+            if token_id == BROKEN_ROW:
+                finished[request_id] = FinishReason.ERROR
+            elif token_id in live.state.stop_ids:
+                finished[request_id] = FinishReason.STOP
+            else:
+                live.state.note_token(token_id)
+        self._scheduler.complete(plan, sampled, now_s, finished)
+        outputs: list[RequestOutput] = []
+        for sequence in plan.sequences:
+            live = self._live[sequence.request.request_id]
+            output = self._report(live, results[sequence.request.request_id])
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _report(self, live: _Live, result: SequenceResult) -> RequestOutput | None:
+        """Say what a step gave a request: a token, its end, both, or nothing yet."""
+        request = live.request
+        token = result.sampled
+        reason = request.finish_reason
+        if token is None or reason is FinishReason.CANCELLED:
+            return self._end(live) if request.is_finished else None
+        if token.token_id == BROKEN_ROW:
+            failure = InternalError("engine.sample", "the model's logits are not numbers")
+            return self._end(live, failure)
+        if reason is FinishReason.STOP:
+            return self._end(live, stop_token_id=token.token_id)
+        self.counters.generated_tokens += 1
+        output = RequestOutput(
+            request_id=request.request_id,
+            token_ids=[token.token_id],
+            finish_reason=reason,
+            logprobs=None if token.logprob is None else [token.logprob],
+            **self._describe_prompt(live),
+        )
+        if reason is not None:
+            self._forget(live)
+        return output
+
+    def _end(
+        self, live: _Live, failure: InternalError | None = None, stop_token_id: int | None = None
+    ) -> RequestOutput:
+        """Make the last output of a request that has ended without a token for the client."""
+        request = live.request
+        assert request.is_finished, f"request {request.request_id} goes on"
+        self._forget(live)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR if failure else request.finish_reason,
+            stop_token_id=stop_token_id,
+            error_code=None if failure is None else failure.code,
+            error_text=None if failure is None else str(failure),
+            **self._describe_prompt(live),
+        )
+
+    def _describe_prompt(self, live: _Live) -> dict[str, object]:
+        """The prompt's facts go with the first output and the last."""
+        request = live.request
+        if live.has_reported and not request.is_finished:
+            return {}
+        logprobs: list[TokenLogprob | None] | None = None
+        if request.sampling.prompt_logprobs is not None and not live.has_reported:
+            logprobs = [None, *live.prompt_logprobs]
+        live.has_reported = True
+        return {
+            "prompt_len": request.prompt_len,
+            "cached_len": request.num_cached_tokens,
+            "prompt_logprobs": logprobs,
+        }
+
+    def _forget(self, live: _Live) -> None:
+        request_id = live.request.request_id
+        del self._live[request_id]
+        del self._states[request_id]
+        self.counters.num_finished += 1

@@ -1,0 +1,283 @@
+"""The instance process: one model, one engine, served over the control channel.
+
+Two threads. The main thread loads the model and runs the engine's steps; the other runs the
+control channel's event loop, so that a request is accepted, refused or cancelled while a step is
+computed. What a step produced goes to each server as one event.
+
+The process is started by ``tandem.engine.supervisor``, gets its configuration as one line on
+standard input, and ends when that input ends: it never outlives its server.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.core.clock import MonotonicClock
+from tandem.core.errors import CapacityError, TandemError
+from tandem.core.logs import configure_logging
+from tandem.core.wire import (
+    WIRE_VERSION,
+    AddRequest,
+    CancelRequest,
+    Empty,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    RequestOutput,
+    StageChanged,
+    StepOutputs,
+)
+from tandem.engine.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.models.config import ModelConfig
+from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
+
+__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceSpec", "compat_facts", "main"]
+
+logger = logging.getLogger(__name__)
+
+INSTANCE_ROLE = "instance"
+SERVER_ROLE = "server"
+IDLE_WAIT_S = 0.5
+PROGRESS_INTERVAL_S = 0.1
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an instance process is told."""
+
+    name: str
+    endpoint: str
+    model: ModelConfig
+    engine: EngineConfig
+    rpc: RpcConfig
+    log_level: str = "info"
+
+
+def compat_facts() -> dict[str, str]:
+    """What a server and an instance must agree on before they speak."""
+    return {"wire_version": str(WIRE_VERSION)}
+
+
+class Instance:
+    """State that both threads share: the stage, the engine once it is there, who owns what."""
+
+    def __init__(self, spec: InstanceSpec) -> None:
+        self._spec = spec
+        self._server = RpcServer(
+            spec.endpoint,
+            identity=make_identity(INSTANCE_ROLE, spec.name, compat=compat_facts()),
+            auth=Auth.local(),
+            config=spec.rpc,
+        )
+        self._stage = StageChanged(InstanceStage.STARTING)
+        self._engine: Engine | None = None
+        self._info: InstanceInfo | None = None
+        self._owners: dict[str, Peer] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._register()
+
+    # The event loop's side.
+
+    def _register(self) -> None:
+        server = self._server
+        server.register("add", self._add, AddRequest, Empty)
+        server.register("cancel", self._cancel, CancelRequest, Empty)
+        server.register("info", self._get_info, Empty, InstanceInfo)
+        server.register("stats", self._get_stats, Empty, InstanceStats)
+        server.register("flush_cache", self._flush_cache, Empty, int)
+        server.on_peer(lambda peer: peer.push(self._stage))
+        server.on_peer_lost(self._forget_peer)
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise CapacityError(
+                "instance.add", f"the model is not ready, stage {self._stage.stage}: try again"
+            )
+        return self._engine
+
+    def _add(self, peer: Peer, request: AddRequest) -> Empty:
+        engine = self._require_engine()
+        # The owner is known before the engine can produce anything for it.
+        owner = self._owners.setdefault(request.request_id, peer)
+        try:
+            engine.add(request)
+        except TandemError:
+            if owner is peer and not engine.is_live(request.request_id):
+                self._owners.pop(request.request_id, None)
+            raise
+        return Empty()
+
+    def _cancel(self, peer: Peer, request: CancelRequest) -> Empty:
+        if self._owners.get(request.request_id) is peer:
+            self._require_engine().cancel(request.request_id)
+        return Empty()
+
+    def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
+        self._require_engine()
+        assert self._info is not None
+        return self._info
+
+    def _flush_cache(self, peer: Peer, _: Empty) -> int:
+        return self._require_engine().flush_cache()
+
+    def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
+        if self._engine is None:
+            return InstanceStats(stage=self._stage.stage)
+        stats, counters = self._engine.get_stats(), self._engine.counters
+        return InstanceStats(
+            stage=self._stage.stage,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_blocks=stats.num_blocks,
+            num_used_blocks=stats.num_used_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_preemptions=stats.num_preemptions,
+            prefix_query_tokens=stats.num_prefix_query_tokens,
+            prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_steps=counters.num_steps,
+            num_finished=counters.num_finished,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            step_seconds=counters.step_seconds,
+        )
+
+    def _forget_peer(self, peer: Peer, error: TandemError) -> None:
+        """Nobody waits for the requests of a server that is gone."""
+        lost = [request_id for request_id, owner in self._owners.items() if owner is peer]
+        logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
+        for request_id in lost:
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _push_stage(self) -> None:
+        for peer in self._server.peers:
+            with contextlib.suppress(TandemError):
+                peer.push(self._stage)
+
+    # Both sides.
+
+    def set_stage(self, stage: StageChanged) -> None:
+        """Enter a stage, or report progress within one; any thread."""
+        if stage.stage is not self._stage.stage:
+            logger.info("event=stage stage=%s detail=%r", stage.stage, stage.detail)
+        self._stage = stage
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._push_stage)
+
+    def stop(self) -> None:
+        """Make the main thread return; any thread."""
+        self._stopping.set()
+
+    # The main thread's side.
+
+    def run(self) -> int:
+        """Serve until told to stop; return the process's exit status."""
+        channel = threading.Thread(target=self._run_channel, name="rpc", daemon=True)
+        started = threading.Event()
+        self._channel_started = started
+        channel.start()
+        started.wait()
+        try:
+            self._load()
+            self._run_engine()
+        except TandemError as error:
+            logger.error("event=instance_failed error=%s", error)  # noqa: TRY400
+            self.set_stage(StageChanged(InstanceStage.FAILED, str(error)))
+            # The stage says why; a restart would fail alike, so the server decides.
+            self._stopping.wait()
+            return 1
+        finally:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._close_channel.set)
+                channel.join(timeout=5)
+        return 0
+
+    def _run_channel(self) -> None:
+        asyncio.run(self._serve_channel())
+
+    async def _serve_channel(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._close_channel = asyncio.Event()
+        async with self._server:
+            self._channel_started.set()
+            await self._close_channel.wait()
+
+    def _load(self) -> None:
+        from tandem.engine.build import build_engine
+
+        begin_s = time.monotonic()
+        self.set_stage(StageChanged(InstanceStage.LOADING, "reading the configuration"))
+        reported_s = 0.0
+
+        def show(done: int, total: int, what: str) -> None:
+            nonlocal reported_s
+            now_s = time.monotonic()
+            if now_s - reported_s >= PROGRESS_INTERVAL_S or done == total:
+                reported_s = now_s
+                self.set_stage(StageChanged(InstanceStage.LOADING, what, done, total))
+
+        built = build_engine(self._spec.model, self._spec.engine, MonotonicClock(), show)
+        self._info = msgspec.structs.replace(
+            built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
+        )
+        self._engine = built.engine
+        self.set_stage(StageChanged(InstanceStage.READY))
+
+    def _run_engine(self) -> None:
+        engine = self._require_engine()
+        while not self._stopping.is_set():
+            if engine.wait_for_work(IDLE_WAIT_S):
+                self._deliver(engine.step())
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        by_peer: dict[Peer, list[RequestOutput]] = {}
+        for output in outputs:
+            owner = (
+                self._owners.get(output.request_id)
+                if output.finish_reason is None
+                else self._owners.pop(output.request_id, None)
+            )
+            if owner is not None:
+                by_peer.setdefault(owner, []).append(output)
+        for peer, its_outputs in by_peer.items():
+            # A lost peer's requests are being cancelled on the other thread.
+            with contextlib.suppress(TandemError):
+                peer.push_threadsafe(StepOutputs(its_outputs))
+
+
+def read_spec(line: bytes) -> InstanceSpec:
+    """Decode the configuration line."""
+    return msgspec.json.decode(line, type=InstanceSpec)
+
+
+def _stop_at_end_of_input(instance: Instance) -> None:
+    """The server holds the other end of our standard input; when it is gone, so are we."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    logger.info("event=server_gone")
+    instance.stop()
+
+
+def main() -> int:
+    """Entry point of ``python -m tandem.engine.instance``."""
+    # Ctrl-C in a terminal goes to the whole group; the server drains first and then tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spec = read_spec(sys.stdin.buffer.readline())
+    configure_logging(spec.name, spec.log_level)
+    instance = Instance(spec)
+    signal.signal(signal.SIGTERM, lambda *_: instance.stop())
+    threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()
+    return instance.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""How much memory the KV cache takes, and why. Plain arithmetic; the caller measures."""
+
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError
+from tandem.engine.config import EngineConfig
+
+__all__ = ["KvPlan", "plan_kv_cache"]
+
+DEFAULT_FRACTION = 0.4
+"""Of the free memory, when nothing is set: activations, the page cache that the weights are
+mapped through, and the user's other programs need the rest."""
+
+GIB = 1 << 30
+
+
+class KvPlan(NamedTuple):
+    """The KV cache that will be allocated."""
+
+    num_blocks: int
+    block_bytes: int
+    reason: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+
+def plan_kv_cache(
+    config: EngineConfig, *, block_bytes: int, max_model_len: int, available_bytes: int
+) -> KvPlan:
+    """Choose the number of blocks.
+
+    Args:
+        config: ``num_kv_blocks`` wins over ``kv_cache_gib`` wins over the default.
+        block_bytes: size of one block over all layers.
+        max_model_len: tokens of the longest request; the cache must hold at least one.
+        available_bytes: memory free now, after the weights are loaded.
+
+    Raises: ConfigError if the cache cannot hold one request of ``max_model_len`` tokens, with
+        what would help.
+    """
+    needed = -(-max_model_len // config.block_size)
+    if config.num_kv_blocks:
+        num_blocks, reason = config.num_kv_blocks, "engine.num_kv_blocks"
+    elif config.kv_cache_gib:
+        num_blocks = int(config.kv_cache_gib * GIB) // block_bytes
+        reason = "engine.kv_cache_gib"
+    else:
+        # More than every running request at full length could never be used by requests, but
+        # an idle block still serves as prefix cache: twice that is plenty.
+        useful = 2 * config.max_running * needed
+        affordable = int(available_bytes * DEFAULT_FRACTION) // block_bytes
+        num_blocks = min(useful, affordable)
+        reason = (
+            f"twice {config.max_running} requests of {max_model_len} tokens"
+            if useful <= affordable
+            else f"{DEFAULT_FRACTION:.0%} of {available_bytes / GIB:.1f} GiB free"
+        )
+    if num_blocks < needed:
+        raise ConfigError(
+            "engine.plan_kv_cache",
+            f"{num_blocks} blocks ({num_blocks * block_bytes / GIB:.2f} GiB, from {reason}) cannot "
+            f"hold one request of {max_model_len} tokens, which takes {needed} blocks of "
+            f"{block_bytes} bytes: raise engine.kv_cache_gib or lower engine.max_model_len",
+            field="engine.max_model_len",
+        )
+    return KvPlan(num_blocks, block_bytes, reason)

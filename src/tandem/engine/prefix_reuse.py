@@ -1,0 +1,161 @@
+"""What a request takes from the prefix index and what it gives back.
+
+Owns the keys and the index position of each request (fields of ``Request``) and the table of
+blocks that running prefills are about to compute. The scheduler decides who is admitted and when;
+this decides what is shared. Pure, single-threaded.
+"""
+
+from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.request import Request
+
+__all__ = ["PrefixReuse"]
+
+MAX_DEFERRALS = 256
+"""Steps that a request waits for others to compute a prefix it shares. A prefix that takes
+longer, half a million tokens at the default budget, is being computed and evicted in turn."""
+
+
+class PrefixReuse:
+    """Connects requests to the prefix index.
+
+    Args:
+        index: where blocks are found and released.
+        block_size: tokens per block.
+        is_enabled: False: nothing is looked up or indexed, blocks are only released.
+    """
+
+    def __init__(self, index: PrefixIndex, block_size: int, *, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self._index = index
+        self._block_size = block_size
+        self._expected: dict[bytes, Request] = {}
+        """Key of a block to the running request whose prefill computes it."""
+
+    def open(self, request: Request) -> None:
+        """Prepare a request that has just arrived."""
+        request.root_key = self._index.make_root_key(request.cache_salt)
+
+    def find(self, request: Request) -> PrefixMatch:
+        """Return what the index holds of a request's tokens, all but the last one.
+
+        The last token is computed in any case: its logits choose the next.
+        """
+        if not self.is_enabled or not request.can_reuse_prefix:
+            return PrefixMatch([], 0)
+        self._extend_keys(request)
+        num_tokens = request.num_tokens
+        token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
+        return self._index.match(request.root_key, request.block_keys, token_ids, num_tokens - 1)
+
+    def count_cached_blocks(self, request: Request) -> int:
+        """Return how many leading full blocks of a request are cached, for ordering."""
+        self._extend_keys(request)
+        return self._index.count_cached_blocks(request.block_keys)
+
+    def is_expected(self, request: Request) -> bool:
+        """Whether this step brings a running request closer to a block that ``request`` shares.
+
+        So copies of a prompt that arrive together compute it once. The wait is bounded by the
+        other's prompt, as it counts only while the other advances, and by ``MAX_DEFERRALS``.
+        """
+        if not self._expected or not request.can_reuse_prefix:
+            return False
+        if request.num_deferrals >= MAX_DEFERRALS:
+            return False
+        num_cached = self.count_cached_blocks(request)
+        if num_cached == len(request.block_keys):
+            return False
+        other = self._expected.get(request.block_keys[num_cached])
+        return other is not None and other.is_scheduled
+
+    def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
+        """Reference the blocks of a match for a request that starts; return the shared ones.
+
+        The source of a copy is referenced too; ``release_copied`` ends that.
+        """
+        shared = self._index.acquire(match)
+        request.num_computed_tokens = match.num_tokens
+        request.num_indexed_blocks = len(shared)
+        if self.is_enabled:
+            # Taken after acquire: a root without children lives by this reference alone.
+            request.prefix_node = (
+                match.nodes[-1] if match.nodes else self._index.get_root(request.root_key)
+            )
+            for key in request.block_keys[len(shared) :]:
+                self._expected[key] = request
+        return shared
+
+    def release_copied(self, src_block_id: int) -> None:
+        """Let go of a block whose copy has been made."""
+        self._index.release((src_block_id,))
+
+    def index_computed(self, request: Request, *, is_prompt_end: bool) -> None:
+        """Make the blocks that a step has filled matchable and, at its end, a prompt's tail.
+
+        The tail is indexed once, not per token: what a request generates after it becomes
+        matchable when the block is full, or when the request leaves.
+        """
+        node = request.prefix_node
+        if node is None:
+            return
+        size = self._block_size
+        position = request.num_indexed_blocks
+        num_full = request.num_computed_tokens // size
+        if position < num_full and node.is_linked:
+            self._extend_keys(request)
+            while position < num_full:
+                block_id = request.block_table[position]
+                tokens = request.get_tokens(position * size, (position + 1) * size)
+                node = self._index.insert(node, request.block_keys[position], tokens, block_id)
+                if node.block_id != block_id:
+                    _replace_block(request, position, node.block_id)
+                position += 1
+            request.prefix_node = node
+            request.num_indexed_blocks = position
+        if is_prompt_end:
+            self._forget_expected(request)
+            self._index_tail(request)
+
+    def detach(self, request: Request) -> None:
+        """Take all blocks from a request; what it has computed stays matchable."""
+        self._forget_expected(request)
+        self._index_tail(request)
+        self._index.release(request.block_table)
+        request.block_table = ()
+        request.num_computed_tokens = 0
+        request.num_indexed_blocks = 0
+        request.prefix_node = None
+
+    def clear(self) -> int:
+        """Forget all prefixes, those under way included; return the blocks freed at once."""
+        self._expected.clear()
+        return self._index.clear()
+
+    def _extend_keys(self, request: Request) -> None:
+        """Compute the keys of all full blocks of known tokens that have none yet."""
+        keys = request.block_keys
+        size = self._block_size
+        num_full = request.num_tokens // size
+        if len(keys) < num_full:
+            tokens = request.get_tokens(len(keys) * size, num_full * size)
+            self._index.extend_keys(request.root_key, keys, tokens)
+
+    def _index_tail(self, request: Request) -> None:
+        node = request.prefix_node
+        if node is None or not node.is_linked:
+            return
+        position = request.num_indexed_blocks
+        tail = request.get_tokens(position * self._block_size, request.num_computed_tokens)
+        if tail:
+            self._index.insert_tail(node, tail, request.block_table[position])
+
+    def _forget_expected(self, request: Request) -> None:
+        if self._expected and request.is_prefilling:
+            for key in request.block_keys:
+                if self._expected.get(key) is request:
+                    del self._expected[key]
+
+
+def _replace_block(request: Request, position: int, block_id: int) -> None:
+    table = request.block_table
+    request.block_table = (*table[:position], block_id, *table[position + 1 :])

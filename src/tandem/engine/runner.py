@@ -1,0 +1,39 @@
+"""What executes a step: the face. ``torch_runner`` runs a model, the simulator computes times.
+
+A runner gets the scheduler's plan and gives back what was sampled. It owns the memory of the KV
+cache; which block belongs to whom is the scheduler's business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.core.wire import TokenLogprob
+from tandem.engine.sampling import SampledToken, SamplerState
+from tandem.engine.scheduler import StepPlan
+
+__all__ = ["Runner", "SequenceResult"]
+
+
+@dataclass(slots=True)
+class SequenceResult:
+    """What a step gave one request."""
+
+    sampled: SampledToken | None = None
+    """None while its prefill is not complete."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens that this step predicted, if the request asked for them."""
+
+
+class Runner(Protocol):
+    """Executes plans, one at a time."""
+
+    def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
+        """Copy the plan's blocks, compute its tokens, sample where it says so.
+
+        Args:
+            plan: not modified; its blocks are reserved until the scheduler completes it.
+            states: sampling state by request id.
+        Returns: a result for every sequence of the plan.
+        """
+        ...

@@ -1,0 +1,53 @@
+"""A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
+
+from torch import Tensor, rms_norm
+
+from tandem.kernels.attention import Attention, PagedStep
+from tandem.kernels.mlp import Mlp
+from tandem.kernels.moe import MoeBlock
+from tandem.kernels.norm import RmsNorm
+from tandem.kernels.operator import Operator, WeightReader
+
+__all__ = ["DecoderLayer"]
+
+
+class DecoderLayer(Operator):
+    """norm, attention, residual, norm, MLP or MoE, residual; the parts keep their names.
+
+    Module calls, keyword handling and temporaries between the parts are what a layer of the
+    skeleton spends most of its time on when the batch is small; here the parts are called
+    directly and add into the residual stream in place.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layernorm: RmsNorm,
+        self_attn: Attention,
+        post_attention_layernorm: RmsNorm,
+        mlp: Mlp | MoeBlock,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Do nothing: the parts, being modules of their own, are loaded by name."""
+
+    def run_(self, x_TD: Tensor, step: PagedStep) -> None:
+        """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV."""
+        attention, norm = self.self_attn, self.input_layernorm
+        size = (norm.size,)
+        h = rms_norm(x_TD, size, norm.weight, norm.eps)
+        attention.project_into_(x_TD, attention.mix(h, step))
+        norm = self.post_attention_layernorm
+        h = rms_norm(x_TD, size, norm.weight, norm.eps)
+        self.mlp.add_into_(x_TD, h)
+
+    def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
+        """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
+        x_TD = hidden_states[0].clone()
+        self.run_(x_TD, tandem_step)
+        return x_TD[None]

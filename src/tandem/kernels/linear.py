@@ -1,0 +1,90 @@
+"""Linear, Embedding and LmHead: the operators that are one matrix.
+
+Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logits are wanted.
+"""
+
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from tandem.kernels.operator import Operator, WeightReader, freeze
+
+__all__ = ["Embedding", "Linear", "LmHead"]
+
+
+class Linear(Operator):
+    """``y = x W^T + b`` with W [N, K].
+
+    Args:
+        in_features: K.
+        out_features: N.
+        has_bias: whether the checkpoint has ``bias`` beside ``weight``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = has_bias
+        self.bias = None
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight`` and, if there is one, ``bias``."""
+        rows = self.out_features
+        self.weight = freeze(
+            self._read_rows(reader, [(f"{name}.weight", rows)], self.in_features)
+        )
+        if self.has_bias:
+            self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", rows)]))
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
+        return F.linear(x_TK, self.weight, self.bias)
+
+
+class Embedding(Operator):
+    """Rows of W [V, D] by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight``."""
+        rows = [(f"{name}.weight", self.vocab_size)]
+        self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
+        return F.embedding(token_ids, self.weight)
+
+
+class LmHead(Linear):
+    """The projection to the vocabulary; its weight may be the embedding's.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        tied_to: the embedding whose weight this one shares, or None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        has_bias: bool = False,
+        tied_to: Operator | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, has_bias=has_bias)
+        # A list hides the embedding from nn.Module, which would call it a child of this one.
+        self._tied_to = [] if tied_to is None else [tied_to]
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight``, or share the embedding's, which must have been loaded before."""
+        if not self._tied_to:
+            super().load(reader, name)
+            return
+        self.weight = self._tied_to[0].weight
+        if self.has_bias:
+            self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", self.out_features)]))

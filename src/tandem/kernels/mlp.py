@@ -1,0 +1,50 @@
+"""The dense SwiGLU block. Shapes: T tokens, D hidden, F intermediate."""
+
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from tandem.kernels.operator import Operator, WeightReader, freeze
+
+__all__ = ["Mlp", "swiglu"]
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up of [..., 2 F] whose first half is the gate; [..., F], new."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class Mlp(Operator):
+    """``down(silu(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, has_bias: bool = False) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.has_bias = has_bias
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``{gate,up,down}_proj``."""
+        size = self.intermediate_size
+        gate_up = [(f"{name}.{part}.weight", size) for part in ("gate_proj", "up_proj")]
+        self.gate_up_weight = freeze(self._read_rows(reader, gate_up, self.hidden_size))
+        down = [(f"{name}.down_proj.weight", self.hidden_size)]
+        self.down_weight = freeze(self._read_rows(reader, down, size))
+        self.gate_up_bias = self.down_bias = None
+        if self.has_bias:
+            biases = [(f"{name}.{part}.bias", size) for part in ("gate_proj", "up_proj")]
+            self.gate_up_bias = freeze(self._read_rows(reader, biases))
+            down = [(f"{name}.down_proj.bias", self.hidden_size)]
+            self.down_bias = freeze(self._read_rows(reader, down))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return [..., D], new."""
+        hidden = swiglu(F.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
+        return F.linear(hidden, self.down_weight, self.down_bias)
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
+        hidden = swiglu(F.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
+        residual_TD.addmm_(hidden, self.down_weight.t())
+        if self.down_bias is not None:
+            residual_TD += self.down_bias

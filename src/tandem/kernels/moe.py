@@ -1,0 +1,196 @@
+"""Mixture of experts: Router, Experts, and the block of both.
+
+Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from tandem.core.errors import ShapeError
+from tandem.kernels.mlp import swiglu
+from tandem.kernels.operator import Operator, WeightReader, freeze
+
+__all__ = ["Experts", "MoeBlock", "Router"]
+
+
+class Router(Operator):
+    """Choose each token's K experts by softmax of a linear score.
+
+    Args:
+        hidden_size: D.
+        num_experts: E.
+        top_k: K.
+        is_normalised: whether the K weights are scaled to sum to one.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, is_normalised: bool
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.is_normalised = is_normalised
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight`` [E, D]."""
+        rows = [(f"{name}.weight", self.num_experts)]
+        self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
+        logits = F.linear(x_TD, self.weight)
+        if self.is_normalised:
+            # The softmax over all, renormalised over K, is the softmax over the K best.
+            best, ids = torch.topk(logits, self.top_k, dim=-1)
+            weights = torch.softmax(best, -1, dtype=torch.float32)
+        else:
+            weights = torch.softmax(logits, -1, dtype=torch.float32)
+            weights, ids = torch.topk(weights, self.top_k, dim=-1)
+        return logits, weights.to(x_TD.dtype), ids
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The face of transformers' routers: any leading dimensions, flattened."""
+        return self.route(hidden_states.reshape(-1, self.hidden_size))
+
+
+class Experts(Operator):
+    """The routed experts of one layer: SwiGLU blocks, each scaled by its router weight.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        intermediate_size: F.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read either layout: one tensor for all experts, or three for each.
+
+        Both are ``gate_up_proj`` [E, 2 F, D] and ``down_proj`` [E, D, F] in memory.
+        """
+        e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
+        gate_up = torch.empty((e, 2 * f, d), dtype=reader.dtype, device=reader.device)
+        down = torch.empty((e, d, f), dtype=reader.dtype, device=reader.device)
+        if reader.has(f"{name}.gate_up_proj"):
+            reader.read_into(f"{name}.gate_up_proj", gate_up)
+            reader.read_into(f"{name}.down_proj", down)
+        else:
+            for i in range(e):
+                reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[i, :f])
+                reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[i, f:])
+                reader.read_into(f"{name}.{i}.down_proj.weight", down[i])
+        self.gate_up_weight, self.down_weight = freeze(gate_up), freeze(down)
+        # Views made once: making them in the loop over experts costs as much as a small product.
+        self._gate_up_t = [w.t() for w in gate_up]
+        self._down_t = [w.t() for w in down]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, [T, D], new.
+
+        Args:
+            hidden_states: [T, D]; not modified.
+            top_k_index: int64 [T, K] in [-1, E); -1 = computed elsewhere, adds 0.
+            top_k_weights: [T, K].
+
+        Raises:
+            ShapeError: an id outside of [-1, E), or shapes that do not fit together.
+        """
+        out = torch.zeros_like(hidden_states)
+        self.add_into_(out, hidden_states, top_k_index, top_k_weights)
+        return out
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum to ``residual_TD``, in place; as ``forward`` otherwise.
+
+        Cost: each chosen expert's weights are read once, whatever the number of its tokens.
+        """
+        if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
+            raise ShapeError(
+                "kernels.run_experts",
+                f"ids {tuple(ids_TK.shape)}, weights {tuple(w_TK.shape)}, {len(x_TD)} tokens: "
+                "give [tokens, top_k] of both",
+            )
+        if len(x_TD) == 1:
+            self._add_one_(residual_TD, x_TD, ids_TK, w_TK)
+        elif len(x_TD) > 1:
+            self._add_many_(residual_TD, x_TD, ids_TK, w_TK)
+
+    def _add_one_(self, residual_1D: Tensor, x_1D: Tensor, ids_1K: Tensor, w_1K: Tensor) -> None:
+        for expert_id, weight in zip(ids_1K[0].tolist(), w_1K[0].tolist(), strict=True):
+            if 0 <= expert_id < self.num_experts:
+                hidden = swiglu(torch.mm(x_1D, self._gate_up_t[expert_id]))
+                residual_1D.addmm_(hidden, self._down_t[expert_id], alpha=weight)
+            elif expert_id != -1:
+                self._refuse_id(expert_id)
+
+    def _add_many_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Sort the (token, expert) pairs by expert, run each expert once, sum per token.
+
+        The sum runs over a token's K slots in their order, so it does not depend on the batch.
+        """
+        tokens, top_k = ids_TK.shape
+        sorted_ids, order = torch.sort(ids_TK.flatten(), stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=ids_TK.device)
+        ends = torch.searchsorted(sorted_ids, bounds).tolist()
+        if ends[-1] < tokens * top_k or (ends[0] and sorted_ids[0] < -1):
+            self._refuse_id(int(sorted_ids[-1] if ends[-1] < tokens * top_k else sorted_ids[0]))
+        x = x_TD.index_select(0, order // top_k)
+        gate_up = x.new_empty(len(x), 2 * self.intermediate_size)
+        chosen = [(i, a, b) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)) if a < b]
+        for expert_id, a, b in chosen:
+            torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
+        hidden = swiglu(gate_up)
+        for expert_id, a, b in chosen:
+            torch.mm(hidden[a:b], self._down_t[expert_id], out=x[a:b])
+        if ends[0]:
+            x[: ends[0]] = 0
+        outputs = torch.empty_like(x)
+        outputs[order] = x
+        outputs = outputs.view(tokens, top_k, -1)
+        residual_TD[:, None].baddbmm_(w_TK[:, None], outputs)
+
+    def _refuse_id(self, expert_id: int) -> None:
+        raise ShapeError(
+            "kernels.run_experts",
+            f"expert id {expert_id} of {self.num_experts} experts: pass -1 for one elsewhere",
+        )
+
+
+class MoeBlock(Operator):
+    """A router and its experts; either may still be the skeleton's own module.
+
+    Args:
+        gate: returns (logits, weights [T, K], ids [T, K]).
+        experts: called as ``experts(hidden, ids, weights)``.
+    """
+
+    def __init__(self, gate: nn.Module, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+
+    @property
+    def is_fusable(self) -> bool:
+        """Whether both parts are operators, so that the block can add into a residual."""
+        return isinstance(self.gate, Router) and isinstance(self.experts, Experts)
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Do nothing: the parts, being modules of their own, are loaded by name."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the block's output, shaped as ``hidden_states``, new."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = self.gate(x)
+        return self.experts(x, ids, weights).reshape(hidden_states.shape)
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
+        _, weights, ids = self.gate.route(x_TD)
+        self.experts.add_into_(residual_TD, x_TD, ids, weights)

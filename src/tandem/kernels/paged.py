@@ -1,0 +1,224 @@
+"""What one engine step runs on: the tokens, where their KV goes, and the block pool itself.
+
+``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
+the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
+tokens in all layers, contiguous: [layers, 2, kv_heads, block_size, head_dim].
+
+Invariants: a token's KV lives at slot (block_table[position // block_size], position %
+block_size); within a batch no two tokens share a slot; the tail of a block that is being filled
+holds finite numbers (a block is zeroed when its first token arrives), so that masked positions
+never bring another request's NaN into a sum. One thread at a time per cache.
+"""
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.core.spec import KVLayout
+
+__all__ = ["TORCH_DTYPES", "PagedBatch", "PagedKvCache", "SequenceChunk"]
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
+
+
+class SequenceChunk(msgspec.Struct, frozen=True):
+    """The tokens of one sequence that a step computes."""
+
+    token_ids: list[int]
+    start: int
+    """Position of the first of ``token_ids``; the KV of all earlier ones is in the cache."""
+    block_table: list[int]
+    """Blocks of the sequence in order; must reach the last of ``token_ids``, may be longer."""
+    wants: str = "last"
+    """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
+
+
+class PagedBatch(msgspec.Struct, frozen=True):
+    """A step's tokens, flattened: sequence s owns rows query_start[s] to query_start[s + 1].
+
+    Shapes: T tokens, S sequences, B longest block table, R rows whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int64 [T]."""
+    slot_blocks: Tensor
+    """int64 [T]: block that takes a token's KV."""
+    slot_offsets: Tensor
+    """int64 [T]: its place within that block."""
+    block_table: Tensor
+    """int64 [S, B]; short rows repeat their own first block, so every entry may be read."""
+    logit_rows: Tensor
+    """int64 [R], ascending."""
+    query_start: tuple[int, ...]
+    """S + 1 row numbers."""
+    context_lens: tuple[int, ...]
+    """Tokens of each sequence including this step's."""
+    fresh_blocks: tuple[int, ...]
+    """Blocks that this step begins but does not fill."""
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.query_start[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.context_lens)
+
+    @classmethod
+    def build(
+        cls,
+        sequences: list[SequenceChunk],
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "PagedBatch":
+        """Flatten ``sequences``, in order, into one batch; an empty list is an empty batch.
+
+        Raises:
+            ShapeError: a chunk without tokens, a negative start, or a block table too short.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        rows: list[int] = []
+        query_start, context_lens, fresh = [0], [], []
+        for chunk in sequences:
+            length = len(chunk.token_ids)
+            end = chunk.start + length
+            table = chunk.block_table
+            _check_chunk(chunk, len(sequences), block_size)
+            if chunk.wants == "last":
+                rows.append(len(ids) + length - 1)
+            elif chunk.wants == "all":
+                rows.extend(range(len(ids), len(ids) + length))
+            ids += chunk.token_ids
+            positions += range(chunk.start, end)
+            blocks += [table[position // block_size] for position in range(chunk.start, end)]
+            query_start.append(len(ids))
+            context_lens.append(end)
+            if end % block_size and end - end % block_size >= chunk.start:
+                fresh.append(table[end // block_size])
+        width = max((len(chunk.block_table) for chunk in sequences), default=0)
+        tables = [c.block_table + c.block_table[:1] * (width - len(c.block_table)) for c in sequences]
+        positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
+        return cls(
+            token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            positions=positions_T,
+            slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
+            slot_offsets=positions_T % block_size,
+            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(-1, width),
+            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            query_start=tuple(query_start),
+            context_lens=tuple(context_lens),
+            fresh_blocks=tuple(fresh),
+            block_size=block_size,
+        )
+
+
+def _check_chunk(chunk: SequenceChunk, num_sequences: int, block_size: int) -> None:
+    where = "kernels.build_batch"
+    if not chunk.token_ids or chunk.start < 0:
+        raise ShapeError(
+            where,
+            f"a chunk of {len(chunk.token_ids)} tokens from position {chunk.start} among "
+            f"{num_sequences} sequences: give at least one token and a start >= 0",
+        )
+    end = chunk.start + len(chunk.token_ids)
+    if end > len(chunk.block_table) * block_size:
+        raise ShapeError(
+            where,
+            f"{end} tokens in {len(chunk.block_table)} blocks of {block_size}: "
+            "allocate blocks up to the last token of the chunk first",
+        )
+    if chunk.wants not in ("none", "last", "all"):
+        raise ShapeError(where, f"wants={chunk.wants!r}: use 'none', 'last' or 'all'")
+
+
+class PagedKvCache:
+    """The pool of KV blocks of one model on one device, and the views operators index.
+
+    Args:
+        layout: shape and dtype of a block.
+        num_blocks: blocks in the pool; ids are 0 to num_blocks - 1.
+        device: where the pool lives.
+        tensor: memory to use instead of allocating, [num_blocks, *layout.shape], contiguous;
+            borrowed for the life of the cache, contents must be finite.
+
+    Raises:
+        ShapeError: ``tensor`` has another shape, dtype or stride.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        device: torch.device | str = "cpu",
+        tensor: Tensor | None = None,
+    ) -> None:
+        shape = (num_blocks, *layout.shape)
+        dtype = TORCH_DTYPES[layout.dtype]
+        if tensor is None:
+            # Zeros, not garbage: see the invariants on top. Pages are touched on first use.
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ShapeError(
+                "kernels.wrap_kv_cache",
+                f"got {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}, need "
+                f"contiguous {dtype} {shape}: allocate it from this layout",
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.tensor = tensor
+        layers = range(layout.num_layers)
+        self.slots = [tensor[:, layer].permute(0, 3, 1, 2, 4) for layer in layers]
+        """Per layer, [num_blocks, block_size, 2, kv_heads, head_dim]: where a step's KV goes."""
+        rows_per_layer = 2 * layout.num_kv_heads
+        rows = tensor.view(-1, layout.block_size * layout.head_dim)
+        self.chunks = [rows[layer * rows_per_layer :] for layer in layers]
+        """Per layer, [chunks, block_size * head_dim]: one head's keys or values in one block.
+        Row ``block * rows_per_block + kind * kv_heads + head`` whatever the layer."""
+        self.rows_per_block = layout.num_layers * rows_per_layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the stored keys and values."""
+        return self.tensor.dtype
+
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` tokens of a block to another and zero the rest of it.
+
+        Raises:
+            ShapeError: more tokens than a block holds, or fewer than none.
+        """
+        size = self.layout.block_size
+        if not 0 <= num_tokens <= size:
+            raise ShapeError(
+                "kernels.copy_block", f"{num_tokens} tokens of a block of {size}: pass 0 to {size}"
+            )
+        self.tensor[target, :, :, :, :num_tokens] = self.tensor[source, :, :, :, :num_tokens]
+        self.tensor[target, :, :, :, num_tokens:] = 0
+
+    def gather_index(self, block_ids: Tensor) -> Tensor:
+        """Rows of ``chunks[layer]`` that hold the given blocks of several sequences.
+
+        Args:
+            block_ids: int64 [S, n].
+
+        Returns: int64 [2 * S * kv_heads * n], so that the gathered rows view as
+            [2, S * kv_heads, n * block_size, head_dim]: keys, then values.
+        """
+        heads = self.layout.num_kv_heads
+        kinds = torch.arange(2, device=block_ids.device).view(2, 1, 1, 1) * heads
+        head_ids = torch.arange(heads, device=block_ids.device).view(1, 1, heads, 1)
+        return (block_ids[None, :, None] * self.rows_per_block + kinds + head_ids).flatten()

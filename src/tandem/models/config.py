@@ -1,0 +1,28 @@
+"""Settings of the model: what to load and how."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["ModelConfig"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model runs, in which type, placed by which rules."""
+
+    path: Annotated[
+        str, Meta(description="Folder, hub id, or `demo` for the model that ships with Tandem.")
+    ] = ""
+    revision: Annotated[str, Meta(description="Branch, tag or commit of a hub id.")] = "main"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Type of weights and activations; auto decides by size and says why."),
+    ] = "auto"
+    rules: Annotated[
+        str, Meta(description="YAML file of placement rules; empty for the built-in ones.")
+    ] = ""
+    device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"
+    adapter: Annotated[
+        str, Meta(description="Folder of a LoRA adapter to serve beside the model.")
+    ] = ""

@@ -1,0 +1,319 @@
+"""The families we run, and what their configurations must say: the gate before any weight.
+
+A configuration that asks for something no operator here does (another architecture, a sliding
+window, a quantization, an unknown RoPE) is refused by name. What passes is described by a
+``ModelSpec``; transformers' own config class fills the defaults, so that both agree.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
+from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.models.hub import resolve_folder
+
+__all__ = ["FAMILIES", "Checkpoint", "Family", "describe_model", "open_checkpoint"]
+
+SMALL_MODEL_BYTES = 256 << 20
+"""Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
+better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
+
+MAX_JSON_BYTES = 16 << 20
+MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
+"""Beyond these a configuration is broken, not large; they bound what we allocate for it."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family: what its layers have beyond the common shape."""
+
+    model_type: str
+    architecture: str
+    has_qk_norm: bool = False
+    is_moe: bool = False
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM"),
+        Family("qwen3", "Qwen3ForCausalLM", has_qk_norm=True),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", has_qk_norm=True, is_moe=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose configuration was read and accepted."""
+
+    folder: Path
+    config: Any
+    """transformers' configuration object."""
+    spec: ModelSpec
+
+
+def describe_model(path_or_id: str | Path) -> ModelSpec:
+    """Describe a checkpoint from its ``config.json`` alone.
+
+    Raises:
+        NotFoundError: no such folder or snapshot, or no ``config.json`` in it.
+        CorruptionError: a JSON file does not parse.
+        ConfigError: a value is missing or out of bounds.
+        UnsupportedError: nothing here runs it; the text says what and why.
+    """
+    return open_checkpoint(path_or_id).spec
+
+
+def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
+    """Read and check the configuration of a checkpoint; raises as ``describe_model``."""
+    folder = resolve_folder(path_or_id)
+    raw = read_json(folder / "config.json")
+    family = _check_family(raw)
+    config = _build_config(raw, family)
+    _check_config(config)
+    generation = folder / "generation_config.json"
+    generation = read_json(generation) if generation.exists() else {}
+    name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
+    return Checkpoint(folder, config, _make_spec(name, config, family, generation))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file.
+
+    Raises: NotFoundError, CorruptionError.
+    """
+    where = "models.read_config"
+    if not path.is_file():
+        raise NotFoundError(where, f"{path} does not exist: is this the folder of a checkpoint?")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CorruptionError(
+            where, f"{path} has {path.stat().st_size} bytes, more than {MAX_JSON_BYTES}"
+        )
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(where, f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptionError(where, f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _refuse(what: str, field: str) -> UnsupportedError:
+    return UnsupportedError("models.check_config", what, field=field)
+
+
+def _check_family(raw: dict[str, Any]) -> Family:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(
+            "models.check_config", f"model_type is {model_type!r}: need a name", field="model_type"
+        )
+    known = ", ".join(FAMILIES)
+    if raw.get("is_encoder_decoder"):
+        raise _refuse(
+            f"{model_type} is an encoder-decoder: only decoders run here", "is_encoder_decoder"
+        )
+    if model_type not in FAMILIES:
+        raise _refuse(f"model_type {model_type!r} is not supported: known are {known}", "model_type")
+    family = FAMILIES[model_type]
+    architectures = raw.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise _refuse(
+            f"architectures {architectures} of {model_type}: only {family.architecture} generates "
+            "text",
+            "architectures",
+        )
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise _refuse(
+            f"the checkpoint is quantized ({method or 'unnamed method'}): use a checkpoint in "
+            "bfloat16, float16 or float32",
+            "quantization_config",
+        )
+    return family
+
+
+def _build_config(raw: dict[str, Any], family: Family) -> Any:  # noqa: ANN401 - transformers' own
+    from huggingface_hub.errors import (
+        StrictDataclassClassValidationError,
+        StrictDataclassFieldValidationError,
+    )
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[family.model_type].from_dict(dict(raw))
+    except (
+        StrictDataclassFieldValidationError,
+        StrictDataclassClassValidationError,
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError("models.check_config", f"config.json is not valid: {text}") from error
+
+
+def _check_config(config: Any) -> None:  # noqa: ANN401 - transformers' own
+    _check_bounds(config)
+    if getattr(config, "sliding_window", None) is not None:
+        raise _refuse(
+            f"sliding_window {config.sliding_window} is in use: only full attention runs here",
+            "sliding_window",
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types - {"full_attention"}:
+        raise _refuse(f"layer_types {sorted(layer_types)}: only full_attention", "layer_types")
+    if config.hidden_act not in ("silu", "swish"):
+        raise _refuse(f"hidden_act {config.hidden_act!r}: only silu runs here", "hidden_act")
+    rope = config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise _refuse(
+            f"rope_type {rope_type!r}: known are {', '.join(ROPE_TYPES)}",
+            "rope_parameters.rope_type",
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refuse(
+            f"partial_rotary_factor {rope['partial_rotary_factor']}: only whole heads are rotated",
+            "rope_parameters.partial_rotary_factor",
+        )
+
+
+def _check_bounds(config: Any) -> None:  # noqa: ANN401 - transformers' own
+    bounds = {
+        "num_hidden_layers": MAX_LAYERS,
+        "num_attention_heads": MAX_EXPERTS,
+        "num_key_value_heads": MAX_EXPERTS,
+        "hidden_size": MAX_SIZE,
+        "intermediate_size": MAX_SIZE,
+        "vocab_size": MAX_SIZE,
+        "max_position_embeddings": 1 << 31,
+        "num_experts": MAX_EXPERTS,
+        "num_experts_per_tok": MAX_EXPERTS,
+        "moe_intermediate_size": MAX_SIZE,
+    }
+    for name, most in bounds.items():
+        value = getattr(config, name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(
+                "models.check_config", f"{name} is {value!r}: need 1 to {most}", field=name
+            )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if not 2 <= head_dim_of(config) <= MAX_EXPERTS or head_dim_of(config) % 2:
+        raise ConfigError(
+            "models.check_config",
+            f"head_dim {head_dim_of(config)}: need an even one up to {MAX_EXPERTS}",
+            field="head_dim",
+        )
+    if heads % kv_heads:
+        raise ConfigError(
+            "models.check_config",
+            f"{heads} heads over {kv_heads} KV heads: the first must be a multiple of the second",
+            field="num_key_value_heads",
+        )
+    if getattr(config, "num_experts_per_tok", 1) > getattr(config, "num_experts", 1):
+        raise ConfigError(
+            "models.check_config",
+            f"{config.num_experts_per_tok} of {config.num_experts} experts per token",
+            field="num_experts_per_tok",
+        )
+
+
+def head_dim_of(config: Any) -> int:  # noqa: ANN401 - transformers' own
+    """Return the size of a head; not every configuration states it."""
+    stated = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if stated is None else stated
+
+
+def _count_moe_layers(config: Any, family: Family) -> int:  # noqa: ANN401 - transformers' own
+    if not family.is_moe:
+        return 0
+    return sum(
+        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def _count_parameters(config: Any, family: Family) -> tuple[int, int]:  # noqa: ANN401
+    """Return (all, those that one token reads), tied embeddings counted once."""
+    hidden, heads = config.hidden_size, config.num_attention_heads * head_dim_of(config)
+    kv = config.num_key_value_heads * head_dim_of(config)
+    layers, moe_layers = config.num_hidden_layers, _count_moe_layers(config, family)
+    attention = hidden * (heads + 2 * kv) + heads * hidden
+    if config.attention_bias:
+        attention += heads + 2 * kv + hidden
+    if family.has_qk_norm:
+        attention += 2 * head_dim_of(config)
+    mlp = 3 * hidden * config.intermediate_size
+    if getattr(config, "mlp_bias", False):
+        mlp += 2 * config.intermediate_size + hidden
+    head = 0 if config.tie_word_embeddings else config.vocab_size * hidden
+    shared = layers * (attention + 2 * hidden) + (layers - moe_layers) * mlp + hidden
+    shared += config.vocab_size * hidden + head
+    if not moe_layers:
+        return shared, shared
+    expert = 3 * hidden * config.moe_intermediate_size
+    shared += moe_layers * config.num_experts * hidden
+    return (
+        shared + moe_layers * config.num_experts * expert,
+        shared + moe_layers * config.num_experts_per_tok * expert,
+    )
+
+
+def _as_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+
+
+def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any]) -> ModelSpec:  # noqa: ANN401
+    total, active = _count_parameters(config, family)
+    stored = str(config.dtype or "float32").removeprefix("torch.")
+    if stored not in DTYPE_BYTES:
+        raise _refuse(f"dtype {stored!r}: known are {', '.join(DTYPE_BYTES)}", "dtype")
+    if total * 4 <= SMALL_MODEL_BYTES:
+        dtype = "float32"
+        reason = (
+            f"float32, as the whole model takes {total * 4 / 2**20:.0f} MiB in it, at most "
+            f"{SMALL_MODEL_BYTES >> 20}: call overhead and float32 speed win on a CPU"
+        )
+    else:
+        dtype = "bfloat16" if stored == "float16" else stored
+        reason = f"{dtype}, as the checkpoint is stored in {stored}"
+    moe_layers = _count_moe_layers(config, family)
+    eos = dict.fromkeys(_as_ids(config.eos_token_id) + _as_ids(generation.get("eos_token_id")))
+    return ModelSpec(
+        name=name,
+        model_type=family.model_type,
+        architecture=family.architecture,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim_of(config),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        num_experts=config.num_experts if moe_layers else 0,
+        top_k=config.num_experts_per_tok if moe_layers else 0,
+        moe_intermediate_size=config.moe_intermediate_size if moe_layers else 0,
+        num_moe_layers=moe_layers,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        has_qk_norm=family.has_qk_norm,
+        rope_type=config.rope_parameters.get("rope_type", "default"),
+        checkpoint_dtype=stored,
+        dtype=dtype,
+        dtype_reason=reason,
+        num_parameters=total,
+        num_active_parameters=active,
+        eos_token_ids=tuple(eos),
+        bos_token_id=config.bos_token_id,
+        pad_token_id=config.pad_token_id,
+    )

@@ -1,0 +1,44 @@
+"""The one control channel of the project: typed calls and events between processes.
+
+``RpcServer`` binds, ``RpcClient`` connects; a ``Peer`` is the other side of one session, the same
+on both. See docs/design/rpc.md. Bulk bytes belong to ``tandem.transfer``.
+"""
+
+from tandem.rpc.auth import (
+    Auth,
+    AuthKind,
+    generate_secret,
+    read_allowed_keys,
+    read_secret,
+    write_secret,
+)
+from tandem.rpc.client import RpcClient
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.frames import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
+from tandem.rpc.handshake import check_compat_equal, make_identity
+from tandem.rpc.methods import MethodTable
+from tandem.rpc.peer import Peer
+from tandem.rpc.runtime_dir import make_runtime_dir
+from tandem.rpc.server import RpcServer
+
+__all__ = [
+    "MIN_PROTOCOL_VERSION",
+    "PROTOCOL_VERSION",
+    "Auth",
+    "AuthKind",
+    "Identity",
+    "MethodTable",
+    "Peer",
+    "RpcClient",
+    "RpcConfig",
+    "RpcCounters",
+    "RpcServer",
+    "check_compat_equal",
+    "generate_secret",
+    "make_identity",
+    "make_runtime_dir",
+    "read_allowed_keys",
+    "read_secret",
+    "write_secret",
+]

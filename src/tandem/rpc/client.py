@@ -1,0 +1,309 @@
+"""The side that connects: one session at a time with one server, renewed if asked."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import msgspec
+import zmq
+
+from tandem.core.clock import Clock, MonotonicClock
+from tandem.core.errors import (
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+)
+from tandem.rpc.auth import Auth
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.endpoint import parse_endpoint
+from tandem.rpc.frames import Identity
+from tandem.rpc.handshake import CompatCheck, check_compat_equal
+from tandem.rpc.methods import EventCallback, MethodTable
+from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.session import ClientSession, HandshakeDroppedError
+
+__all__ = ["RpcClient"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_DROPPED_HANDSHAKES = 3
+"""So many key exchanges cut in a row are a wrong secret; one or two may be a server that died."""
+
+RETRYABLE = (PeerLostError, CapacityError, DeadlineError, NotFoundError)
+"""What another attempt may cure: nobody there (yet), full, slow, its folder not made yet."""
+
+
+class RpcClient:
+    """Speaks to one server. An async context manager.
+
+    Entering it connects, looking for the server up to ``connect_timeout_ms``. What waits on a
+    session when it ends fails with ``PeerLostError``; calls between two sessions fail at once.
+
+    Args:
+        endpoint: address of the server.
+        identity: who we are; see ``make_identity``.
+        auth: what we prove; must fit the endpoint.
+        config: limits and intervals.
+        reconnect: open a new session, with the next epoch, whenever one is lost.
+        methods: what the *server* may call here, and the listener of its events; None for an
+            empty table, see ``on_event``.
+        check_compat: decides on the server by what it says of itself.
+        clock: of the leases.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        identity: Identity,
+        auth: Auth,
+        config: RpcConfig | None = None,
+        reconnect: bool = False,
+        methods: MethodTable | None = None,
+        check_compat: CompatCheck = check_compat_equal,
+        clock: Clock | None = None,
+    ) -> None:
+        self.identity = identity
+        self.counters = RpcCounters()
+        self._endpoint = parse_endpoint(endpoint)
+        self._auth = auth
+        self._config = RpcConfig() if config is None else config
+        self._reconnect = reconnect
+        self._methods = MethodTable() if methods is None else methods
+        self._check_compat = check_compat
+        self._peer_context = PeerContext(
+            self._config,
+            self._methods,
+            self.counters,
+            MonotonicClock() if clock is None else clock,
+        )
+        self._on_peer: Callable[[Peer], None] | None = None
+        self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
+        self._epoch = 0
+        self._peer: Peer | None = None
+        self._session: ClientSession | None = None
+        self._failure: TandemError = PeerLostError("rpc.call", "the client is not connected yet")
+        self._connected: asyncio.Event = asyncio.Event()
+        self._renewal: asyncio.Task[None] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    # Registration.
+
+    def on_event(self, callback: EventCallback, event_type: Any) -> None:
+        """Give the server's events to ``callback``; see ``MethodTable.listen``."""
+        self._methods.listen(callback, event_type)
+
+    def on_peer(self, callback: Callable[[Peer], None]) -> None:
+        """Call ``callback(peer)`` when a session begins, the first and every later one."""
+        self._on_peer = callback
+
+    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
+        """Call ``callback(peer, error)`` once when a session ends, whoever ended it."""
+        self._on_peer_lost = callback
+
+    # Life.
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the server."""
+        return self._endpoint.url
+
+    @property
+    def epoch(self) -> int:
+        """Sessions attempted so far; that of the present session while connected."""
+        return self._epoch
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session now."""
+        return self._peer is not None
+
+    @property
+    def peer(self) -> Peer:
+        """The server, in the present session.
+
+        Raises: PeerLostError, or the error that ended all attempts, if there is no session.
+        """
+        peer = self._peer
+        if peer is None:
+            raise self._copy_failure()
+        return peer
+
+    async def connect(self) -> Peer:
+        """Open a session, trying again within ``connect_timeout_ms`` while nobody serves there.
+
+        Raises: PermissionDeniedError, UnsupportedError, ConflictError when refused, at once;
+            PeerLostError or DeadlineError when nobody was found in time.
+        """
+        if self._context is not None:
+            raise ConflictError("rpc.connect", f"{self.endpoint} is open already")
+        self._context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
+        try:
+            return await self._open_session(self._config.connect_timeout_ms / 1e3)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def wait_connected(self, timeout_s: float) -> Peer:
+        """Wait for the next session while reconnecting; return at once if there is one.
+
+        Raises: DeadlineError; the refusal, if reconnecting has been given up.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._peer is None:
+                    if self._renewal is None or self._renewal.done():
+                        raise self._copy_failure()
+                    self._connected.clear()
+                    waiter = asyncio.ensure_future(self._connected.wait())
+                    try:
+                        await asyncio.wait(
+                            (waiter, self._renewal), return_when=asyncio.FIRST_COMPLETED
+                        )
+                    finally:
+                        waiter.cancel()
+        except TimeoutError as error:
+            if isinstance(error, TandemError):
+                raise
+            raise DeadlineError(
+                "rpc.connect", f"no session with {self.endpoint} within {timeout_s:g} s"
+            ) from None
+        return self.peer
+
+    async def aclose(self) -> None:
+        """End the session and stop reconnecting. Waits at most ``linger_ms``. Idempotent."""
+        context, self._context = self._context, None
+        if context is None:
+            return
+        self._failure = PeerLostError("rpc.call", f"the client of {self.endpoint} is closed")
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
+        if self._session is not None:
+            self._session.drop(
+                PeerLostError("rpc.close", f"{self.identity.name} has closed"), tell=True
+            )
+        # Waits until the farewell is delivered or linger_ms has passed.
+        await asyncio.to_thread(context.term)
+
+    # Speaking; see Peer.
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call a method of the server in the present session; see ``Peer.call``."""
+        return await self.peer.call(method, request, response_type, timeout_s=timeout_s)
+
+    def push(self, event: msgspec.Struct) -> None:
+        """Send a one-way event to the server; see ``Peer.push``."""
+        self.peer.push(event)
+
+    def push_threadsafe(self, event: msgspec.Struct) -> None:
+        """Send a one-way event from any thread; see ``Peer.push_threadsafe``."""
+        self.peer.push_threadsafe(event)
+
+    # Sessions.
+
+    async def _open_session(self, budget_s: float | None) -> Peer:
+        """Try until a session stands, the budget is spent, or the server refuses."""
+        loop = asyncio.get_running_loop()
+        give_up_s = None if budget_s is None else loop.time() + budget_s
+        pause_s = self._config.reconnect_initial_ms / 1e3
+        dropped = 0
+        while True:
+            attempt_s = self._config.connect_timeout_ms / 1e3
+            if give_up_s is not None:
+                attempt_s = max(0.001, give_up_s - loop.time())
+            try:
+                return await self._try_once(attempt_s)
+            except HandshakeDroppedError as error:
+                dropped += 1
+                if dropped >= MAX_DROPPED_HANDSHAKES:
+                    raise
+                reason: TandemError = error
+            except RETRYABLE as error:
+                dropped = 0
+                reason = error
+            # Spread by up to half, so that the clients of a restarted server come one by one.
+            wait_s = pause_s * (1 + secrets.randbelow(500) / 1000)
+            if give_up_s is not None and loop.time() + wait_s >= give_up_s:
+                raise reason
+            logger.debug("event=connect_failed endpoint=%s reason=%s", self.endpoint, reason)
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, self._config.reconnect_max_ms / 1e3)
+
+    async def _try_once(self, timeout_s: float) -> Peer:
+        self._auth.check_connect(self._endpoint)
+        assert self._context is not None, "a session is opened after connect() and before aclose()"
+        self._epoch += 1
+        session = ClientSession(
+            self._context,
+            self._endpoint.url,
+            auth=self._auth,
+            identity=self.identity,
+            epoch=self._epoch,
+            check_compat=self._check_compat,
+            peer_context=self._peer_context,
+            on_lost=self._lose,
+        )
+        peer = await session.open(timeout_s)
+        if peer.is_lost:
+            raise PeerLostError("rpc.connect", f"{peer.name} closed right after the handshake")
+        self._session, self._peer = session, peer
+        self._connected.set()
+        self.counters.peers_joined += 1
+        logger.info("event=peer_joined peer=%s epoch=%d", peer.name, peer.epoch)
+        if self._on_peer is not None:
+            try:
+                self._on_peer(peer)
+            except Exception:
+                self.counters.callback_errors += 1
+                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+        return peer
+
+    def _lose(self, peer: Peer, error: TandemError) -> None:
+        if peer is not self._peer:
+            return  # Lost between its handshake and the attempt's return, which reports it.
+        self._peer = self._session = None
+        self.counters.peers_lost += 1
+        if self._context is not None:
+            self._failure = error
+            if self._reconnect:
+                self._renewal = asyncio.get_running_loop().create_task(self._renew())
+        if self._on_peer_lost is not None:
+            try:
+                self._on_peer_lost(peer, error)
+            except Exception:
+                self.counters.callback_errors += 1
+                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+
+    async def _renew(self) -> None:
+        try:
+            await self._open_session(None)
+        except TandemError as error:
+            # Refused by name: another attempt would be refused as well.
+            self._failure = error
+            logger.exception("event=reconnect_given_up endpoint=%s", self.endpoint)
+
+    def _copy_failure(self) -> TandemError:
+        failure = self._failure
+        return type(failure)(failure.where, failure.what, field=failure.field)

@@ -1,0 +1,448 @@
+"""One session with one peer, seen alike from both sides.
+
+A ``Peer`` is a handle for exactly one session. When the session ends, for whatever reason, the
+handle is lost for good, all that waits on it fails with ``PeerLostError``, and a new session is a
+new handle with another epoch: nothing said to an old one can reach its successor.
+
+Threads: all on the endpoint's loop, except ``push_threadsafe`` and the read-only properties.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from tandem.core.clock import Clock
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    PeerLostError,
+    TandemError,
+    UnsupportedError,
+)
+from tandem.rpc.calls import IncomingCalls, OutgoingCalls
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.frames import (
+    Beat,
+    Bye,
+    Call,
+    Cancel,
+    Event,
+    Fault,
+    Frame,
+    Hello,
+    Identity,
+    Limits,
+    Reply,
+    Welcome,
+    as_body,
+    decode_body,
+    decode_frame,
+    encode_frame,
+    make_fault,
+)
+from tandem.rpc.lease import Lease
+from tandem.rpc.methods import MethodTable
+from tandem.rpc.window import ReadLedger, SendWindow
+
+__all__ = ["Peer", "PeerContext", "Transport"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Transport(Protocol):
+    """What a session needs of the socket below it."""
+
+    def transmit(self, data: bytes) -> None:
+        """Hand one frame to the socket without blocking.
+
+        Raises: CapacityError if its queue is full; PeerLostError if the connection is gone.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Receive all that has arrived."""
+        ...
+
+    def drop(self, error: TandemError, *, tell: bool) -> None:
+        """End the session because of ``error``; ``tell`` the peer why."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerContext:
+    """What all sessions of an endpoint share."""
+
+    config: RpcConfig
+    methods: MethodTable
+    counters: RpcCounters
+    clock: Clock
+
+
+class Peer:
+    """The other side of one session.
+
+    Args:
+        identity: what the peer said of itself.
+        epoch: number of this session in the life of the client, from 1.
+        limits: what the peer asked us to respect.
+        transport: borrowed; the endpoint owns it.
+        context: of the endpoint.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        epoch: int,
+        limits: Limits,
+        transport: Transport,
+        context: PeerContext,
+    ) -> None:
+        config = context.config
+        self.identity = identity
+        self.epoch = epoch
+        self._transport = transport
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._lost: TandemError | None = None
+        self._max_message_bytes = min(config.max_message_bytes, limits.max_message_bytes)
+        self._window = SendWindow(config.max_pending_per_peer, config.max_pending_bytes)
+        self._ledger = ReadLedger(limits.window_messages, limits.window_bytes)
+        # A third of the peer's lease: two beats may be late before we are taken for lost.
+        beat_ms = min(config.heartbeat_interval_ms, limits.lease_ms / 3)
+        self._lease = Lease(config.lease_ms / 1e3, beat_ms / 1e3, context.clock.now_s())
+        self._outgoing = OutgoingCalls(self.name, self._send, config.max_pending_per_peer)
+        self._incoming = IncomingCalls(
+            self, context.methods, self._send, config.max_pending_per_peer, context.counters
+        )
+        self._outbox: list[bytes] = []
+        self._outbox_lock = threading.Lock()
+        self._take: dict[type[Any], Callable[[Any], None]] = {
+            Call: self._incoming.start,
+            Reply: self._outgoing.take_reply,
+            Fault: self._take_fault,
+            Cancel: self._take_cancel,
+            Event: self._take_event,
+            Beat: self._take_beat,
+            Bye: self._take_bye,
+            Hello: self._take_greeting,
+            Welcome: self._take_greeting,
+        }
+        self._timer = self._loop.call_later(self._lease.check_interval_s, self._check_lease)
+
+    @property
+    def name(self) -> str:
+        """What the peer calls itself."""
+        return self.identity.name
+
+    @property
+    def instance_id(self) -> str:
+        """Random for each start of the peer's process."""
+        return self.identity.instance_id
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this session has ended."""
+        return self._lost is not None
+
+    @property
+    def pending_messages(self) -> int:
+        """Messages the peer has not read yet, as far as it has told."""
+        return self._window.unread_messages
+
+    @property
+    def running_calls(self) -> int:
+        """Calls of the peer whose handlers are alive here."""
+        return len(self._incoming)
+
+    def __repr__(self) -> str:
+        state = "lost" if self.is_lost else "live"
+        return f"Peer({self.name!r}, id={self.instance_id}, epoch={self.epoch}, {state})"
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call ``method`` on the other side and wait for its answer.
+
+        Cancelling the waiting task cancels the handler over there.
+
+        Args:
+            method: name under which the other side registered it.
+            request: anything that decodes to the registered request type.
+            response_type: what the answer must decode to.
+            timeout_s: deadline; None takes ``default_timeout_ms``. It is sent along.
+
+        Returns: the decoded answer.
+        Raises: DeadlineError when the deadline passes, here or there; PeerLostError when the
+            session ends first (what was not answered may or may not have been done);
+            UnsupportedError for an unknown method; CapacityError when too much is under way or
+            the request is too large; ConfigError if the request does not fit its type;
+            CorruptionError if the answer does not; else what the handler raised, if it was a
+            ``TandemError``, or InternalError.
+        """
+        if timeout_s is None:
+            timeout_s = self._context.config.default_timeout_ms / 1e3
+        return await self._outgoing.call(method, request, response_type, timeout_s)
+
+    def push(self, event: msgspec.Struct) -> None:
+        """Send a one-way event. Events of one thread arrive in order; there is no answer.
+
+        Args:
+            event: a tagged struct of the union that the other side listens for.
+
+        Raises: PeerLostError if the session has ended; CapacityError if the peer has left too
+            much unread: it is then dropped, since a gap in its events would go unseen; also for
+            an event over the size limit, which drops nobody.
+        """
+        self._raise_if_lost()
+        data = self._encode(Event(as_body(event)))
+        self._admit_event(data)
+        if self._outbox:
+            self._flush_outbox()
+        self._transmit(data)
+
+    def push_threadsafe(self, event: msgspec.Struct) -> None:
+        """Like ``push``, from any thread; encoded in the calling thread.
+
+        Wakes the loop once for all that is pushed until it gets to run. Raises as ``push``; a
+        peer that is lost between this and the sending loses the event, as on any wire.
+        """
+        self._raise_if_lost()
+        data = self._encode(Event(as_body(event)))
+        self._admit_event(data)
+        with self._outbox_lock:
+            self._outbox.append(data)
+            is_first = len(self._outbox) == 1
+        if is_first:
+            self._call_soon_threadsafe(self._flush_outbox)
+
+    def close(self) -> None:
+        """End the session; the other side gets a ``PeerLostError`` that says so. Idempotent."""
+        if not self.is_lost:
+            self._transport.drop(
+                PeerLostError("rpc.close", f"session with {self.name} was closed by this side"),
+                tell=True,
+            )
+
+    def receive(self, data: bytes) -> None:
+        """Take one frame of the peer; called by the endpoint."""
+        self._lease.note_heard(self._context.clock.now_s())
+        try:
+            if len(data) > self._context.config.max_message_bytes:
+                self._context.counters.oversized_frames += 1
+                raise CapacityError(
+                    "rpc.receive",
+                    f"message of {len(data)} bytes, limit "
+                    f"{self._context.config.max_message_bytes}: send bulk by tandem.transfer",
+                )
+            frame = decode_frame(data)
+        except TandemError as error:
+            if isinstance(error, CorruptionError):
+                self._context.counters.malformed_frames += 1
+            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
+            self._note_read(len(data))
+            self._send_quietly(make_fault(0, error))
+            return
+        if not isinstance(frame, Beat):
+            self._note_read(len(data))
+        self._take[type(frame)](frame)
+
+    def lose(self, error: TandemError) -> None:
+        """Fail all that waits on this session; called by the endpoint, once."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        self._timer.cancel()
+        self._outgoing.fail_all(lambda: PeerLostError(error.where, error.what))
+        self._incoming.cancel_all()
+        with self._outbox_lock:
+            self._outbox.clear()
+
+    # Sending.
+
+    def _send(self, frame: Frame) -> None:
+        """Encode and send a counted frame; raises, and drops nobody but for answers."""
+        self._raise_if_lost()
+        data = self._encode(frame)
+        if not self._window.admit(len(data)):
+            error = self._describe_overflow()
+            if isinstance(frame, Reply | Fault):
+                # Nobody here waits for an answer that cannot be sent; there, somebody does.
+                self._overflow(error)
+            raise error
+        self._transmit(data)
+
+    def _send_quietly(self, frame: Frame) -> None:
+        try:
+            self._send(frame)
+        except TandemError as error:
+            logger.debug("event=notice_unsent peer=%s reason=%s", self.name, error)
+
+    def _encode(self, frame: Frame) -> bytes:
+        try:
+            data = encode_frame(frame)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError("rpc.send", f"message has no msgpack form: {error}") from None
+        if len(data) > self._max_message_bytes:
+            raise CapacityError(
+                "rpc.send",
+                f"message of {len(data)} bytes, limit {self._max_message_bytes}: "
+                "send bulk by tandem.transfer",
+            )
+        return data
+
+    def _transmit(self, data: bytes) -> None:
+        self._transport.transmit(data)
+        self._lease.note_said(self._context.clock.now_s())
+
+    def _admit_event(self, data: bytes) -> None:
+        if not self._window.admit(len(data)):
+            error = self._describe_overflow()
+            self._call_soon_threadsafe(self._overflow, error)
+            raise error
+
+    def _describe_overflow(self) -> CapacityError:
+        return CapacityError(
+            "rpc.send",
+            f"{self.name} has left {self._window.unread_messages} messages, "
+            f"{self._window.unread_bytes} bytes unread, limits {self._window.max_messages} and "
+            f"{self._window.max_bytes}",
+        )
+
+    def _overflow(self, error: TandemError) -> None:
+        if not self.is_lost:
+            self._context.counters.peers_overflowed += 1
+            self._transport.drop(
+                PeerLostError("rpc.send", f"slow peer dropped: {error.what}"), tell=True
+            )
+
+    def _call_soon_threadsafe(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            raise PeerLostError("rpc.push", "the event loop of this endpoint is closed") from None
+
+    def _flush_outbox(self) -> None:
+        with self._outbox_lock:
+            batch, self._outbox = self._outbox, []
+        try:
+            for data in batch:
+                self._raise_if_lost()
+                self._transmit(data)
+        except CapacityError as error:
+            self._overflow(error)
+        except PeerLostError as error:
+            # Its pushers have been told that the event is sent; the loss is told by callback.
+            logger.debug("event=events_unsent peer=%s reason=%s", self.name, error)
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise PeerLostError(self._lost.where, self._lost.what)
+
+    # Receiving.
+
+    def _note_read(self, size_bytes: int) -> None:
+        if self._ledger.note_read(size_bytes):
+            self._send_beat()
+
+    def _take_fault(self, fault: Fault) -> None:
+        if fault.call_id != 0:
+            self._outgoing.take_fault(fault)
+            return
+        self._context.counters.notices_received += 1
+        logger.warning(
+            "event=message_refused_by_peer peer=%s code=%s reason=%s",
+            self.name,
+            fault.code,
+            fault.what,
+        )
+
+    def _take_cancel(self, cancel: Cancel) -> None:
+        self._incoming.cancel(cancel.call_id)
+
+    def _take_event(self, frame: Event) -> None:
+        methods, counters = self._context.methods, self._context.counters
+        if methods.event_decoder is None or methods.event_callback is None:
+            self._refuse_event("nobody listens for events here")
+            return
+        try:
+            event = decode_body(methods.event_decoder, frame.body)
+        except msgspec.MsgspecError as error:
+            self._refuse_event(f"unknown or malformed event: {error}")
+            return
+        counters.events_received += 1
+        try:
+            methods.event_callback(self, event)
+        except Exception:
+            counters.callback_errors += 1
+            logger.exception("event=event_callback_failed peer=%s", self.name)
+
+    def _refuse_event(self, what: str) -> None:
+        self._context.counters.unknown_events += 1
+        logger.warning("event=event_refused peer=%s reason=%s", self.name, what)
+        self._send_quietly(make_fault(0, UnsupportedError("rpc.event", what, field="event")))
+
+    def _take_beat(self, beat: Beat) -> None:
+        try:
+            self._window.acknowledge(beat.messages_read, beat.bytes_read)
+        except CorruptionError as error:
+            self._context.counters.malformed_frames += 1
+            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
+            self._send_quietly(make_fault(0, error))
+
+    def _take_bye(self, bye: Bye) -> None:
+        reason = f": {bye.what}" if bye.what else ""
+        self._transport.drop(
+            PeerLostError("rpc.session", f"{self.name} closed the session{reason}"), tell=False
+        )
+
+    def _take_greeting(self, greeting: Hello | Welcome) -> None:
+        self._context.counters.malformed_frames += 1
+        logger.warning("event=frame_refused peer=%s reason=second greeting", self.name)
+        error = CorruptionError("rpc.receive", f"second {type(greeting).__name__} in a session")
+        self._send_quietly(make_fault(0, error))
+
+    # Liveness.
+
+    def _check_lease(self) -> None:
+        # What has arrived counts as heard, however long *we* were not scheduled: a process that
+        # was stopped for longer than the lease must not blame its peers for it.
+        if self._lease.is_expired(self._context.clock.now_s()):
+            self._transport.drain()
+        if self.is_lost:
+            return
+        now_s = self._context.clock.now_s()
+        if self._lease.is_expired(now_s):
+            self._transport.drop(
+                PeerLostError(
+                    "rpc.lease",
+                    f"{self.name} was silent for {self._lease.silence_s(now_s):.3f} s, lease "
+                    f"{self._lease.lease_s:g} s",
+                ),
+                tell=True,
+            )
+            return
+        if self._lease.is_beat_due(now_s):
+            self._send_beat()
+        self._timer = self._loop.call_later(self._lease.check_interval_s, self._check_lease)
+
+    def _send_beat(self) -> None:
+        try:
+            self._transmit(encode_frame(Beat(self._ledger.messages, self._ledger.bytes)))
+            self._ledger.note_told()
+        except CapacityError as error:
+            self._overflow(error)
+        except PeerLostError as error:
+            logger.debug("event=beat_unsent peer=%s reason=%s", self.name, error)

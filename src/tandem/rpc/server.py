@@ -1,0 +1,379 @@
+"""The side that binds: admits clients and keeps one ``Peer`` for each."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import zmq
+
+from tandem.core.clock import Clock, MonotonicClock
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    PeerLostError,
+    TandemError,
+)
+from tandem.rpc.auth import Auth
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.endpoint import parse_endpoint
+from tandem.rpc.frames import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Bye,
+    Hello,
+    Identity,
+    Welcome,
+    decode_greeting,
+    encode_frame,
+    make_bye,
+)
+from tandem.rpc.gate import CurveGate
+from tandem.rpc.handshake import CompatCheck, check_compat_equal, make_limits, run_compat_check
+from tandem.rpc.methods import EventCallback, Handler, MethodTable
+from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.pump import SocketPump
+from tandem.rpc.runtime_dir import check_socket_free, secure_socket_file
+from tandem.rpc.sockets import SocketMonitor, open_socket, transmit
+
+__all__ = ["RpcServer"]
+
+logger = logging.getLogger(__name__)
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+PeerCallback = Callable[[Peer], None]
+LossCallback = Callable[[Peer, TandemError], None]
+
+NO_DESCRIPTOR = -1
+
+
+class _Connection:
+    """The transport of one peer: its address on the router socket."""
+
+    def __init__(self, server: "RpcServer", routing_id: bytes, name: str, descriptor: int) -> None:
+        self._server = server
+        self.routing_id = routing_id
+        self.name = name
+        self.descriptor = descriptor
+
+    def transmit(self, data: bytes) -> None:
+        self._server._transmit(self, data)
+
+    def drain(self) -> None:
+        self._server._drain()
+
+    def drop(self, error: TandemError, *, tell: bool) -> None:
+        self._server._drop(self.routing_id, error, tell=tell)
+
+
+class RpcServer:
+    """Serves methods and events on one endpoint. An async context manager.
+
+    Register methods and callbacks first, then enter; all of it runs on the loop it was entered
+    on, and so do handlers and callbacks.
+
+    Args:
+        endpoint: ``ipc:///absolute/path`` or ``tcp://host:port`` (port 0: any free one).
+        identity: who we are; see ``make_identity``.
+        auth: who may speak; must fit the endpoint.
+        config: limits and intervals.
+        methods: a table to serve; None for one of its own, see ``register``.
+        check_compat: decides on each client by what it says of itself.
+        clock: of the leases.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        identity: Identity,
+        auth: Auth,
+        config: RpcConfig | None = None,
+        methods: MethodTable | None = None,
+        check_compat: CompatCheck = check_compat_equal,
+        clock: Clock | None = None,
+    ) -> None:
+        self.identity = identity
+        self.counters = RpcCounters()
+        self._endpoint = parse_endpoint(endpoint)
+        self._auth = auth
+        self._config = RpcConfig() if config is None else config
+        self._methods = MethodTable() if methods is None else methods
+        self._check_compat = check_compat
+        self._peer_context = PeerContext(
+            self._config,
+            self._methods,
+            self.counters,
+            MonotonicClock() if clock is None else clock,
+        )
+        self._on_peer: PeerCallback | None = None
+        self._on_peer_lost: LossCallback | None = None
+        self._peers: dict[bytes, tuple[Peer, _Connection]] = {}
+        self._by_descriptor: dict[int, bytes] = {}
+        self._open = contextlib.ExitStack()
+        self._is_open = False
+        self._bound_url = ""
+
+    # Registration.
+
+    def register(
+        self,
+        name: str,
+        handler: Handler[Req, Res],
+        request_type: type[Req],
+        response_type: type[Res],
+    ) -> None:
+        """Serve calls of ``name``; see ``MethodTable.register``."""
+        self._methods.register(name, handler, request_type, response_type)
+
+    def method(
+        self, name: str, request_type: type[Req], response_type: type[Res]
+    ) -> Callable[[Handler[Req, Res]], Handler[Req, Res]]:
+        """Return a decorator that registers its function under ``name``."""
+
+        def decorate(handler: Handler[Req, Res]) -> Handler[Req, Res]:
+            self.register(name, handler, request_type, response_type)
+            return handler
+
+        return decorate
+
+    def on_event(self, callback: EventCallback, event_type: Any) -> None:
+        """Give the events of all clients to ``callback``; see ``MethodTable.listen``."""
+        self._methods.listen(callback, event_type)
+
+    def on_peer(self, callback: PeerCallback) -> None:
+        """Call ``callback(peer)`` when a client has been admitted."""
+        self._on_peer = callback
+
+    def on_peer_lost(self, callback: LossCallback) -> None:
+        """Call ``callback(peer, error)`` once when a session ends, whoever ended it."""
+        self._on_peer_lost = callback
+
+    # Life.
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def endpoint(self) -> str:
+        """The address bound, with the port that was chosen; as given before ``start``."""
+        return self._bound_url if self._bound_url else self._endpoint.url
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The clients connected now, in order of arrival."""
+        return [peer for peer, _ in self._peers.values()]
+
+    def start(self) -> None:
+        """Bind and serve.
+
+        Raises: PermissionDeniedError or ConfigError if ``auth`` does not fit the endpoint;
+            ConflictError if the address is served already.
+        """
+        if self._is_open:
+            raise ConflictError("rpc.bind", f"{self.endpoint} is open already")
+        self._auth.check_bind(self._endpoint)
+        if self._endpoint.path is not None:
+            check_socket_free(self._endpoint.path)
+        self._context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
+        try:
+            with contextlib.ExitStack() as opening:
+                self._open_sockets(opening)
+                self._open = opening.pop_all()
+        except BaseException:
+            self._context.term()
+            raise
+        self._is_open = True
+        logger.info("event=rpc_bound endpoint=%s auth=%r", self.endpoint, self._auth)
+
+    async def aclose(self) -> None:
+        """End all sessions and free the address. Waits at most ``linger_ms``. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        reason = PeerLostError("rpc.close", f"{self.identity.name} is stopping")
+        for routing_id in list(self._peers):
+            self._drop(routing_id, reason, tell=True)
+        self._open.close()
+        if self._endpoint.path is not None:
+            self._endpoint.path.unlink(missing_ok=True)
+        # Waits until the farewells are delivered or linger_ms has passed.
+        await asyncio.to_thread(self._context.term)
+        logger.info("event=rpc_closed endpoint=%s", self.endpoint)
+
+    def _open_sockets(self, opening: contextlib.ExitStack) -> None:
+        if self._auth.uses_curve:
+            opening.callback(CurveGate(self._context, self._auth).close)
+        self._socket = open_socket(self._context, zmq.ROUTER, self._config)
+        opening.callback(self._socket.close)
+        self._auth.secure_server(self._socket)
+        self._monitor = SocketMonitor(self._socket, self._note_connection)
+        opening.callback(self._monitor.close)
+        self._bind()
+        self._pump = SocketPump(self._socket, self._receive)
+        opening.callback(self._pump.close)
+
+    def _bind(self) -> None:
+        host = f"[{self._endpoint.host}]" if ":" in self._endpoint.host else self._endpoint.host
+        url = self._endpoint.url
+        if not self._endpoint.is_local_socket:
+            url = f"tcp://{host}:{self._endpoint.port if self._endpoint.port else '*'}"
+        try:
+            self._socket.bind(url)
+        except zmq.ZMQError as error:
+            kind = ConflictError if error.errno == zmq.EADDRINUSE else ConfigError
+            raise kind("rpc.bind", f"cannot bind {url}: {error}", field="endpoint") from None
+        self._bound_url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if self._endpoint.path is not None:
+            secure_socket_file(self._endpoint.path)
+
+    # Messages.
+
+    def _receive(self) -> None:
+        routing_id = self._socket.recv(zmq.NOBLOCK)
+        entry = self._peers.get(routing_id)
+        descriptor = NO_DESCRIPTOR
+        if entry is not None:
+            data = self._socket.recv(zmq.NOBLOCK)
+        else:
+            # Only a frame object knows its descriptor, and only a hello needs it.
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            data = frame.bytes
+            descriptor = int(frame.get(zmq.MessageOption.SRCFD))
+        if self._socket.getsockopt(zmq.RCVMORE):
+            self._skip_parts()
+            self.counters.malformed_frames += 1
+            logger.warning("event=frame_refused reason=message of several parts")
+            return
+        if entry is not None:
+            entry[0].receive(data)
+        else:
+            self._greet(routing_id, data, descriptor)
+
+    def _skip_parts(self) -> None:
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK, copy=False)
+
+    def _greet(self, routing_id: bytes, data: bytes, descriptor: int) -> None:
+        # What the monitor has to say about this descriptor so far is about its former owners.
+        self._monitor.drain()
+        try:
+            greeting = decode_greeting(data)
+            if isinstance(greeting, Bye):
+                return  # of a client that found us incompatible, or of a session dropped before
+            if not isinstance(greeting, Hello):
+                self.counters.frames_without_session += 1
+                raise PeerLostError("rpc.session", "no session on this connection: connect again")
+            self._check_admission(greeting)
+        except TandemError as error:
+            self._refuse(routing_id, error)
+            return
+        self._admit(routing_id, greeting, descriptor)
+
+    def _check_admission(self, hello: Hello) -> None:
+        """Refuse a client that does not fit; a second session replaces an older one."""
+        for routing_id, (peer, _) in list(self._peers.items()):
+            if peer.instance_id != hello.identity.instance_id:
+                continue
+            if hello.epoch <= peer.epoch:
+                raise ConflictError(
+                    "rpc.handshake",
+                    f"epoch {hello.epoch} of {peer.name} is stale, live is {peer.epoch}",
+                    field="epoch",
+                )
+            self._drop(
+                routing_id,
+                PeerLostError("rpc.session", f"{peer.name} has connected anew"),
+                tell=True,
+            )
+        if len(self._peers) >= self._config.max_peers:
+            raise CapacityError(
+                "rpc.handshake", f"{len(self._peers)} clients are connected, the limit"
+            )
+        run_compat_check(self._check_compat, hello.identity, self.identity)
+
+    def _refuse(self, routing_id: bytes, error: TandemError) -> None:
+        if isinstance(error, CorruptionError):
+            self.counters.malformed_frames += 1
+        elif not isinstance(error, PeerLostError):
+            self.counters.handshakes_refused += 1
+        logger.warning("event=client_refused reason=%s", error)
+        with contextlib.suppress(CapacityError, PeerLostError):  # It is gone or reads nothing.
+            transmit(self._socket, "client", routing_id, encode_frame(make_bye(error)))
+
+    def _admit(self, routing_id: bytes, hello: Hello, descriptor: int) -> None:
+        connection = _Connection(self, routing_id, hello.identity.name, descriptor)
+        welcome = Welcome(
+            PROTOCOL_VERSION,
+            MIN_PROTOCOL_VERSION,
+            hello.epoch,
+            self.identity,
+            make_limits(self._config),
+        )
+        try:
+            self._transmit(connection, encode_frame(welcome))
+        except TandemError as error:
+            logger.debug("event=client_gone peer=%s reason=%s", connection.name, error)
+            return
+        peer = Peer(hello.identity, hello.epoch, hello.limits, connection, self._peer_context)
+        self._peers[routing_id] = (peer, connection)
+        self._by_descriptor[descriptor] = routing_id
+        self.counters.peers_joined += 1
+        logger.info("event=peer_joined peer=%s id=%s", peer.name, peer.instance_id)
+        if self._on_peer is not None:
+            try:
+                self._on_peer(peer)
+            except Exception:
+                self.counters.callback_errors += 1
+                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+
+    def _transmit(self, connection: _Connection, data: bytes) -> None:
+        transmit(self._socket, connection.name, connection.routing_id, data)
+        if self._is_open:
+            self._pump.note_sent()
+
+    def _drain(self) -> None:
+        if self._is_open:
+            self._pump.drain()
+
+    # Loss.
+
+    def _note_connection(self, event: int, value: int) -> None:
+        if event != zmq.EVENT_DISCONNECTED:
+            return
+        routing_id = self._by_descriptor.pop(value, None)
+        if routing_id is None or routing_id not in self._peers:
+            return
+        self._drain()  # What it said before it went still counts.
+        name = self._peers[routing_id][0].name if routing_id in self._peers else ""
+        self._drop(
+            routing_id, PeerLostError("rpc.session", f"connection to {name} is gone"), tell=False
+        )
+
+    def _drop(self, routing_id: bytes, error: TandemError, *, tell: bool) -> None:
+        entry = self._peers.pop(routing_id, None)
+        if entry is None:
+            return
+        peer, connection = entry
+        if self._by_descriptor.get(connection.descriptor) == routing_id:
+            del self._by_descriptor[connection.descriptor]
+        if tell:
+            with contextlib.suppress(CapacityError, PeerLostError):  # Best effort: it is lost.
+                transmit(self._socket, connection.name, routing_id, encode_frame(make_bye(error)))
+        peer.lose(error)
+        self.counters.peers_lost += 1
+        logger.info("event=peer_lost peer=%s id=%s reason=%s", peer.name, peer.instance_id, error)
+        if self._on_peer_lost is not None:
+            try:
+                self._on_peer_lost(peer, error)
+            except Exception:
+                self.counters.callback_errors += 1
+                logger.exception("event=peer_callback_failed peer=%s", peer.name)

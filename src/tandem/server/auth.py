@@ -1,0 +1,65 @@
+"""API keys: who may use the server.
+
+Keys are compared in constant time, all of them for each request, as digests of equal length, so
+that neither the position nor the length of a match shows in the time it takes.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.server.http_errors import HttpError, error_response
+from tandem.server.lifecycle import OPEN_PATHS
+
+__all__ = ["ApiKeyGate"]
+
+
+class ApiKeyGate:
+    """ASGI middleware that lets in requests with a known key.
+
+    Args:
+        keys: none means that no key is needed.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        handler = self._app
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
+            presented = _bearer_token(scope["headers"])
+            if presented is None or not self._is_known(presented):
+                what = "no API key was given" if presented is None else "the API key is not known"
+                handler = error_response(
+                    HttpError(
+                        401,
+                        f"{what}: send 'Authorization: Bearer KEY'",
+                        code="invalid_api_key",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+                )
+        await handler(scope, receive, send)
+
+    def _is_known(self, presented: bytes) -> bool:
+        digest = _digest(presented)
+        is_known = False
+        for known in self._digests:
+            # No early exit.
+            is_known |= hmac.compare_digest(digest, known)
+        return is_known
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer_token(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else None
+    return None

@@ -1,0 +1,152 @@
+"""Settings of the API server, and the one rule about who may reach it.
+
+Owns no state and opens no socket; ``check_exposure`` and ``load_api_keys`` read what the settings
+name. Every field is described here and nowhere else: flags and documentation are generated.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["ServerConfig", "check_exposure", "is_loopback", "load_api_keys"]
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the HTTP API is served."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to bind; 0 picks a free one.")] = (
+        8000
+    )
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="Keys that clients may present as Bearer tokens.")
+    ] = ()
+    api_key_file: Annotated[
+        str | None, Meta(description="File of further API keys, one a line; # starts a comment.")
+    ] = None
+    allow_unauthenticated: Annotated[
+        bool, Meta(description="Serve beyond this machine although no API key is set.")
+    ] = False
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Meta(description="Names clients may ask for, the first is reported; empty: the model's."),
+    ] = ()
+    ssl_certfile: Annotated[
+        str | None, Meta(description="PEM certificate chain; with ssl_keyfile, serve HTTPS.")
+    ] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="PEM key of ssl_certfile.")] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host names accepted in the Host header beside loopback, this machine's "
+            "name and IP addresses; '*.example.org' covers a domain, '*' switches the check off."
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=2**32, description="Largest request body; more is answered 413.")
+    ] = 8 * 2**20
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds a client may take to send a body.")
+    ] = 30.0
+    send_timeout_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds a client may leave a stream unread."),
+    ] = 60.0
+    request_timeout_s: Annotated[
+        float, Meta(gt=0, le=7 * 86400, description="Seconds a generation may take in all.")
+    ] = 3600.0
+    drain_timeout_s: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="Seconds that running requests get after SIGTERM."),
+    ] = 30.0
+    max_in_flight: Annotated[
+        int, Meta(ge=1, le=2**20, description="HTTP requests handled at once; more get 503.")
+    ] = 1024
+    max_choices: Annotated[
+        int, Meta(ge=1, le=2**16, description="Generations in one request (prompts times n).")
+    ] = 256
+    default_max_tokens: Annotated[
+        int | None,
+        Meta(ge=1, description="Chat tokens if a request names no limit; unset: what fits."),
+    ] = None
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that tokenize and render chat templates.")
+    ] = 2
+    template_timeout_s: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
+    ] = 5.0
+    metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether binding ``host`` is reachable from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Return all keys that the settings name, without duplicates.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is empty or not printable ASCII.
+    """
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        try:
+            text = Path(config.api_key_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "server.load_api_keys",
+                f"cannot read {config.api_key_file}: {error}",
+                field="server.api_key_file",
+            ) from error
+        lines = (line.strip() for line in text.splitlines())
+        file_keys = [line for line in lines if line and not line.startswith("#")]
+        if not file_keys:
+            # An empty file must not quietly mean "no authentication".
+            raise ConfigError(
+                "server.load_api_keys",
+                f"{config.api_key_file} holds no key: write one a line",
+                field="server.api_key_file",
+            )
+        keys += file_keys
+    for key in keys:
+        if not key or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(
+                "server.load_api_keys",
+                "an API key is empty or holds a space or a character outside ASCII",
+                field="server.api_key",
+            )
+    return tuple(dict.fromkeys(keys))
+
+
+def check_exposure(config: ServerConfig, keys: tuple[str, ...]) -> None:
+    """Refuse settings that would let strangers in by accident.
+
+    Raises:
+        ConfigError: beyond loopback without a key or an explicit flag; half of a TLS pair.
+    """
+    if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
+        missing = "ssl_certfile" if config.ssl_certfile is None else "ssl_keyfile"
+        raise ConfigError(
+            "server.check_exposure",
+            f"TLS needs a certificate and its key, {missing} is not set",
+            field=f"server.{missing}",
+        )
+    if keys or config.allow_unauthenticated or is_loopback(config.host):
+        return
+    raise ConfigError(
+        "server.check_exposure",
+        f"host {config.host} is reachable from other machines and no API key is set: set "
+        "server.api_key or server.api_key_file, or allow_unauthenticated if that is meant",
+        field="server.allow_unauthenticated",
+    )

@@ -1,0 +1,67 @@
+"""The face of an engine as the server sees it.
+
+``tandem.engine.client`` implements it over the control channel, the tests in memory. Nothing here
+runs; the promises are what handlers may rely on.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from tandem.core.wire import (
+    AddRequest,
+    InstanceInfo,
+    InstanceStats,
+    RequestOutput,
+    StageChanged,
+)
+
+__all__ = ["EngineClient", "RequestStream"]
+
+
+class RequestStream(Protocol):
+    """Outputs of one request, in order; used by one task.
+
+    Iteration ends after the output whose ``finish_reason`` is set. If the instance dies, that
+    output has ``FinishReason.ERROR`` and ``error_code`` "peer_lost". After ``cancel`` iteration
+    ends soon, with or without a last output.
+    """
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Return the iterator over the outputs."""
+        ...
+
+    async def cancel(self) -> None:
+        """Free what the request holds in the engine; idempotent, and harmless after the end."""
+        ...
+
+
+class EngineClient(Protocol):
+    """One instance, or what stands for several."""
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None until ready."""
+        ...
+
+    @property
+    def stage(self) -> StageChanged:
+        """The latest stage."""
+        ...
+
+    async def submit(self, request: AddRequest) -> RequestStream:
+        """Queue a request.
+
+        Raises:
+            CapacityError: the queue is full.
+            ConfigError: a field is out of what this instance can do; ``field`` names it.
+            PeerLostError: the instance is down or restarting.
+        """
+        ...
+
+    async def stats(self) -> InstanceStats:
+        """Return counters and gauges; raises PeerLostError while the instance is down."""
+        ...
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes; returns the blocks freed."""
+        ...

@@ -1,0 +1,283 @@
+"""Running generations: engine outputs to text, stop strings found, everything freed at the end.
+
+A ``Generation`` is one choice; a ``GenerationGroup`` is all choices of one HTTP request and owns
+them: whoever holds the group closes it, on every path, and that cancels what still runs. All on
+the event loop, no locks.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
+from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
+from tandem.server.detokenizer import Detokenizer
+from tandem.server.engine import EngineClient, RequestStream
+from tandem.server.metrics import RequestTimer
+from tandem.server.stop_strings import StopMatcher
+
+__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece"]
+
+_logger = logging.getLogger(__name__)
+
+_DEADLINE_GRACE_S = 5.0
+"""The engine ends a request at its deadline; if it does not, the server does this much later."""
+
+_FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
+
+
+class Piece(NamedTuple):
+    """What came newly out of a generation; the last has a ``finish_reason``."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    finish_reason: str | None
+
+
+class Generation:
+    """One choice: its stream, its text so far and its counts.
+
+    Args:
+        index: position among the choices of the request.
+        request: as it was submitted.
+        detokenizer: owned, fresh.
+        matcher: owned, fresh; None if there is no stop string.
+        keep_stop_token: whether the text of the stop token belongs to the answer.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: AddRequest,
+        detokenizer: Detokenizer,
+        matcher: StopMatcher | None,
+        timer: RequestTimer,
+        *,
+        keep_stop_token: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.prompt_len = len(request.prompt_ids)
+        self.cached_len = 0
+        self.num_tokens = 0
+        """Tokens the engine generated, the stop token included."""
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self.timer = timer
+        self._keep_stop_token = keep_stop_token
+        self._stream: RequestStream | None = None
+        self._pending: list[TokenLogprob] = []
+        self._pending_ids: list[int] = []
+        self._is_aborted = False
+        self._is_closed = False
+        self._is_done = False
+        """Whether the engine has said its last word, so that there is nothing to cancel."""
+        self._error_reason = ""
+
+    async def submit(self, engine: EngineClient) -> None:
+        """Queue the request at the engine; raises what ``EngineClient.submit`` raises."""
+        self._stream = await engine.submit(self.request)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what comes, until the end; a stop string cancels the rest at the engine at once.
+
+        An output whose text is held back yields nothing; its tokens come with the next piece.
+
+        Raises:
+            DeadlineError: the request's time is over.
+            TandemError: the engine failed; the class is that of its error code.
+        """
+        assert self._stream is not None
+        async for output in self._stream:
+            if output.token_ids:
+                self.timer.see_output()
+            self._is_done = output.finish_reason is not None
+            piece = self._advance(output)
+            if self.finish_reason is not None:
+                await self.close()
+            if piece is not None:
+                yield piece
+            if self.finish_reason is not None:
+                return
+        if not self._is_aborted:
+            raise PeerLostError("server.generate", "the engine ended the request without a word")
+        self._is_done = True
+        self.finish_reason = "abort"
+        yield self._make_piece(self._detokenizer.flush())
+
+    def _advance(self, output: RequestOutput) -> Piece | None:
+        if output.prompt_len:
+            self.prompt_len, self.cached_len = output.prompt_len, output.cached_len
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
+            self._error_reason = str(output.finish_reason)
+            raise _failure(output)
+        self._pending_ids += output.token_ids
+        if output.logprobs is not None:
+            self._pending += output.logprobs
+        self.num_tokens += len(output.token_ids)
+        text = self._detokenizer.feed(output.token_ids)
+        if output.stop_token_id is not None:
+            self.num_tokens += 1
+            self._pending_ids.append(output.stop_token_id)
+            if output.stop_token_id in self.request.sampling.stop_token_ids:
+                self.stop_reason = output.stop_token_id
+                if self._keep_stop_token:
+                    text += self._detokenizer.feed([output.stop_token_id])
+        if output.finish_reason is not None:
+            text += self._detokenizer.flush()
+            self.finish_reason = _FINISH[output.finish_reason]
+        text = self._match_stop(text)
+        if text or self.finish_reason is not None:
+            return self._make_piece(text)
+        return None
+
+    def _match_stop(self, text: str) -> str:
+        matcher = self._matcher
+        # Like stop ids, stop strings do not count before min_tokens.
+        if matcher is None or self.num_tokens <= self.request.sampling.min_tokens:
+            return text
+        text = matcher.feed(text)
+        if matcher.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matcher.matched
+        elif self.finish_reason is not None:
+            text += matcher.flush()
+        return text
+
+    def _make_piece(self, text: str) -> Piece:
+        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason)
+        self._pending_ids, self._pending = [], []
+        return piece
+
+    async def abort(self) -> None:
+        """End the generation from outside; its client gets finish reason "abort"."""
+        self._is_aborted = True
+        if self._stream is not None:
+            await self._stream.cancel()
+
+    async def close(self) -> None:
+        """Free what the engine holds and count the end; idempotent."""
+        if self._is_closed or self._stream is None:
+            return
+        self._is_closed = True
+        reason = "abort" if self.finish_reason is None else self.finish_reason
+        self.timer.see_end(self._error_reason or reason, self.prompt_len, self.num_tokens)
+        if self._is_done:
+            return
+        try:
+            await self._stream.cancel()
+        except TandemError as error:
+            # A lost instance holds nothing any more.
+            _logger.debug("event=cancel_failed request_id=%s error=%s", self.request_id, error)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id of this choice."""
+        return self.request.request_id
+
+
+def _failure(output: RequestOutput) -> TandemError:
+    if output.finish_reason == FinishReason.DEADLINE:
+        return DeadlineError("server.generate", "the request took longer than its time limit")
+    code = output.error_code if output.error_code is not None else "internal"
+    text = output.error_text if output.error_text is not None else "the engine failed"
+    return make_error(code, "server.generate", text)
+
+
+class LiveGenerations(Protocol):
+    """Where groups are known while they run."""
+
+    def add(self, name: str, group: "GenerationGroup") -> None:
+        """Remember a group under the client's name for it."""
+        ...
+
+    def remove(self, name: str, group: "GenerationGroup") -> None:
+        """Forget it."""
+        ...
+
+
+class GenerationGroup:
+    """All choices of one request.
+
+    Args:
+        name: the client's id of the request, or the server's.
+        generations: owned; submitted by ``submit``.
+        time_limit_s: what the engine was given; the server itself gives up a little later.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generations: Sequence[Generation],
+        live: LiveGenerations,
+        time_limit_s: float,
+    ) -> None:
+        self.name = name
+        self.generations = generations
+        self._live = live
+        self.time_limit_s = time_limit_s + _DEADLINE_GRACE_S
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def submit(self, engine: EngineClient) -> None:
+        """Queue all choices, or none: what was queued is cancelled if one is refused."""
+        self._live.add(self.name, self)
+        try:
+            for generation in self.generations:
+                await generation.submit(engine)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[tuple[Generation, Piece]]:
+        """Yield the pieces of all choices as they come; raises like ``Generation.pieces``."""
+        if len(self.generations) > 1:
+            async for generation, piece in self._merged():
+                yield generation, piece
+            return
+        only = self.generations[0]
+        async for piece in only.pieces():
+            yield only, piece
+
+    async def _merged(self) -> AsyncIterator[tuple[Generation, Piece]]:
+        # Unbounded, but holds at most the tokens that the choices may generate.
+        queue: asyncio.Queue[tuple[Generation, Piece | Exception]] = asyncio.Queue()
+
+        async def pump(generation: Generation) -> None:
+            try:
+                async for piece in generation.pieces():
+                    queue.put_nowait((generation, piece))
+            except Exception as error:  # noqa: BLE001 - handed over, raised by the consumer.
+                queue.put_nowait((generation, error))
+
+        self._pumps = [asyncio.create_task(pump(g)) for g in self.generations]
+        num_running = len(self.generations)
+        while num_running:
+            generation, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            yield generation, piece
+            num_running -= piece.finish_reason is not None
+
+    async def abort(self) -> None:
+        """End all choices from outside."""
+        for generation in self.generations:
+            if generation.finish_reason is None:
+                await generation.abort()
+
+    async def close(self) -> None:
+        """Cancel what still runs and forget the group; idempotent, on every path."""
+        self._live.remove(self.name, self)
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*(generation.close() for generation in self.generations))

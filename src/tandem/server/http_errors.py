@@ -1,0 +1,93 @@
+"""Errors as HTTP answers in the shape of the OpenAI API.
+
+Owns the table from error codes to statuses. ``HttpError`` exists for what only HTTP knows (a body
+too large, a wrong method); everything else is a class of ``tandem.core.errors``.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from tandem.core.errors import TandemError
+
+__all__ = ["ErrorBody", "HttpError", "describe_error", "encode_error", "error_response"]
+
+RETRY_SOON_S = 1
+"""After a full queue: a slot comes free within about one generation."""
+RETRY_LATER_S = 5
+"""After a lost, loading or draining instance: a process has to start first."""
+
+_STATUS = {
+    "config": 400,
+    "unsupported": 400,
+    "not_found": 404,
+    "permission_denied": 403,
+    "conflict": 409,
+    "capacity": 503,
+    "peer_lost": 503,
+    "deadline": 504,
+}
+_RETRY_AFTER_S = {"capacity": RETRY_SOON_S, "peer_lost": RETRY_LATER_S}
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """The object under ``error`` that OpenAI clients parse."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class HttpError(Exception):
+    """An answer that is an error; raised by edge code, turned into a response in one place."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.body = ErrorBody(message=message, type=_type_of(status), param=param, code=code)
+        self.headers = dict(headers) if headers is not None else {}
+        super().__init__(message)
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def describe_error(error: TandemError) -> HttpError:
+    """Translate an error of the tree into its HTTP answer; unknown codes are 500."""
+    status = _STATUS.get(error.code, 500)
+    headers: dict[str, str] = {}
+    if error.code in _RETRY_AFTER_S:
+        headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
+    elif status >= 500:
+        # The official clients repeat any 5xx, which would run a slow request again and again.
+        headers["x-should-retry"] = "false"
+    return HttpError(status, error.what, param=error.field, code=error.code, headers=headers)
+
+
+def encode_error(body: ErrorBody) -> bytes:
+    """Encode the JSON document of an error."""
+    return msgspec.json.encode({"error": body})
+
+
+def error_response(error: HttpError) -> Response:
+    """Make the response for an error."""
+    return Response(
+        encode_error(error.body),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )

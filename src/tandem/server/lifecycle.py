@@ -1,0 +1,138 @@
+"""What is in flight: admission, draining, and the generations that run.
+
+Everything lives on the event loop. The gate is the outermost part of the application: it counts
+each HTTP request, refuses new ones while draining or full, and labels the answer for the metrics.
+"""
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.server.generation import GenerationGroup
+from tandem.server.http_errors import RETRY_LATER_S, RETRY_SOON_S, HttpError, error_response
+from tandem.server.metrics import ServerMetrics
+
+__all__ = ["AdmissionGate", "Lifecycle"]
+
+_logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Probes: answered without a key, while draining, and however full the server is."""
+
+
+class Lifecycle:
+    """State of the application between start and stop."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.is_draining = False
+        self._num_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._groups: dict[str, set[GenerationGroup]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """HTTP requests being handled, probes left out."""
+        return self._num_in_flight
+
+    def enter(self) -> None:
+        """Count a request in."""
+        self._num_in_flight += 1
+        self.metrics.num_in_flight = self._num_in_flight
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """Count a request out."""
+        self._num_in_flight -= 1
+        self.metrics.num_in_flight = self._num_in_flight
+        if self._num_in_flight == 0:
+            self._idle.set()
+
+    def add(self, name: str, group: GenerationGroup) -> None:
+        """Remember a group under the client's name for it; names need not be unique."""
+        self._groups.setdefault(name, set()).add(group)
+
+    def remove(self, name: str, group: GenerationGroup) -> None:
+        """Forget a group; unknown ones are ignored."""
+        groups = self._groups.get(name)
+        if groups is not None:
+            groups.discard(group)
+            if not groups:
+                del self._groups[name]
+
+    async def abort(self, name: str | None) -> int:
+        """End the groups of a name, or all; returns how many."""
+        names = list(self._groups) if name is None else [name]
+        groups = [group for key in names for group in self._groups.get(key, ())]
+        for group in groups:
+            await group.abort()
+        return len(groups)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and wait until the running ones ended; then end what is left."""
+        self.is_draining = True
+        _logger.info("event=draining in_flight=%d timeout_s=%g", self._num_in_flight, timeout_s)
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            num_aborted = await self.abort(None)
+            _logger.warning("event=drain_timeout aborted=%d", num_aborted)
+
+
+class AdmissionGate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, max_in_flight: int) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._max_in_flight = max_in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count, admit or refuse, and label one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        is_probe = scope["path"] in OPEN_PATHS
+        refusal = None if is_probe else self._refuse()
+        if not is_probe:
+            self._lifecycle.enter()
+        try:
+            handler = self._app if refusal is None else error_response(refusal)
+            await handler(scope, receive, send_noting)
+        finally:
+            if not is_probe:
+                self._lifecycle.leave()
+            self._lifecycle.metrics.count_http(_route_of(scope), status)
+
+    def _refuse(self) -> HttpError | None:
+        if self._lifecycle.is_draining:
+            return HttpError(
+                503,
+                "the server is shutting down: ask another, or again in a moment",
+                code="draining",
+                headers={"Retry-After": str(RETRY_LATER_S), "Connection": "close"},
+            )
+        if self._lifecycle.num_in_flight >= self._max_in_flight:
+            return HttpError(
+                503,
+                f"the server handles {self._max_in_flight} requests already",
+                code="capacity",
+                headers={"Retry-After": str(RETRY_SOON_S)},
+            )
+        return None
+
+
+def _route_of(scope: Scope) -> str:
+    """Return the pattern that matched; anything else is one label, as paths are endless."""
+    route = scope.get("route")
+    return getattr(route, "path", "other")

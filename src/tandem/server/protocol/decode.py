@@ -1,0 +1,105 @@
+"""From the bytes of a body to a request struct, or to an error that names the field.
+
+msgspec checks types and bounds; this module adds what it leaves out: the place of a syntax error or
+of invalid UTF-8, and fields that are known, not supported and must not be ignored.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from tandem.core.errors import ConfigError, UnsupportedError
+
+__all__ = ["decode_body", "refuse_unsupported"]
+
+_T = TypeVar("_T")
+_PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+_BYTE = re.compile(r"\(byte (?P<offset>\d+)\)")
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[{}\[\]:,]|[^\s"{}\[\]:,]+')
+_LONGEST_SCAN = 1 << 16
+"""Bytes that are scanned for the place of a syntax error; beyond, the offset must do."""
+_NEUTRAL = (b"null", b"false", b"[]", b"{}", b'""', b"0")
+"""Values of an unsupported field that ask for nothing."""
+
+_top_level = msgspec.json.Decoder(dict[str, Raw])
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """Decode a JSON body.
+
+    Raises:
+        ConfigError: not JSON, not UTF-8, nested too deep, or a field of a wrong type or value,
+            which ``field`` names.
+    """
+    try:
+        # Fields that msgspec skips are not checked for UTF-8.
+        body.decode()
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        text = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+        raise _syntax_error(text, body, error.start) from error
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        field = found["path"].removeprefix(".") if found is not None else ""
+        what = text[: found.start()] if found is not None else text
+        where = f"{field}: " if field else ""
+        raise ConfigError("server.decode", f"{where}{what}", field=field or None) from error
+    except msgspec.DecodeError as error:
+        found = _BYTE.search(str(error))
+        offset = int(found["offset"]) if found is not None else len(body)
+        raise _syntax_error(f"the body is not valid JSON: {error}", body, offset) from error
+    except RecursionError as error:
+        raise ConfigError("server.decode", "the body is nested too deep") from error
+
+
+def refuse_unsupported(body: bytes | Raw, refused: Mapping[str, str], prefix: str = "") -> None:
+    """Refuse fields that would change the answer and that this server does not act on.
+
+    Args:
+        body: a JSON object that was decoded before.
+        refused: field name to the reason.
+        prefix: path of the object, for the error.
+
+    Raises:
+        UnsupportedError: naming the field.
+    """
+    for name, value in _top_level.decode(body).items():
+        reason = refused.get(name)
+        if reason is not None and bytes(value) not in _NEUTRAL:
+            field = f"{prefix}{name}"
+            raise UnsupportedError("server.decode", f"{field}: {reason}", field=field)
+
+
+def _syntax_error(text: str, body: bytes, offset: int) -> ConfigError:
+    field = _field_at(body, offset) if offset <= _LONGEST_SCAN else ""
+    where = f" in {field}" if field else ""
+    return ConfigError("server.decode", f"{text}{where}", field=field or None)
+
+
+def _field_at(body: bytes, offset: int) -> str:
+    """Return the path of the field that holds byte ``offset``, by scanning what comes before."""
+    path: list[str | int] = []
+    key = ""
+    for token in _JSON_TOKEN.findall(body[:offset]):
+        if token == b"{":
+            path.append("")
+        elif token == b"[":
+            path.append(0)
+        elif token in (b"}", b"]"):
+            if path:
+                path.pop()
+        elif token == b":":
+            if path and isinstance(path[-1], str):
+                path[-1] = key
+        elif token == b",":
+            if path:
+                last = path[-1]
+                path[-1] = last + 1 if isinstance(last, int) else ""
+        elif token.startswith(b'"'):
+            key = token.strip(b'"').decode("utf-8", "replace")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
+    return "".join(steps).removeprefix(".")[:200]

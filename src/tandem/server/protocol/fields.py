@@ -1,0 +1,59 @@
+"""Field types with bounds that several requests share.
+
+Every number is bounded on both sides: JSON integers have no limit of their own, and what reaches
+the engine must fit its message. Bounds are the engine's own (``core.wire``) unless said otherwise.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+__all__ = [
+    "Count",
+    "FrequencyPenalty",
+    "LogitBias",
+    "LogprobCount",
+    "MinP",
+    "Name",
+    "NumChoices",
+    "Priority",
+    "RepetitionPenalty",
+    "Seed",
+    "Stop",
+    "StopTokenIds",
+    "Temperature",
+    "Timeout",
+    "TokenIds",
+    "TopK",
+    "TopP",
+]
+
+MAX_COUNT = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+"""-1 and 0 are all tokens."""
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+FrequencyPenalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+LogitBias = Annotated[
+    dict[Annotated[int, Meta(ge=0, le=MAX_COUNT)], Annotated[float, Meta(ge=-100.0, le=100.0)]],
+    Meta(max_length=4096),
+]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+NumChoices = Annotated[int, Meta(ge=1, le=2**16)]
+LogprobCount = Annotated[int, Meta(ge=0, le=20)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
+Timeout = Annotated[float, Meta(gt=0.0, le=7 * 86400.0)]
+Name = Annotated[str, Meta(max_length=1024)]
+"""Model names, request ids, salts: text that is kept, compared or logged."""
+
+_StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = _StopText | Annotated[list[_StopText], Meta(max_length=64)]
+"""At most 64 strings of 1024 characters: an automaton of 64 Ki states at worst."""
+StopTokenIds = Annotated[list[Count], Meta(max_length=1024)]
+TokenIds = list[Count]
+
+

@@ -1,0 +1,290 @@
+"""Requests and responses of the OpenAI API, with the extensions that vLLM and SGLang made common.
+
+Field names are the wire names. Responses leave out what is unset, except where clients read null.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.server.protocol import fields
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatCompletion",
+    "ChatDelta",
+    "ChatLogprob",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChatRequest",
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionRequest",
+    "ContentPart",
+    "DetokenizeRequest",
+    "InputMessage",
+    "ModelCard",
+    "ModelList",
+    "PromptTokensDetails",
+    "SamplingFields",
+    "StreamOptions",
+    "TokenizeRequest",
+    "TopLogprob",
+    "Usage",
+]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream reports beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What chat and completions have in common. ``null`` is the same as leaving a field out."""
+
+    model: fields.Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: fields.Count | None = None
+    min_tokens: fields.Count | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.MinP | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = None
+    frequency_penalty: fields.FrequencyPenalty | None = None
+    presence_penalty: fields.FrequencyPenalty | None = None
+    logit_bias: fields.LogitBias | None = None
+    seed: fields.Seed | None = None
+    n: fields.NumChoices | None = None
+    best_of: fields.NumChoices | None = None
+    stop: fields.Stop | None = None
+    stop_token_ids: fields.StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """SGLang's name of ``include_stop_str_in_output``."""
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: fields.Priority | None = None
+    cache_salt: fields.Name | None = None
+    timeout: fields.Timeout | None = None
+    """Seconds; the server's own limit holds beside it."""
+    request_id: fields.Name | None = None
+    rid: fields.Name | None = None
+    """SGLang's name of ``request_id``."""
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class InputMessage(msgspec.Struct):
+    """A message of the conversation so far."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: fields.Name | None = None
+    reasoning_content: str | None = None
+    tool_call_id: fields.Name | None = None
+    tool_calls: list[Any] | None = None
+
+
+Messages = Annotated[list[InputMessage], Meta(min_length=1, max_length=2**16)]
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: fields.Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: fields.LogprobCount | None = None
+    reasoning_effort: fields.Name | None = None
+    """Handed to the chat template, which may know it."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    """A text, token ids, or a list of either; lists are checked by ``prompts.read_prompts``."""
+    echo: bool | None = None
+    logprobs: fields.LogprobCount | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: of a text, several texts or a conversation."""
+
+    model: fields.Name | None = None
+    prompt: str | list[str] | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[Any]
+    """Token ids, or a list of them; checked by ``prompts.read_prompts``."""
+    model: fields.Name | None = None
+    skip_special_tokens: bool | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request, counted as the engine computed them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """A generated token and the likeliest at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChatLogprob]
+
+
+class ChatMessage(msgspec.Struct):
+    """The answer."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer of a chat completion."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the text, if one did."""
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The response of chat completions."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class ChatDelta(msgspec.Struct):
+    """What a chunk adds to the message."""
+
+    content: str | UnsetType = UNSET
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """One choice in a chunk."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """An event of a chat stream."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a completion, as parallel lists."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(msgspec.Struct):
+    """One text of a completion, whole or as an event of a stream."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The response of completions, and each event of its stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model that can be asked for."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "tandem"
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """GET /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,157 @@
+"""From request fields to the engine's ``SamplingParams``.
+
+Owns the order of defaults: the request, then the checkpoint's ``generation_config.json``, then the
+neutral value. ``do_sample`` of that file is not read: it is a default of transformers' own loop,
+and a server whose answers to the same request differ by it would surprise its clients.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.wire import SamplingParams
+from tandem.server.protocol import fields
+
+__all__ = [
+    "SamplingDefaults",
+    "SamplingSource",
+    "check_best_of",
+    "choice_seed",
+    "load_sampling_defaults",
+    "make_sampling",
+]
+
+_T = TypeVar("_T")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checkpoint's authors recommend; None where they say nothing."""
+
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: fields.MinP | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = None
+
+
+class SamplingSource(Protocol):
+    """Fields that the requests of all dialects share by name."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: dict[int, float] | None
+    stop_token_ids: list[int] | None
+    ignore_eos: bool | None
+
+
+def load_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Read ``generation_config.json`` of a checkpoint; an absent file recommends nothing.
+
+    Raises:
+        ConfigError: the file is not JSON or a value is out of bounds.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return SamplingDefaults()
+    try:
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), SamplingDefaults)
+    except (OSError, ValueError) as error:
+        raise ConfigError("sampling.load_defaults", f"{path}: {error}") from error
+
+
+def make_sampling(
+    request: SamplingSource,
+    defaults: SamplingDefaults,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    min_tokens: int | None,
+    seed: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    prefix: str = "",
+) -> SamplingParams:
+    """Build the engine's parameters of one choice.
+
+    Args:
+        request: decoded, so within bounds.
+        vocab_size: token ids must be below it.
+        prefix: path of ``request`` in the body, for errors.
+
+    Raises:
+        ConfigError: a token id outside the vocabulary, or min_tokens above max_tokens.
+    """
+    bias = request.logit_bias if request.logit_bias is not None else {}
+    stop_ids = request.stop_token_ids if request.stop_token_ids is not None else []
+    for field, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
+        highest = max(ids, default=0)
+        if highest >= vocab_size:
+            raise ConfigError(
+                "server.make_sampling",
+                f"{prefix}{field} names token {highest}, the vocabulary has {vocab_size}",
+                field=f"{prefix}{field}",
+            )
+    if min_tokens is not None and min_tokens > max_tokens:
+        raise ConfigError(
+            "server.make_sampling",
+            f"min_tokens is {min_tokens}, more than the {max_tokens} tokens of the answer",
+            field=f"{prefix}min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_first(min_tokens, None, 0),
+        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        top_p=_first(request.top_p, defaults.top_p, 1.0),
+        top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
+        min_p=_first(request.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        frequency_penalty=_first(request.frequency_penalty, None, 0.0),
+        presence_penalty=_first(request.presence_penalty, None, 0.0),
+        logit_bias=bias,
+        seed=seed,
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=_first(request.ignore_eos, None, False),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """Return the seed of the ``choice``-th answer: the request's own for the first.
+
+    The others are mixed, so that neighbouring seeds do not share their answers.
+    Source: the finaliser of SplitMix64, Steele et al., OOPSLA 2014.
+    """
+    if seed is None or choice == 0:
+        return seed
+    mask = 2**64 - 1
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    mixed ^= mixed >> 31
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def check_best_of(best_of: int | None, n: int) -> None:
+    """Refuse a ``best_of`` that would generate more answers than it returns."""
+    if best_of is not None and best_of != n:
+        raise UnsupportedError(
+            "server.check_best_of",
+            f"best_of is {best_of} and n is {n}: ranking answers is not supported",
+            field="best_of",
+        )
+
+
+def _first(asked: _T | None, recommended: _T | None, neutral: _T) -> _T:
+    if asked is not None:
+        return asked
+    return recommended if recommended is not None else neutral

@@ -1,0 +1,123 @@
+"""Child process that renders the chat template of a checkpoint; run as a file, by itself.
+
+A template is code from the internet. jinja2's sandbox keeps it from Python's internals, and this
+process keeps it from memory and time: its address space is limited here, its parent kills it at
+the deadline, its environment is empty. Frames are a 4-byte length and msgpack, on stdin and stdout.
+"""
+
+import datetime
+import json
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MEMORY_BYTES = 1 << 30
+"""Address space; rendering a template takes a few MiB above Python's own 100 or so."""
+
+
+class GenerationBlock(Extension):
+    """``{% generation %}`` marks what the assistant wrote, for training; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set.
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Return the statements between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> NoReturn:
+    """Let a template refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    """Format the local time; templates put the date into the system prompt."""
+    return datetime.datetime.now().astimezone().strftime(form)
+
+
+def dump_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Encode as plain JSON; jinja2's own filter would escape it for HTML."""
+    kept = {k: options[k] for k in ("separators", "sort_keys") if k in options}
+    return json.dumps(value, ensure_ascii=options.get("ensure_ascii", False), indent=indent, **kept)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compile with the settings and names that checkpoints are written against."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = dump_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source)
+
+
+def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
+    """Render, giving up as soon as the text is longer than ``max_chars``."""
+    parts: list[str] = []
+    num_chars = 0
+    for part in template.generate(**variables):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > max_chars:
+            raise jinja2.TemplateError(f"the conversation is longer than {max_chars} characters")
+    return "".join(parts)
+
+
+def read_frame(source: BinaryIO) -> bytes | None:
+    """Read one frame; None at the end of the stream."""
+    header = source.read(4)
+    if len(header) < 4:
+        return None
+    return source.read(int.from_bytes(header, "big"))
+
+
+def write_frame(target: BinaryIO, payload: bytes) -> None:
+    """Write one frame."""
+    target.write(len(payload).to_bytes(4, "big") + payload)
+    target.flush()
+
+
+def answer(work: Callable[[], str]) -> tuple[bool, str]:
+    """Run ``work``; returns whether it succeeded, and its text or the error's."""
+    try:
+        return True, work()
+    except MemoryError:
+        return False, "out of memory"
+    except Exception as error:  # noqa: BLE001 - a template may raise anything; the text is told.
+        return False, f"{type(error).__name__}: {error}"[:1000]
+
+
+def main() -> None:
+    """Compile the template of the first frame, then render one conversation a frame."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    compiled: list[jinja2.Template] = []
+
+    def compile_first(first: bytes) -> str:
+        compiled.append(compile_template(msgspec.msgpack.decode(first, type=str)))
+        return ""
+
+    frame = read_frame(source)
+    if frame is None:
+        return
+    text = frame
+    reply = answer(lambda: compile_first(text))
+    write_frame(target, msgspec.msgpack.encode(reply))
+    while compiled and (frame := read_frame(source)) is not None:
+        variables, max_chars = msgspec.msgpack.decode(frame, type=tuple[dict[str, Any], int])
+        reply = answer(lambda v=variables, m=max_chars: render(compiled[0], v, m))
+        write_frame(target, msgspec.msgpack.encode(reply))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What an import may drag in: `import tandem` neither torch nor the extension, the deciders no
+torch, the command line none before it is needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "tandem._native._core")
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("tandem", HEAVY),
+        ("tandem.core.wire", HEAVY),
+        ("tandem.rpc", HEAVY),
+        ("tandem.placement", HEAVY),
+        ("tandem.engine.scheduler", HEAVY),
+        ("tandem.engine.client", HEAVY),
+        ("tandem.server.config", HEAVY),
+        ("tandem.cli.main", HEAVY),
+        ("tandem.bench.harness", HEAVY),
+    ],
+)
+def test_import_is_light(module: str, forbidden: tuple[str, ...]):
+    code = f"import sys, {module}; print([m for m in {forbidden!r} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"

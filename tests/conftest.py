@@ -1,0 +1,20 @@
+"""Shared by all tests: hub offline, and markers that a file's name implies."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A shared two-core machine stalls for tens of milliseconds: a deadline would test the neighbours.
+settings.register_profile("tandem", deadline=None, print_blob=True)
+settings.load_profile("tandem")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "e2e" in Path(str(item.fspath)).parts:
+            item.add_marker(pytest.mark.e2e)

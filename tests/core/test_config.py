@@ -1,0 +1,91 @@
+"""Layers of configuration, their origins, and errors that name the place."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from tandem.core.config import list_fields, mask_secrets, resolve_config
+from tandem.core.errors import ConfigError
+
+
+class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: Annotated[int, Meta(ge=1, description="Tokens a block.")] = 64
+    order: Annotated[Literal["a", "b"], Meta(description="Order.")] = "a"
+    names: Annotated[tuple[str, ...], Meta(description="Names.")] = ()
+    limit: Annotated[int | None, Meta(description="Limit.")] = None
+    flag: Annotated[bool, Meta(description="Flag.")] = False
+
+
+class Outer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    inner: Inner = msgspec.field(default_factory=Inner)
+    key: Annotated[str, Meta(description="Key.", extra={"secret": True})] = ""
+
+
+def test_later_layers_win_and_say_so(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("inner: {block_size: 16, order: b, names: [x]}\n")
+    resolved = resolve_config(
+        Outer,
+        file=file,
+        environment={
+            "TANDEM_INNER__BLOCK_SIZE": "32",
+            "TANDEM_INNER__LIMIT": "7",
+            "HOME": "/",
+        },
+        flags={
+            "inner.block_size": ("--inner.block-size", "128"),
+            "inner.names": ("--names", "a,b"),
+            "inner.flag": ("--flag", "true"),
+        },
+    )
+    inner = resolved.config.inner
+    assert (inner.block_size, inner.order, inner.names) == (128, "b", ("a", "b"))
+    assert (inner.limit, inner.flag) == (7, True)
+    assert resolved.origins["inner.block_size"] == "flag --inner.block-size"
+    assert resolved.origins["inner.order"] == "file c.yaml"
+    assert resolved.origins["inner.limit"] == "env TANDEM_INNER__LIMIT"
+    assert resolved.origins["key"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"flags": {"inner.blok_size": ("--inner.blok-size", "1")}}, ["inner.block_size"]),
+        ({"flags": {"inner.block_size": ("--bs", "x")}}, ["inner.block_size", "--bs"]),
+        ({"flags": {"inner.block_size": ("--bs", "0")}}, ["inner.block_size", ">= 1"]),
+        ({"environment": {"TANDEM_INNER__ORDER": "c"}}, ["inner.order", "TANDEM_INNER__ORDER"]),
+        ({"environment": {"TANDEM_INNER__NOPE": "c"}}, ["inner.nope"]),
+    ],
+)
+def test_errors_name_field_and_origin(layers, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(Outer, **layers)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "inner: {block_size: [}", "inner: 3\n", "\x00"])
+def test_bad_files_are_refused(tmp_path: Path, text: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        resolve_config(Outer, file=file)
+
+
+def test_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        resolve_config(Outer, file=tmp_path / "none.yaml")
+
+
+def test_fields_know_their_names_and_secrets_stay_hidden():
+    fields = {field.path: field for field in list_fields(Outer)}
+    assert fields["inner.block_size"].flag == "--inner.block-size"
+    assert fields["inner.block_size"].variable == "TANDEM_INNER__BLOCK_SIZE"
+    assert fields["inner.limit"].type_name == "int | none"
+    config = resolve_config(Outer, flags={"key": ("--key", "s3cret")}).config
+    shown = {field.path: value for field, value in mask_secrets(list(fields.values()), config)}
+    assert shown["key"] == "***"
+    assert shown["inner.block_size"] == 64

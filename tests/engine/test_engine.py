@@ -1,0 +1,247 @@
+"""The engine around scheduler and runner: outputs, ends, failures. The runner is a toy whose
+"model" says last token + 1, so what a request must get is known; time stands where it is put."""
+
+import threading
+
+import pytest
+
+from tandem.core.clock import ManualClock
+from tandem.core.errors import CapacityError, ConfigError, ConflictError
+from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
+from tandem.engine.blocks import BlockPool
+from tandem.engine.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.runner import SequenceResult
+from tandem.engine.sampling import BROKEN_ROW, SampledToken
+from tandem.engine.scheduler import Scheduler
+
+EOS = 90
+VOCAB = 100
+
+
+class CountingRunner:
+    """Next token = last token + 1, never past 98; can fail or give broken rows."""
+
+    def __init__(self) -> None:
+        self.fails_next = False
+        self.broken: set[str] = set()
+        self.num_tokens = 0
+
+    def run(self, plan, states):
+        if self.fails_next:
+            self.fails_next = False
+            raise RuntimeError("no memory")
+        results = {}
+        for sequence in plan.sequences:
+            request = sequence.request
+            self.num_tokens += sequence.num_tokens
+            result = results[request.request_id] = SequenceResult()
+            if sequence.wants_sample:
+                last = request.get_tokens(request.num_tokens - 1, request.num_tokens)[0]
+                token = BROKEN_ROW if request.request_id in self.broken else min(last + 1, 98)
+                logprob = None
+                if request.sampling.logprobs is not None:
+                    logprob = TokenLogprob(token, -0.5)
+                result.sampled = SampledToken(token, logprob)
+            if request.sampling.prompt_logprobs is not None:
+                end = min(sequence.start + sequence.num_tokens, request.prompt_len - 1)
+                result.prompt_logprobs = [
+                    TokenLogprob(request.prompt_ids[i + 1], -1.0)
+                    for i in range(sequence.start, end)
+                ]
+        return results
+
+
+def make(num_blocks: int = 16, **config):
+    settings = EngineConfig(block_size=4, max_model_len=64, **config)
+    pool = BlockPool(num_blocks)
+    scheduler = Scheduler(settings, pool, PrefixIndex(pool, block_size=4, fingerprint="toy"))
+    runner, clock = CountingRunner(), ManualClock()
+    engine = Engine(scheduler, runner, clock, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    return engine, runner, clock
+
+
+def ask(request_id="a", prompt=(1, 2, 3), timeout_s=None, **sampling):
+    return AddRequest(
+        request_id=request_id,
+        prompt_ids=list(prompt),
+        sampling=SamplingParams(**sampling),
+        timeout_s=timeout_s,
+    )
+
+
+def drain(engine, limit=200):
+    outputs = []
+    for _ in range(limit):
+        if not engine.has_requests:
+            break
+        outputs += engine.step()
+    assert not engine.has_requests
+    assert engine.get_stats().num_used_blocks == 0
+    return outputs
+
+
+def test_tokens_then_length():
+    engine, _, _ = make()
+    engine.add(ask(max_tokens=3))
+    outputs = drain(engine)
+    assert [o.token_ids for o in outputs] == [[4], [5], [6]]
+    assert [o.finish_reason for o in outputs] == [None, None, FinishReason.LENGTH]
+    assert outputs[0].prompt_len == 3
+    assert outputs[-1].prompt_len == 3
+
+
+def test_eos_stops_and_is_not_text():
+    engine, _, _ = make()
+    engine.add(ask(prompt=(87, 88), max_tokens=9))
+    outputs = drain(engine)
+    assert [o.token_ids for o in outputs] == [[89], []]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert outputs[-1].stop_token_id == EOS
+
+
+def test_ignore_eos_and_own_stop_ids():
+    engine, _, _ = make()
+    engine.add(ask("a", prompt=(88,), max_tokens=4, ignore_eos=True))
+    engine.add(ask("b", prompt=(10,), max_tokens=9, stop_token_ids=(13,)))
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    for output in drain(engine):
+        tokens[output.request_id] += output.token_ids
+    assert tokens == {"a": [89, 90, 91, 92], "b": [11, 12]}
+
+
+def test_second_prompt_reports_cached_tokens():
+    engine, runner, _ = make()
+    engine.add(ask("a", prompt=range(1, 12), max_tokens=1))
+    drain(engine)
+    before = runner.num_tokens
+    engine.add(ask("b", prompt=[*range(1, 11), 50], max_tokens=1))
+    outputs = drain(engine)
+    assert outputs[0].cached_len == 10
+    assert runner.num_tokens - before == 1
+
+
+def test_prompt_logprobs_cover_the_prompt_and_forgo_the_cache():
+    engine, _, _ = make(max_batch_tokens=64)
+    engine.add(ask("a", prompt=range(1, 12), max_tokens=1))
+    drain(engine)
+    engine.add(ask("b", prompt=range(1, 12), max_tokens=0, prompt_logprobs=0))
+    (output,) = drain(engine)
+    assert output.cached_len == 0
+    assert output.token_ids == []
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [p.token_id for p in output.prompt_logprobs[1:] if p] == list(range(2, 12))
+
+
+def test_cancel_waiting_running_and_unknown():
+    engine, _, _ = make(max_running=1)
+    engine.add(ask("a", max_tokens=50))
+    engine.add(ask("b", max_tokens=50))
+    engine.step()
+    assert engine.cancel("a")
+    assert engine.cancel("b")
+    assert not engine.cancel("b")
+    assert not engine.cancel("nobody")
+    outputs = drain(engine) + engine.step()
+    assert {o.request_id: o.finish_reason for o in outputs} == {
+        "a": FinishReason.CANCELLED,
+        "b": FinishReason.CANCELLED,
+    }
+
+
+def test_cancel_during_the_step_frees_its_blocks_with_it():
+    engine, runner, _ = make()
+    engine.add(ask("a", max_tokens=50))
+    engine.step()
+    run = runner.run
+
+    def cancel_meanwhile(plan, states):
+        assert engine.cancel("a")
+        return run(plan, states)
+
+    runner.run = cancel_meanwhile
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.CANCELLED
+    assert output.token_ids == []
+    assert engine.get_stats().num_used_blocks == 0
+
+
+def test_deadline_ends_waiting_and_running():
+    engine, _, clock = make(max_running=1)
+    engine.add(ask("a", max_tokens=50, timeout_s=1.0))
+    engine.add(ask("b", max_tokens=50, timeout_s=2.0))
+    engine.step()
+    clock.advance(5.0)
+    outputs = drain(engine)
+    assert {o.request_id for o in outputs if o.finish_reason is FinishReason.DEADLINE} == {"a", "b"}
+
+
+def test_runner_failure_ends_its_requests_and_nothing_is_cached():
+    engine, runner, _ = make()
+    engine.add(ask("a", prompt=range(1, 12), max_tokens=4))
+    runner.fails_next = True
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error_code == "internal"
+    assert "no memory" in (output.error_text or "")
+    assert not engine.has_requests
+    assert engine.get_stats().num_used_blocks == 0
+    # What the failed step was to compute must not be found by the next request.
+    engine.add(ask("b", prompt=range(1, 12), max_tokens=1))
+    assert drain(engine)[0].cached_len == 0
+
+
+def test_broken_row_ends_that_request_alone():
+    engine, runner, _ = make()
+    runner.broken = {"a"}
+    engine.add(ask("a", max_tokens=4))
+    engine.add(ask("b", max_tokens=2))
+    outputs = drain(engine)
+    ends = {o.request_id: o for o in outputs if o.finish_reason}
+    assert ends["a"].finish_reason is FinishReason.ERROR
+    assert ends["a"].token_ids == []
+    assert ends["b"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "field"),
+    [
+        (ask(prompt=()), ConfigError, "prompt"),
+        (ask(prompt=(VOCAB,)), ConfigError, "prompt"),
+        (ask(prompt=(-1,)), ConfigError, "prompt"),
+        (ask(prompt=[1] * 64), ConfigError, "prompt"),
+        (ask(logit_bias={VOCAB: 1.0}), ConfigError, "logit_bias"),
+        (ask(logit_bias={1: float("inf")}), ConfigError, "logit_bias"),
+    ],
+)
+def test_refusals_name_the_field(message, error, field):
+    engine, _, _ = make()
+    with pytest.raises(error) as caught:
+        engine.add(message)
+    assert caught.value.field == field
+    assert not engine.has_requests
+
+
+def test_queue_is_bounded_and_ids_are_unique():
+    engine, _, _ = make(max_running=1, max_queue=1)
+    engine.add(ask("a"))
+    with pytest.raises(ConflictError):
+        engine.add(ask("a"))
+    engine.add(ask("b"))
+    with pytest.raises(CapacityError):
+        engine.add(ask("c"))
+    drain(engine)
+    engine.add(ask("c", max_tokens=1))
+    drain(engine)
+
+
+def test_waiting_for_work_wakes_on_add_and_gives_up_in_time():
+    engine, _, _ = make()
+    assert not engine.wait_for_work(0.01)
+    timer = threading.Timer(0.05, lambda: engine.add(ask()))
+    timer.start()
+    assert engine.wait_for_work(10.0)
+    timer.join()
