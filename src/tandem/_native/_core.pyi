@@ -213,7 +213,9 @@ class WakeupTimes:
 
     @property
     def condvar_ns(self) -> int:
-        """The same by std::thread and std::condition_variable, interleaved."""
+        """
+        The same by std::thread and std::condition_variable, in alternating bursts.
+        """
 
     @property
     def ratio(self) -> float:
@@ -289,7 +291,7 @@ class AlignedBuffer:
 
         Args:
             size_bytes: at least 1.
-            hugepages: try preallocated huge pages, then transparent ones, then ordinary ones.
+            hugepages: try preallocated huge pages, then transparent, then ordinary ones.
             numa_node: the node to prefer.
         Raises: ConfigError (size below 1); CapacityError (too large); NotFoundError (node).
         """

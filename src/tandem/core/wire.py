@@ -73,8 +73,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of different salts never share cached blocks."""
 
 
-class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Stop a generation; unknown ids are ignored, as the request may just have ended."""
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
+    """Event: stop a generation; unknown ids are ignored, as it may just have ended."""
 
     request_id: str
 

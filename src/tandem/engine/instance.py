@@ -90,7 +90,7 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.register("cancel", self._cancel, CancelRequest, Empty)
+        server.on_event(self._cancel, CancelRequest)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("flush_cache", self._flush_cache, Empty, int)
@@ -116,10 +116,9 @@ class Instance:
             raise
         return Empty()
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> Empty:
-        if self._owners.get(request.request_id) is peer:
-            self._require_engine().cancel(request.request_id)
-        return Empty()
+    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
+        if self._engine is not None and self._owners.get(request.request_id) is peer:
+            self._engine.cancel(request.request_id)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()

@@ -30,8 +30,9 @@ TILE_TOKENS = 4096
 CAUSAL_ROWS = 64
 """Queries of a tile in ``_attend_self``: measured best of 64, 128, 256 for 256 to 1024 tokens."""
 
-MAX_TILED_TOKENS = 768
-"""Chunks up to this long are attended in score tiles; above, the flash kernel's blocking wins."""
+MAX_TILED_TOKENS = {torch.float32: 768, torch.bfloat16: 4096, torch.float16: 4096}
+"""Chunks up to this long are attended in score tiles; above, the flash kernel's blocking wins.
+Measured: half precision gains on matrix units, which that kernel does not use, and always wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class _DecodeGroup:
     """Their rows in the batch; None where they are all rows, in order."""
     index: Tensor
     """Rows of the cache's chunks that hold their context."""
-    num_sequences: int
+    gathered: Tensor
+    """Room for those rows, shared by all layers and steps: part of the cache's scratch."""
     num_keys: int
     """Context tokens to read of each; less than the gathered ones where all lengths agree."""
     mask: Tensor | None
@@ -84,6 +86,7 @@ class PagedStep:
         signed = torch.cat((-self.sin[:, :half], self.sin[:, half:]), dim=-1)
         self.cos_T1d, self.signed_sin_T1d = self.cos[:, None], signed[:, None]
         self.slots = (batch.slot_blocks, batch.slot_offsets)
+        self.runs = batch.slot_runs
         self.decodes, self.prefills = _plan(batch, cache, dtype)
 
 
@@ -148,7 +151,8 @@ def _plan_decode(
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         mask = mask.masked_fill_(hidden, float("-inf"))
         mask = mask.repeat_interleave(cache.layout.num_kv_heads, 0)[:, None]
-    return _DecodeGroup(rows, cache.gather_index(table), len(members), longest, mask)
+    index = cache.gather_index(table)
+    return _DecodeGroup(rows, index, cache.scratch_for(len(index)), longest, mask)
 
 
 def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -156,12 +160,15 @@ def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
     cache = step.cache
     if kv_T2Kd.dtype != cache.dtype:
         kv_T2Kd = kv_T2Kd.to(cache.dtype)
-    cache.slots[layer_idx].index_put_(step.slots, kv_T2Kd)
+    slots = cache.slots[layer_idx]
+    if step.runs is None:
+        slots.index_put_(step.slots, kv_T2Kd)
+        return
+    for block_id, offset, first, end in step.runs:
+        slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
 
 
-def attend(
-    step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float
-) -> Tensor:
+def attend(step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float) -> Tensor:
     """Attend each token to its sequence's context up to itself; KV must have been written.
 
     Args:
@@ -192,7 +199,9 @@ def _attend_decodes(
     layout = step.cache.layout
     sequences, num_heads, head_dim = q_SHd.shape
     batch = sequences * layout.num_kv_heads
-    rows = step.cache.chunks[layer_idx].index_select(0, group.index)
+    rows = torch.index_select(
+        step.cache.chunks[layer_idx], 0, group.index, out=group.gathered
+    )
     if rows.dtype != q_SHd.dtype:
         rows = rows.to(q_SHd.dtype)
     keys, values = rows.view(2, batch, -1, head_dim)[:, :, : group.num_keys].unbind(0)
@@ -223,7 +232,7 @@ def _attend_prefill(
     keys, values = kv_T2Kd.permute(1, 2, 0, 3).unbind(0)
     q = q_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
     out = out_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
-    if not prefill.tiles and num_tokens <= MAX_TILED_TOKENS:
+    if not prefill.tiles and num_tokens <= MAX_TILED_TOKENS[q_THd.dtype]:
         _attend_self(q, keys, values, scale, out)
         return
     mixed, lse = _flash(q, keys, values, scale, is_causal=True)
@@ -337,7 +346,9 @@ class Attention(Operator):
             o_bias = [(f"{name}.o_proj.bias", self.hidden_size)]
             self.o_bias = freeze(self._read_rows(reader, o_bias))
         if self.qk_norm_eps is not None:
-            norms = self._read_rows(reader, [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)])
+            norms = self._read_rows(
+                reader, [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)]
+            )
             per_head = norms.view(2, 1, d)
             both = [per_head[0].expand(heads, d), per_head[1].expand(kv_heads, d)]
             self.qk_weight = freeze(torch.cat(both))

@@ -11,7 +11,7 @@ from tandem.core.errors import ShapeError
 from tandem.kernels.mlp import swiglu
 from tandem.kernels.operator import Operator, WeightReader, freeze
 
-__all__ = ["Experts", "MoeBlock", "Router"]
+__all__ = ["Experts", "MoeBlock", "Router", "read_experts"]
 
 
 class Router(Operator):
@@ -71,21 +71,9 @@ class Experts(Operator):
         self.intermediate_size = intermediate_size
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read either layout: one tensor for all experts, or three for each.
-
-        Both are ``gate_up_proj`` [E, 2 F, D] and ``down_proj`` [E, D, F] in memory.
-        """
-        e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
-        gate_up = torch.empty((e, 2 * f, d), dtype=reader.dtype, device=reader.device)
-        down = torch.empty((e, d, f), dtype=reader.dtype, device=reader.device)
-        if reader.has(f"{name}.gate_up_proj"):
-            reader.read_into(f"{name}.gate_up_proj", gate_up)
-            reader.read_into(f"{name}.down_proj", down)
-        else:
-            for i in range(e):
-                reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[i, :f])
-                reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[i, f:])
-                reader.read_into(f"{name}.{i}.down_proj.weight", down[i])
+        """Read either layout: one tensor for all experts, or three for each."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        gate_up, down = read_experts(reader, name, *sizes)
         self.gate_up_weight, self.down_weight = freeze(gate_up), freeze(down)
         # Views made once: making them in the loop over experts costs as much as a small product.
         self._gate_up_t = [w.t() for w in gate_up]
@@ -161,6 +149,27 @@ class Experts(Operator):
             "kernels.run_experts",
             f"expert id {expert_id} of {self.num_experts} experts: pass -1 for one elsewhere",
         )
+
+
+def read_experts(
+    reader: WeightReader, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return gate_up [E, 2 F, D] and down [E, D, F], whichever way the checkpoint stores them.
+
+    transformers 5 saves one tensor for all experts; the hub's checkpoints have three for each.
+    """
+    e, d, f = num_experts, hidden_size, intermediate_size
+    gate_up = torch.empty((e, 2 * f, d), dtype=reader.dtype, device=reader.device)
+    down = torch.empty((e, d, f), dtype=reader.dtype, device=reader.device)
+    if reader.has(f"{name}.gate_up_proj"):
+        reader.read_into(f"{name}.gate_up_proj", gate_up)
+        reader.read_into(f"{name}.down_proj", down)
+        return gate_up, down
+    for i in range(e):
+        reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[i, :f])
+        reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[i, f:])
+        reader.read_into(f"{name}.{i}.down_proj.weight", down[i])
+    return gate_up, down
 
 
 class MoeBlock(Operator):

@@ -119,7 +119,9 @@ def _check_family(raw: dict[str, Any]) -> Family:
             f"{model_type} is an encoder-decoder: only decoders run here", "is_encoder_decoder"
         )
     if model_type not in FAMILIES:
-        raise _refuse(f"model_type {model_type!r} is not supported: known are {known}", "model_type")
+        raise _refuse(
+            f"model_type {model_type!r} is not supported: known are {known}", "model_type"
+        )
     family = FAMILIES[model_type]
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:

@@ -51,6 +51,16 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
 
+    def start(self) -> None:
+        """Start the process, so that the first conversation does not wait for it.
+
+        Raises:
+            ConfigError: the template does not compile.
+        """
+        with self._lock:
+            if self._worker is None:
+                self._start()
+
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Return the prompt of a conversation. Blocks; thread-safe.
 
@@ -81,7 +91,7 @@ class ChatTemplate:
         self._stop()
         # The path is all it inherits: a template that escaped would find no secrets.
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._worker = subprocess.Popen(  # noqa: S603 - our own file, no shell.
+        self._worker = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ the event loop, no locks.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
@@ -87,7 +87,7 @@ class Generation:
         """Queue the request at the engine; raises what ``EngineClient.submit`` raises."""
         self._stream = await engine.submit(self.request)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield what comes, until the end; a stop string cancels the rest at the engine at once.
 
         An output whose text is held back yields nothing; its tokens come with the next piece.
@@ -112,7 +112,7 @@ class Generation:
             raise PeerLostError("server.generate", "the engine ended the request without a word")
         self._is_done = True
         self.finish_reason = "abort"
-        yield self._make_piece(self._detokenizer.flush())
+        yield self._make_piece(self._match_stop(self._detokenizer.flush()))
 
     def _advance(self, output: RequestOutput) -> Piece | None:
         if output.prompt_len:
@@ -238,7 +238,7 @@ class GenerationGroup:
             await self.close()
             raise
 
-    async def pieces(self) -> AsyncIterator[tuple[Generation, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
         """Yield the pieces of all choices as they come; raises like ``Generation.pieces``."""
         if len(self.generations) > 1:
             async for generation, piece in self._merged():
@@ -248,7 +248,7 @@ class GenerationGroup:
         async for piece in only.pieces():
             yield only, piece
 
-    async def _merged(self) -> AsyncIterator[tuple[Generation, Piece]]:
+    async def _merged(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
         # Unbounded, but holds at most the tokens that the choices may generate.
         queue: asyncio.Queue[tuple[Generation, Piece | Exception]] = asyncio.Queue()
 

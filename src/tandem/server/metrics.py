@@ -228,10 +228,10 @@ class RequestTimer:
 
     __slots__ = ("_arrived_s", "_clock", "_last_s", "_metrics")
 
-    def __init__(self, metrics: ServerMetrics, clock: Clock) -> None:
+    def __init__(self, metrics: ServerMetrics, clock: Clock, arrived_s: float) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._arrived_s = clock.now_s()
+        self._arrived_s = arrived_s
         self._last_s: float | None = None
 
     @property
