@@ -56,7 +56,19 @@ class LiveServer:
 def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[LiveServer]:
     """Run ``tandem serve demo FLAGS`` on a free port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "serve", os.environ.get("TANDEM_TEST_MODEL", "demo"), "--served-model-name", "demo", "--port", "0", "--json", *flags],
+        [
+            sys.executable,
+            "-m",
+            "tandem",
+            "serve",
+            os.environ.get("TANDEM_TEST_MODEL", "demo"),
+            "--served-model-name",
+            "demo",
+            "--port",
+            "0",
+            "--json",
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,6 +6,7 @@ it holds: ``num_held`` is zero when nothing leaked.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -57,7 +58,7 @@ class FakeEngine:
     """
 
     info: InstanceInfo | None = field(default_factory=make_info)
-    stage: StageChanged = StageChanged(InstanceStage.READY)
+    stage: StageChanged = field(default_factory=lambda: StageChanged(InstanceStage.READY))
     answer: list[int] | None = None
     step_s: float = 0.0
     tokens_per_step: int = 1
@@ -70,6 +71,11 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     held: dict[str, "FakeStream"] = field(default_factory=dict)
     generated: int = 0
+
+    def reset(self) -> None:
+        """Turn all knobs back and forget what happened; nothing may be held."""
+        assert not self.held, self.held
+        self.__init__(info=self.info)
 
     @property
     def num_held(self) -> int:
@@ -146,10 +152,8 @@ class FakeStream:
         if timeout_s == 0:
             await asyncio.sleep(0)
         else:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._cancelled.wait(), timeout_s)
-            except TimeoutError:
-                pass
         return self._cancelled.is_set()
 
     def _plan(self) -> tuple[list[int], FinishReason, int | None]:

@@ -161,8 +161,9 @@ def test_tls(serve_text, certificate):
     cert, key = certificate
     live = serve_text(ssl_certfile=cert, ssl_keyfile=key)
     assert live.url.startswith("https://")
-    reply = live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}, verify=cert)
-    assert reply.status_code == 200
+    with live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}, verify=cert) as reply:
+        assert reply.status_code == 200
+    del reply
     with pytest.raises(requests.exceptions.SSLError):
         live.get("/health")
     plain = live.url.replace("https", "http")

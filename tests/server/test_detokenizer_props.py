@@ -5,6 +5,8 @@ together equal the decoding of the whole by the tokenizers library itself, which
 apart; and no piece ends in a part of a character.
 """
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ kinds = pytest.mark.parametrize("kind", TOKENIZERS)
 
 def portions(ids: list[int], cuts: list[int]) -> list[list[int]]:
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(bounds)]
 
 
 def whole(tokenizer: Tokenizer, ids: list[int], *, skip: bool = False) -> str:

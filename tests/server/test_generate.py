@@ -4,6 +4,7 @@ Method: their request and reading code, over ``requests``, against a real server
 """
 
 import json
+from itertools import pairwise
 
 import pytest
 import requests
@@ -11,8 +12,9 @@ from serving import wait_until
 
 
 @pytest.fixture
-def server(serve, tokenizer):
-    live = serve()
+def server(shared, tokenizer):
+    live = shared
+    live.engine.reset()
     live.engine.answer = tokenizer.encode("the cat sat on the mat\nhello world hello world")
     return live
 
@@ -47,7 +49,7 @@ def test_benchmark_flow(server):
     assert {chunk["index"] for chunk in chunks} == set(range(10))
     for index in range(10):
         own = [chunk for chunk in chunks if chunk["index"] == index]
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in pairwise(own):
             assert after["text"].startswith(before["text"]), "text is cumulative"
             assert after["meta_info"]["completion_tokens"] > 0
         last = own[-1]

@@ -14,8 +14,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def server(serve, tokenizer):
-    live = serve()
+def server(shared, tokenizer):
+    live = shared
+    live.engine.reset()
     live.engine.answer = tokenizer.encode(ANSWER)
     live.engine.stop_token_id = 0
     live.engine.cached_len = 3

@@ -4,6 +4,8 @@ Method: the oracle reads the whole text character by character and asks of every
 ends in a stop string; the matcher gets the same text in arbitrary portions.
 """
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +39,7 @@ def run(portions: list[str], strings: list[str], *, keep: bool) -> tuple[list[st
 @given(texts, stops, st.lists(st.integers(0, 30), max_size=30), st.booleans())
 def test_any_cut_gives_the_oracles_text(text, strings, cuts, keep):
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    portions = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    portions = [text[a:b] for a, b in pairwise(bounds)]
     pieces, matcher = run(portions, strings, keep=keep)
     assert ("".join(pieces), matcher.matched) == oracle(text, strings, keep=keep)
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders give the tokenizer, template and sampling defaults that their authors wrote."""
+"""A checkpoint folder gives the tokenizer, template and sampling defaults of its authors."""
 
 import json
 
@@ -55,6 +55,27 @@ def test_transformers_reads_the_same(folder):
     finally:
         template.close()
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("adds_eos", [True, False, None])
+def test_prompts_are_framed_as_transformers_frames_them(folder, adds_bos, adds_eos):
+    transformers = pytest.importorskip("transformers")
+    flags = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    write(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<|im_start|>",
+        eos_token="<|endoftext|>",
+        **{name: value for name, value in flags.items() if value is not None},
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    ours = load_tokenizer(folder)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.encode("") == theirs.encode("")
+    plain = theirs.encode(TEXT, add_special_tokens=False)
+    assert ours.encode(TEXT, add_special_tokens=False) == plain
 
 
 def test_templates_and_special_tokens_in_all_their_forms(folder):

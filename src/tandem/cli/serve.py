@@ -130,7 +130,8 @@ def _show_loading(*, quiet: bool) -> Iterator[Any]:
             return
         if stage.stage is InstanceStage.LOADING:
             bars.start()
-            bars.update(task, description=stage.detail, completed=stage.done, total=stage.total)
+            total = stage.total or None
+            bars.update(task, description=stage.detail, completed=stage.done, total=total)
         else:
             bars.stop()
 

@@ -270,7 +270,7 @@ class InstanceClient:
         ready = self._ready = asyncio.Event()
         client = RpcClient(
             endpoint,
-            identity=make_identity(SERVER_ROLE, "server", compat=compat_facts()),
+            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
             auth=Auth.local(),
             config=msgspec.structs.replace(
                 self._spec.rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)

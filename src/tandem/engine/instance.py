@@ -73,7 +73,7 @@ class Instance:
         self._spec = spec
         self._server = RpcServer(
             spec.endpoint,
-            identity=make_identity(INSTANCE_ROLE, spec.name, compat=compat_facts()),
+            identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
             auth=Auth.local(),
             config=spec.rpc,
         )

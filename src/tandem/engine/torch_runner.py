@@ -35,7 +35,6 @@ class TorchRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._threads = threads
-        self._num_threads_set = 0
         # A multiply and an add per weight that a token reads.
         flops_per_token = 2 * model.spec.num_active_parameters
         self._min_parallel_tokens = MIN_PARALLEL_FLOPS / flops_per_token
@@ -43,18 +42,15 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
         """See ``Runner.run``."""
-        self._set_threads(1 if plan.num_tokens < self._min_parallel_tokens else self._threads)
+        threads = 1 if plan.num_tokens < self._min_parallel_tokens else self._threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         for copy in plan.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         chunks = [_make_chunk(sequence) for sequence in plan.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size)
         logits_RV = self._model.forward(batch, self._kv_cache)
         return _read_logits(plan, states, logits_RV)
-
-    def _set_threads(self, threads: int) -> None:
-        if threads != self._num_threads_set:
-            torch.set_num_threads(threads)
-            self._num_threads_set = threads
 
 
 def _make_chunk(sequence: ScheduledSequence) -> SequenceChunk:

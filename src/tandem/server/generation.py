@@ -231,12 +231,17 @@ class GenerationGroup:
     async def submit(self, engine: EngineClient) -> None:
         """Queue all choices, or none: what was queued is cancelled if one is refused."""
         self._live.add(self.name, self)
+        submissions = [generation.submit(engine) for generation in self.generations]
         try:
-            for generation in self.generations:
-                await generation.submit(engine)
-        except BaseException:
+            # Together, as each is a round trip; the engine sees them in order all the same.
+            results = await asyncio.gather(*submissions, return_exceptions=True)
+        except asyncio.CancelledError:
             await self.close()
             raise
+        failure = next((result for result in results if result is not None), None)
+        if failure is not None:
+            await self.close()
+            raise failure
 
     async def pieces(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
         """Yield the pieces of all choices as they come; raises like ``Generation.pieces``."""

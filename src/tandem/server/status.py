@@ -1,12 +1,14 @@
 """What runs and how it fares: models, health, readiness, information, metrics, cache control."""
 
+import asyncio
+
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from tandem.core.errors import ConfigError, PeerLostError, UnsupportedError
+from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.wire import InstanceStage, InstanceStats
 from tandem.server.connection import read_body
 from tandem.server.context import ServerContext
@@ -26,6 +28,9 @@ __all__ = [
     "get_server_info",
     "list_models",
 ]
+
+_STATS_TIMEOUT_S = 2.0
+"""A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
 _encode = msgspec.json.Encoder().encode
@@ -145,8 +150,9 @@ async def abort_request(context: ServerContext, http: Request) -> Response:
 
 
 async def _read_stats(context: ServerContext) -> InstanceStats | None:
-    """Return the instance's counters, None while it is down."""
+    """Return the instance's counters, None while it is down or does not answer."""
     try:
-        return await context.engine.stats()
-    except (PeerLostError, UnsupportedError):
+        async with asyncio.timeout(_STATS_TIMEOUT_S):
+            return await context.engine.stats()
+    except (PeerLostError, TimeoutError):  # DeadlineError is a TimeoutError.
         return None

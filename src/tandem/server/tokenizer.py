@@ -152,6 +152,9 @@ class TokenThreads:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer files of a checkpoint folder.
 
+    ``tokenizer.json`` alone decides how text is encoded and which tokens frame it; like
+    transformers 5, this ignores ``add_bos_token`` beside it.
+
     Raises:
         NotFoundError: the folder has neither ``tokenizer.json`` nor what transformers can convert.
         ConfigError: a file is there and cannot be read.
