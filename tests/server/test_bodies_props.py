@@ -32,41 +32,67 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-messages = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant", "x"]), "content": values}
-    ),
-    max_size=3,
-)
+VALID = {
+    "temperature": st.floats(0, 2),
+    "top_p": st.sampled_from([0.1, 1]),
+    "top_k": st.integers(-1, 5),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "n": st.integers(1, 3),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3)),
+    "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
+    "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
+    "ignore_eos": st.booleans(),
+    "echo": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "top_logprobs": st.integers(0, 20),
+    "return_logprob": st.booleans(),
+    "logprob_start_len": st.integers(-1, 3),
+    "priority": st.integers(-5, 5),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=3), values, max_size=3),
+}
+"""Values that fit, of fields where most others do not."""
 
 
-def bodies(struct: type, **known: st.SearchStrategy):
-    fields = dict.fromkeys(struct.__struct_fields__, values) | known
+def mostly(valid: st.SearchStrategy, otherwise: st.SearchStrategy) -> st.SearchStrategy:
+    return st.sampled_from([valid, valid, valid, otherwise]).flatmap(lambda chosen: chosen)
+
+
+def bodies(struct: type, **required: st.SearchStrategy) -> st.SearchStrategy:
+    """Bodies with the required fields and up to three others that the struct knows."""
     # A stream's errors come as events; its status says nothing.
-    fields.pop("stream", None)
-    required = {name: strategy for name, strategy in known.items() if name not in ("n", "timeout")}
-    optional = {name: strategy for name, strategy in fields.items() if name not in required}
-    few = st.lists(st.sampled_from(sorted(optional)), max_size=3, unique=True)
+    names = sorted({*struct.__struct_fields__} - {*required, "stream"})
+    optional = {name: mostly(VALID.get(name, values), values) for name in names}
+    few = st.lists(st.sampled_from(names), max_size=3, unique=True)
     return few.flatmap(
-        lambda names: st.fixed_dictionaries(required | {name: optional[name] for name in names})
+        lambda chosen: st.fixed_dictionaries(required | {name: optional[name] for name in chosen})
     )
 
 
-texts = st.sampled_from(["hello", ["a", "b"], [5, 6], [[5], [6, 7]]]) | values
-numbers = {"n": st.integers(-1, 300) | values}
-params = bodies(SglangSampling, **numbers)
+few_tokens = mostly(st.integers(1, 4), values)
+texts = mostly(st.sampled_from(["hello", ["a", "b"], [5, 6], [[5], [6, 7]]]), values)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": mostly(st.sampled_from(["user", "system", "assistant"]), values),
+            "content": mostly(st.text(max_size=5), values),
+        }
+    ),
+    min_size=1,
+    max_size=2,
+)
+params = bodies(SglangSampling, max_new_tokens=few_tokens)
 REQUESTS = st.one_of(
-    st.tuples(st.just("/v1/completions"), bodies(CompletionRequest, prompt=texts, **numbers)),
     st.tuples(
-        st.just("/v1/chat/completions"), bodies(ChatRequest, messages=messages | values, **numbers)
+        st.just("/v1/completions"), bodies(CompletionRequest, prompt=texts, max_tokens=few_tokens)
+    ),
+    st.tuples(
+        st.just("/v1/chat/completions"),
+        bodies(ChatRequest, messages=mostly(messages, values), max_tokens=few_tokens),
     ),
     st.tuples(
         st.just("/generate"),
-        bodies(
-            GenerateRequest,
-            text=texts,
-            sampling_params=params | st.lists(params, max_size=2) | values,
-        ),
+        bodies(GenerateRequest, text=texts, sampling_params=mostly(params, values)),
     ),
     st.tuples(st.just("/tokenize"), st.fixed_dictionaries({"prompt": texts})),
     st.tuples(st.just("/detokenize"), st.fixed_dictionaries({"tokens": texts})),

@@ -78,6 +78,8 @@ WRONG = [
     (chat(modalities=["audio"]), "modalities"),
     (chat(continue_final_message=True, add_generation_prompt=True), "continue_final_message"),
     (chat(model=3), "model"),
+    (chat(chat_template_kwargs=[]), "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"a": 10**40}), "chat_template_kwargs"),
     (chat(messages=[]), "messages"),
     (chat(messages="hello"), "messages"),
     (chat(messages=None), "messages"),
@@ -176,6 +178,16 @@ def test_a_wrong_field_is_named(shared, request_, field):
 def test_a_body_that_is_no_json_is_refused(shared, body, field):
     error = check(shared.post("/v1/completions", data=body), 400)
     assert error["param"] == field
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900, 2000])
+def test_nested_template_arguments_are_passed_on_or_refused(shared, depth):
+    body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, %s}'
+    nested = b'"chat_template_kwargs": {"a": %s%s}' % (b"[" * depth, b"]" * depth)
+    reply = shared.post(CHAT, data=body % nested)
+    assert reply.status_code in (200, 400), reply.text
+    path, plain = chat(max_tokens=1)
+    assert shared.post(path, plain).status_code == 200
 
 
 def test_odd_but_valid_text_is_served(shared):

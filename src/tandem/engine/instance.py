@@ -151,7 +151,8 @@ class Instance:
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
         """Nobody waits for the requests of a server that is gone."""
-        lost = [request_id for request_id, owner in self._owners.items() if owner is peer]
+        # The main thread removes owners meanwhile: iterate over a copy.
+        lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         for request_id in lost:
             if self._engine is not None:

@@ -276,18 +276,24 @@ def _flash(
     q_KGTd: Tensor, k_KCd: Tensor, v_KCd: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (mixed values [K, G, T, d], float32 log-sum-exp of the scores [K, G, T])."""
-    keys = k_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
-    values = v_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
     if q_KGTd.device.type == "cpu":
+        keys = k_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
+        values = v_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
         # The kernel behind scaled_dot_product_attention; called directly for its log-sum-exp.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_KGTd, keys, values, is_causal=is_causal, scale=scale
         )
-    scores = torch.matmul(q_KGTd, keys.transpose(-1, -2)).float() * scale
+    return _plain(q_KGTd, k_KCd, v_KCd, scale, is_causal=is_causal)
+
+
+def _plain(
+    q_KGTd: Tensor, k_KCd: Tensor, v_KCd: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The results of ``_flash`` by plain products, for devices without that kernel."""
+    scores = torch.matmul(q_KGTd, k_KCd[:, None].transpose(-1, -2)).float() * scale
     if is_causal:
-        later = torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
-        scores += later
-    mixed = torch.matmul(torch.softmax(scores, -1).to(values.dtype), values)
+        scores += torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
+    mixed = torch.matmul(torch.softmax(scores, -1).to(v_KCd.dtype), v_KCd[:, None])
     return mixed, torch.logsumexp(scores, -1)
 
 

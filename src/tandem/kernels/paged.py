@@ -133,7 +133,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
             positions=positions_T,
             slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
             slot_offsets=positions_T % block_size,
-            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(-1, width),
+            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), width),
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
