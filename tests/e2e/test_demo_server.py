@@ -263,6 +263,7 @@ def test_metrics_have_the_known_names(idle_after):
         "kv_cache_usage_perc",
         "prefix_cache_hits_total",
         "time_to_first_token_seconds_bucket",
+        "request_queue_time_seconds_bucket",
         "e2e_request_latency_seconds_bucket",
     ):
         assert f"tandem:{name}" in text

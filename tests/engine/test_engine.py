@@ -92,6 +92,18 @@ def test_tokens_then_length():
     assert outputs[-1].prompt_len == 3
 
 
+def test_queue_time_is_told_with_the_first_output():
+    engine, _, clock = make(max_running=1)
+    engine.add(ask("a", max_tokens=2))
+    engine.add(ask("b", max_tokens=1))
+    outputs = []
+    while engine.has_requests:
+        clock.advance(1.0)
+        outputs += engine.step()
+    told = {(o.request_id, o.queue_s) for o in outputs if o.prompt_len}
+    assert told == {("a", 1.0), ("b", 3.0)}
+
+
 def test_eos_stops_and_is_not_text():
     engine, _, _ = make()
     engine.add(ask(prompt=(87, 88), max_tokens=9))

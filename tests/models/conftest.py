@@ -59,7 +59,10 @@ def save_model() -> Callable[..., Any]:
     def save(config: PreTrainedConfig, folder: Path, *, shard_size: str = "1GB", seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
         ).eval()
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -64,6 +64,7 @@ class _PromptFacts(TypedDict, total=False):
 
     prompt_len: int
     cached_len: int
+    queue_s: float | None
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
@@ -299,9 +300,11 @@ class Engine:
         if request.sampling.prompt_logprobs is not None and not live.has_reported:
             logprobs = [None, *live.prompt_logprobs]
         live.has_reported = True
+        begun_s = request.first_scheduled_s
         return {
             "prompt_len": request.prompt_len,
             "cached_len": request.num_cached_tokens,
+            "queue_s": None if begun_s is None else begun_s - request.arrival_s,
             "prompt_logprobs": logprobs,
         }
 

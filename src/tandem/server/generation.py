@@ -99,7 +99,7 @@ class Generation:
         assert self._stream is not None
         async for output in self._stream:
             if output.token_ids:
-                self.timer.see_output()
+                self.timer.see_output(output.queue_s)
             self._is_done = output.finish_reason is not None
             piece = self._advance(output)
             if self.finish_reason is not None:
