@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tandem.cli.config import SHORT_NAMES, Config
+from tandem.cli.plan import plan
 from tandem.core.config import list_fields
 
 
@@ -50,16 +51,17 @@ def test_config_show_hides_secrets():
 
 
 def test_dry_run_says_what_and_why():
-    result = run("serve", "demo", "--dry-run")
-    assert result.returncode == 0, result.stderr
-    for word in ("weights", "KV cache", "threads", "context", "2048"):
-        assert word in result.stdout
+    """The table and the JSON document are of one plan; starting Python for each costs seconds."""
     plan = json.loads(run("serve", "demo", "--dry-run", "--json").stdout)
     assert plan["config"]["num_kv_blocks"] > 0
+    assert plan["config"]["max_model_len"] == 2048
     assert plan["spec"]["architecture"] == "Qwen3MoeForCausalLM"
+    reasons = {what: (value, why) for what, value, why in plan["rows"]}
+    assert {"weights", "dtype", "context", "threads", "KV cache"} <= set(reasons)
+    assert all(why for _, why in reasons.values())
 
 
-def test_plan_reports_rule_by_module_and_unused_rules(tmp_path):
+def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "- match: {name: '^model\\.layers\\..*\\.mlp\\.experts$'}\n"
@@ -67,11 +69,12 @@ def test_plan_reports_rule_by_module_and_unused_rules(tmp_path):
         "- match: {name: '^no\\.such\\.module$'}\n"
         "  replace: {class: Linear}\n"
     )
-    result = run("plan", "demo", "--rules", str(rules))
-    assert result.returncode == 0, result.stderr
-    assert "Experts" in result.stdout
-    assert "matched no module" in result.stdout
-    report = json.loads(run("plan", "demo", "--rules", str(rules), "--json").stdout)
+    plan("demo", rules=rules, device="cpu", json=False)
+    text = capsys.readouterr().out
+    assert "Experts" in text
+    assert "matched no module" in text
+    plan("demo", rules=rules, device="cpu", json=True)
+    report = json.loads(capsys.readouterr().out)
     assert report["unused_rules"]
     assert report["modules"]
 

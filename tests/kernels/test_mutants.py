@@ -71,7 +71,9 @@ def test_linear(name, dtype, draw, wide, make_reader, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", ["none", "scale gate", "skip the last K block", "swap gate and up"])
+@pytest.mark.parametrize(
+    "name", ["none", "scale gate", "skip the last K block", "swap gate and up"]
+)
 def test_mlp(name, dtype, draw, wide, make_reader, count_outside):
     gate_up = draw(2 * INTERMEDIATE, HIDDEN, dtype=dtype, scale=HIDDEN**-0.5)
     down = draw(HIDDEN, INTERMEDIATE, dtype=dtype, scale=INTERMEDIATE**-0.5)

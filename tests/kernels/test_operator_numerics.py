@@ -91,9 +91,7 @@ ROPES = [
     RopeParameters(head_dim=32),
     RopeParameters(head_dim=16, rope_type="linear", factor=4.0),
     RopeParameters(head_dim=32, rope_type="dynamic", factor=3.0, max_position_embeddings=64),
-    RopeParameters(
-        head_dim=64, rope_type="yarn", factor=8.0, original_max_position_embeddings=256
-    ),
+    RopeParameters(head_dim=64, rope_type="yarn", factor=8.0, original_max_position_embeddings=256),
     RopeParameters(
         head_dim=64,
         rope_type="yarn",
@@ -173,9 +171,7 @@ def test_router(dtype, is_normalised, draw, wide, make_reader, count_outside):
     router = Router(32, 8, 3, is_normalised=is_normalised)
     router.load(make_reader({"g.weight": weight}, dtype), "g")
     logits, weights, ids = router(x)
-    expected, expected_ids = reference.router(
-        wide(x), wide(weight), 3, is_normalised=is_normalised
-    )
+    expected, expected_ids = reference.router(wide(x), wide(weight), 3, is_normalised=is_normalised)
     logit_bound = tolerance.linear(wide(x), wide(weight), dtype)
     exact = reference.linear(wide(x), wide(weight))
     assert count_outside(logits, exact, logit_bound) == 0

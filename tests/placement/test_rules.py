@@ -123,6 +123,7 @@ BROKEN = {
     "bad regex": ("- match: {name: 'a('}\n  replace: {}", "f:1", "not a regular expression"),
     "slow regex": ("- match: {name: '^(a+)+$'}\n  replace: {}", "f:1", "repeat within a repeat"),
     "slow regex, nested": ("- match: {name: '((a|b*)c)*'}\n  replace: {}", "f:1", "repeat within"),
+    "many repeats": ("- match: {name: 'a*b*c*d*e*'}\n  replace: {}", "f:1", "5 repeats"),
     "long regex": ("- match: {name: " + "a" * 2000 + "}\n  replace: {}", "f:1", "1 to 1000"),
     "too many": ("- {match: {name: a}, replace: {}}\n" * 1001, "f:1", "1001 rules"),
     "deep": ("- match: " + "{name: " * 50 + "a" + "}" * 50, "f:1", "levels deep"),
@@ -152,6 +153,7 @@ def test_broken_files_are_refused_with_their_line(name):
         "^model\\.layers\\.([0-9]|[12][0-9])\\.(?!mlp\\.gate$).*$",
         "(^model\\.layers\\.(4[5-9]|5[0-9]|60)\\.)|(^model\\.norm)|(^lm_head)",
         "^model\\.layers\\.(?!.*self_attn\\.kv_b_proj).*$",
+        "[(*+]\\(+[^]*]x{2,3}(ab?)*",
     ],
 )
 def test_published_patterns_are_accepted(pattern):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -54,7 +55,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 
     plan = plan_engine(settings.model, settings.engine)
     if json:
-        print_json(plan)
+        print_json({**msgspec.structs.asdict(plan), "rows": plan.rows()})
         return
     print_table(("what", "value", "why"), plan.rows())
 

@@ -12,8 +12,8 @@ log-sum-exp, so that memory is bounded whatever the context.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, rms_norm
+from torch.nn import functional
 
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import PagedBatch, PagedKvCache
@@ -199,9 +199,7 @@ def _attend_decodes(
     layout = step.cache.layout
     sequences, num_heads, head_dim = q_SHd.shape
     batch = sequences * layout.num_kv_heads
-    rows = torch.index_select(
-        step.cache.chunks[layer_idx], 0, group.index, out=group.gathered
-    )
+    rows = torch.index_select(step.cache.chunks[layer_idx], 0, group.index, out=group.gathered)
     if rows.dtype != q_SHd.dtype:
         rows = rows.to(q_SHd.dtype)
     keys, values = rows.view(2, batch, -1, head_dim)[:, :, : group.num_keys].unbind(0)
@@ -362,7 +360,7 @@ class Attention(Operator):
     def mix(self, h_TD: Tensor, step: PagedStep) -> Tensor:
         """Return the attended heads [T, H * d] before the output projection; writes the KV."""
         heads, d = self.num_heads, self.head_dim
-        qkv = F.linear(h_TD, self.qkv_weight, self.qkv_bias).view(len(h_TD), -1, d)
+        qkv = functional.linear(h_TD, self.qkv_weight, self.qkv_bias).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + self.num_kv_heads]
         if self.qk_weight is None:
             apply_rope_(qk, qk, step.cos_T1d, step.signed_sin_T1d)
@@ -384,4 +382,4 @@ class Attention(Operator):
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = self.mix(hidden_states[0], tandem_step)
-        return F.linear(mixed, self.o_weight, self.o_bias)[None], None
+        return functional.linear(mixed, self.o_weight, self.o_bias)[None], None

@@ -5,8 +5,8 @@ Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logi
 
 from collections.abc import Callable
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.kernels.operator import Operator, WeightReader, freeze
 
@@ -38,7 +38,7 @@ class Linear(Operator):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
-        return F.linear(x_TK, self.weight, self.bias)
+        return functional.linear(x_TK, self.weight, self.bias)
 
 
 class Embedding(Operator):
@@ -56,7 +56,7 @@ class Embedding(Operator):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
-        return F.embedding(token_ids, self.weight)
+        return functional.embedding(token_ids, self.weight)
 
 
 class LmHead(Linear):

@@ -3,8 +3,10 @@
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+from itertools import pairwise
+
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.core.errors import ShapeError
@@ -131,7 +133,7 @@ class Experts(Operator):
             self._refuse_id(int(sorted_ids[-1] if ends[-1] < tokens * top_k else sorted_ids[0]))
         x = x_TD.index_select(0, order // top_k)
         gate_up = x.new_empty(len(x), 2 * self.intermediate_size)
-        chosen = [(i, a, b) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)) if a < b]
+        chosen = [(i, a, b) for i, (a, b) in enumerate(pairwise(ends)) if a < b]
         for expert_id, a, b in chosen:
             torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
         hidden = swiglu(gate_up)

@@ -133,7 +133,9 @@ class PagedBatch(msgspec.Struct, frozen=True):
             positions=positions_T,
             slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
             slot_offsets=positions_T % block_size,
-            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), width),
+            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(
+                len(tables), width
+            ),
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
@@ -211,7 +213,7 @@ class PagedKvCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the stored keys and values."""
+        """Dtype of the stored keys and values."""
         return self.tensor.dtype
 
     def scratch_for(self, num_rows: int) -> Tensor:

@@ -109,7 +109,9 @@ def mlp(x_TD: Array, gate_up: Array, down_DF: Array, dtype: torch.dtype) -> Arra
     gate, up = np.split(x_TD @ gate_up.T, 2, axis=-1)
     gate_error, up_error = np.split(linear(x_TD, gate_up, dtype), 2, axis=-1)
     hidden = reference.silu(gate) * up
-    hidden_error = 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(reference.silu(gate)) * up_error
+    hidden_error = (
+        1.1 * gate_error * (np.abs(up) + up_error) + np.abs(reference.silu(gate)) * up_error
+    )
     # silu is rounded to the dtype, and so is its product.
     hidden_error += (EXP_ULPS * ACCUMULATE_EPS + 2 * eps) * np.abs(hidden)
     return linear(hidden, down_DF, dtype, hidden_error)
@@ -129,7 +131,9 @@ def experts(
                 y = np.abs(reference.mlp(x, gate_up[e], down[e])[0])
                 own = mlp(x, gate_up[e], down[e], dtype)[0]
                 # Where the sum is kept in the dtype, it is rounded once for each expert.
-                bound[t] += np.abs(weight) * (own + ((top_k + 2) * ACCUMULATE_EPS + top_k * eps) * y)
+                bound[t] += np.abs(weight) * (
+                    own + ((top_k + 2) * ACCUMULATE_EPS + top_k * eps) * y
+                )
     return bound
 
 

@@ -118,14 +118,14 @@ def _snapshot(
         ) from error
 
 
-def _make_progress_class(progress: Progress) -> Any:  # noqa: ANN401 - a class made for tqdm's API
+def _make_progress_class(progress: Progress) -> Any:
     """Make a tqdm that reports bytes to ``progress`` instead of drawing."""
     from tqdm import tqdm
 
     class CallbackTqdm(tqdm):
         """Counts what huggingface_hub's bars count; only those in bytes are reported."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._in_bytes = kwargs.get("unit") == "B"
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": False, "delay": float("inf")})
@@ -136,7 +136,7 @@ def _make_progress_class(progress: Progress) -> Any:  # noqa: ANN401 - a class m
                 progress(int(self.n), int(self.total or 0), str(self.desc or ""))
             return shown
 
-        def display(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        def display(self, *_: Any, **__: Any) -> None:
             """Draw nothing."""
 
     return CallbackTqdm

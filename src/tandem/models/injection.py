@@ -61,7 +61,7 @@ def apply_rules(
     rules: tuple[Rule, ...],
     *,
     device: str,
-    strict: bool = True,  # noqa: ANN401
+    strict: bool = True,
 ) -> tuple[RuleTable, list[Outcome]]:
     """Replace modules of ``model`` by operators, in place.
 
@@ -97,7 +97,7 @@ def apply_rules(
 
 def _apply_one(
     model: nn.Module,
-    config: Any,  # noqa: ANN401 - transformers' own
+    config: Any,
     assignment: Assignment,
     rules: tuple[Rule, ...],
     entries: list[OperatorEntry | None],

@@ -38,7 +38,7 @@ class CausalModel:
 
     def __init__(
         self,
-        skeleton: Any,  # noqa: ANN401 - transformers' PreTrainedModel
+        skeleton: Any,
         spec: ModelSpec,
         report: RulesReport,
         fingerprint: str,

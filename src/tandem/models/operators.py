@@ -42,7 +42,7 @@ KTRANSFORMERS_KWARGS = (
 devices that this build does not have; they are accepted and reported, not obeyed."""
 
 
-class CannotBuild(Exception):  # noqa: N818 - control flow between builder and injection, not an error
+class CannotBuild(Exception):
     """A module does not have the shape an operator needs; the text says what is missing."""
 
 
@@ -52,7 +52,7 @@ class BuildContext:
 
     name: str
     """Dotted path of the module."""
-    model: nn.Module
+    model: Any
     config: Any
 
 
@@ -61,64 +61,64 @@ class OperatorEntry:
     """An operator as rule files see it."""
 
     name: str
-    build: Callable[[nn.Module, BuildContext], nn.Module]
+    build: Callable[[Any, BuildContext], nn.Module]
     absorbs: bool = False
     """The operator replaces the module's children too, whatever other rules made of them."""
     is_optional: bool = False
     """A module it cannot take is left to the skeleton instead of being refused."""
 
 
-def _require(module: nn.Module, *names: str) -> None:
+def _require(module: Any, *names: str) -> None:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise CannotBuild(f"{type(module).__name__} has no {', '.join(missing)}")
 
 
-def _has_bias(module: nn.Module) -> bool:
+def _has_bias(module: Any) -> bool:
     if isinstance(module, Linear):
         return module.has_bias
     return getattr(module, "bias", None) is not None
 
 
-def _build_linear(module: nn.Module, context: BuildContext) -> nn.Module:
+def _build_linear(module: Any, context: BuildContext) -> nn.Module:
     _require(module, "in_features", "out_features")
-    if context.model.get_output_embeddings() is module:  # type: ignore[operator]
+    if context.model.get_output_embeddings() is module:
         return _build_lm_head(module, context)
-    return Linear(module.in_features, module.out_features, has_bias=_has_bias(module))  # type: ignore[arg-type]
+    return Linear(module.in_features, module.out_features, has_bias=_has_bias(module))
 
 
-def _build_lm_head(module: nn.Module, context: BuildContext) -> LmHead:
+def _build_lm_head(module: Any, context: BuildContext) -> LmHead:
     _require(module, "in_features", "out_features")
-    tied = context.model.get_input_embeddings if context.config.tie_word_embeddings else None  # type: ignore[operator]
+    tied = context.model.get_input_embeddings if context.config.tie_word_embeddings else None
     return LmHead(
-        module.in_features,  # type: ignore[arg-type]
-        module.out_features,  # type: ignore[arg-type]
+        module.in_features,
+        module.out_features,
         has_bias=_has_bias(module),
         tied_to=tied,
     )
 
 
-def _build_embedding(module: nn.Module, context: BuildContext) -> Embedding:
+def _build_embedding(module: Any, context: BuildContext) -> Embedding:
     del context
     _require(module, "num_embeddings", "embedding_dim")
-    return Embedding(module.num_embeddings, module.embedding_dim)  # type: ignore[arg-type]
+    return Embedding(module.num_embeddings, module.embedding_dim)
 
 
-def _norm_eps(module: nn.Module) -> float:
+def _norm_eps(module: Any) -> float:
     eps = getattr(module, "variance_epsilon", None)
-    return module.eps if eps is None else eps  # type: ignore[return-value]
+    return module.eps if eps is None else eps
 
 
-def _build_norm(module: nn.Module, context: BuildContext) -> RmsNorm:
+def _build_norm(module: Any, context: BuildContext) -> RmsNorm:
     del context
     _require(module, "weight", "variance_epsilon")
     # Gemma's norms multiply by 1 + weight under the same attributes.
     if "Gemma" in type(module).__name__:
         raise CannotBuild(f"{type(module).__name__} adds 1 to its weight")
-    return RmsNorm(module.weight.shape[0], _norm_eps(module))  # type: ignore[index, union-attr]
+    return RmsNorm(module.weight.shape[0], _norm_eps(module))
 
 
-def make_rope_parameters(config: Any) -> RopeParameters:  # noqa: ANN401 - transformers' own
+def make_rope_parameters(config: Any) -> RopeParameters:
     """Return the RoPE of a configuration that ``families`` accepted.
 
     Raises:
@@ -141,12 +141,12 @@ def make_rope_parameters(config: Any) -> RopeParameters:  # noqa: ANN401 - trans
         ) from error
 
 
-def _build_rope(module: nn.Module, context: BuildContext) -> Rope:
+def _build_rope(module: Any, context: BuildContext) -> Rope:
     _require(module, "inv_freq", "rope_type")
     return Rope(make_rope_parameters(context.config))
 
 
-def _build_attention(module: nn.Module, context: BuildContext) -> Attention:
+def _build_attention(module: Any, context: BuildContext) -> Attention:
     _require(module, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling")
     if hasattr(module, "sinks"):
         raise CannotBuild(f"{type(module).__name__} has attention sinks")
@@ -156,57 +156,57 @@ def _build_attention(module: nn.Module, context: BuildContext) -> Attention:
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
         raise CannotBuild(f"{type(module).__name__} norms only one of q and k")
     return Attention(
-        hidden_size=q.in_features,  # type: ignore[union-attr, arg-type]
-        num_heads=q.out_features // module.head_dim,  # type: ignore[union-attr, operator, arg-type]
-        num_kv_heads=k.out_features // module.head_dim,  # type: ignore[union-attr, operator, arg-type]
-        head_dim=module.head_dim,  # type: ignore[arg-type]
-        layer_idx=module.layer_idx,  # type: ignore[arg-type]
-        scale=module.scaling,  # type: ignore[arg-type]
-        has_qkv_bias=_has_bias(q),  # type: ignore[arg-type]
-        has_o_bias=_has_bias(o),  # type: ignore[arg-type]
-        qk_norm_eps=_norm_eps(module.q_norm) if hasattr(module, "q_norm") else None,  # type: ignore[arg-type]
+        hidden_size=q.in_features,
+        num_heads=q.out_features // module.head_dim,
+        num_kv_heads=k.out_features // module.head_dim,
+        head_dim=module.head_dim,
+        layer_idx=module.layer_idx,
+        scale=module.scaling,
+        has_qkv_bias=_has_bias(q),
+        has_o_bias=_has_bias(o),
+        qk_norm_eps=_norm_eps(module.q_norm) if hasattr(module, "q_norm") else None,
     )
 
 
-def _build_mlp(module: nn.Module, context: BuildContext) -> Mlp:
+def _build_mlp(module: Any, context: BuildContext) -> Mlp:
     _require(module, "gate_proj", "up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
         raise CannotBuild(f"its activation is {context.config.hidden_act}")
     gate = module.gate_proj
-    return Mlp(gate.in_features, gate.out_features, has_bias=_has_bias(gate))  # type: ignore[union-attr, arg-type]
+    return Mlp(gate.in_features, gate.out_features, has_bias=_has_bias(gate))
 
 
-def _build_router(module: nn.Module, context: BuildContext) -> Router:
+def _build_router(module: Any, context: BuildContext) -> Router:
     del context
     _require(module, "weight", "top_k", "num_experts", "norm_topk_prob")
     if hasattr(module, "e_score_correction_bias") or hasattr(module, "n_group"):
         raise CannotBuild(f"{type(module).__name__} chooses by groups or with a bias")
     return Router(
-        module.weight.shape[1],  # type: ignore[union-attr, index]
-        module.num_experts,  # type: ignore[arg-type]
-        module.top_k,  # type: ignore[arg-type]
+        module.weight.shape[1],
+        module.num_experts,
+        module.top_k,
         is_normalised=bool(module.norm_topk_prob),
     )
 
 
-def _build_experts(module: nn.Module, context: BuildContext) -> Experts:
+def _build_experts(module: Any, context: BuildContext) -> Experts:
     _require(module, "gate_up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
         raise CannotBuild(f"its activation is {context.config.hidden_act}")
-    experts, hidden, intermediate = module.down_proj.shape  # type: ignore[union-attr, misc]
-    return Experts(experts, hidden, intermediate)  # type: ignore[arg-type]
+    experts, hidden, intermediate = module.down_proj.shape
+    return Experts(experts, hidden, intermediate)
 
 
-def _build_moe_block(module: nn.Module, context: BuildContext) -> MoeBlock:
+def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:
     del context
     _require(module, "gate", "experts")
     extra = [name for name, _ in module.named_children() if name not in ("gate", "experts")]
     if extra:
         raise CannotBuild(f"{type(module).__name__} also has {', '.join(extra)}")
-    return MoeBlock(module.gate, module.experts)  # type: ignore[arg-type]
+    return MoeBlock(module.gate, module.experts)
 
 
-def _build_decoder_layer(module: nn.Module, context: BuildContext) -> DecoderLayer:
+def _build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
     del context
     parts = {
         "input_layernorm": RmsNorm,
@@ -225,7 +225,7 @@ def _build_decoder_layer(module: nn.Module, context: BuildContext) -> DecoderLay
     return DecoderLayer(**{name: getattr(module, name) for name in parts})
 
 
-def _keep(module: nn.Module, context: BuildContext) -> nn.Module:
+def _keep(module: Any, context: BuildContext) -> nn.Module:
     del context
     return module
 
@@ -259,16 +259,40 @@ _ALIASES = {
 prefill layer by layer; here the step does that, so the module itself is kept."""
 
 ABSENT = frozenset(
-    """
-    KDeepseekV2Attention KDeepseekV2Model KDeepseekV2MoE KDeepseekV3MoE KDeepseekV3MoEV2
-    kDeepseekV3MLP DeepseekV3RMSNormTorch KDeepseekRMSNormIPEXLLM flashinfer_attn
-    deepseek_torch_attn KMoEGate KMoEGateIPEXLLM RotaryEmbeddingV3 RotaryEmbeddingV4
-    YarnRotaryEmbeddingV3 KGlm4MoeMoE KGlm4Experts KGlm4MoeAttention KGlm4MoeRMSNorm KGlm4MoeMLP
-    KGlm4MoeRotaryEmbedding KQwen3NextSparseMoeBlockV2 KQwen3NextAttention
-    KQwen3NextGatedDeltaNet KQwen3NextRMSNorm KSmallthinkerMoeBlock KSmallthinkerExperts
-    KSmallthinkerAttention KSmallthinkerRMSNorm KSmallthinkerDenseMlpBlock
-    KSmallthinkerRotaryEmbedding KQwen3MoeAttentionIPEXLLM
-    """.split()
+    {
+        "KDeepseekV2Attention",
+        "KDeepseekV2Model",
+        "KDeepseekV2MoE",
+        "KDeepseekV3MoE",
+        "KDeepseekV3MoEV2",
+        "kDeepseekV3MLP",
+        "DeepseekV3RMSNormTorch",
+        "KDeepseekRMSNormIPEXLLM",
+        "flashinfer_attn",
+        "deepseek_torch_attn",
+        "KMoEGate",
+        "KMoEGateIPEXLLM",
+        "RotaryEmbeddingV3",
+        "RotaryEmbeddingV4",
+        "YarnRotaryEmbeddingV3",
+        "KGlm4MoeMoE",
+        "KGlm4Experts",
+        "KGlm4MoeAttention",
+        "KGlm4MoeRMSNorm",
+        "KGlm4MoeMLP",
+        "KGlm4MoeRotaryEmbedding",
+        "KQwen3NextSparseMoeBlockV2",
+        "KQwen3NextAttention",
+        "KQwen3NextGatedDeltaNet",
+        "KQwen3NextRMSNorm",
+        "KSmallthinkerMoeBlock",
+        "KSmallthinkerExperts",
+        "KSmallthinkerAttention",
+        "KSmallthinkerRMSNorm",
+        "KSmallthinkerDenseMlpBlock",
+        "KSmallthinkerRotaryEmbedding",
+        "KQwen3MoeAttentionIPEXLLM",
+    }
 )
 """Names of the KTransformers documents for model families that have no operator here."""
 

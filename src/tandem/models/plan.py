@@ -10,7 +10,7 @@ from tandem.models.injection import Outcome, apply_rules, load_rules
 from tandem.models.skeleton import build_skeleton
 from tandem.placement.rules import DEFAULT, Rule
 
-__all__ = ["RulesReport", "explain_rules", "make_report"]
+__all__ = ["RulesReport", "explain_rules"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def attend_paged(
     *,
     scaling: float | None = None,
     tandem_step: PagedStep,
-    **_: Any,  # noqa: ANN401 - what transformers passes to every attention function
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend a layer of the skeleton over paged KV.
 
@@ -45,7 +45,7 @@ def attend_paged(
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 
-def build_skeleton(config: Any) -> "PreTrainedModel":  # noqa: ANN401 - transformers' own
+def build_skeleton(config: Any) -> "PreTrainedModel":
     """Build the model of ``config`` on the meta device."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 

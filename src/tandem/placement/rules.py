@@ -15,25 +15,20 @@ expressions are limited; an expression that could backtrack exponentially is ref
 """
 
 import re
-import warnings
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import yaml
 
 from tandem.core.errors import ConfigError
 
-with warnings.catch_warnings():
-    # The parser of ``re`` is private but stable; it tells us nested repeats.
-    warnings.simplefilter("ignore")
-    from re import _constants as re_constants  # type: ignore[attr-defined]
-    from re import _parser as re_parser  # type: ignore[attr-defined]
-
 __all__ = ["Assignment", "ModuleInfo", "Rule", "RuleTable", "assign_rules", "parse_rules"]
 
 MAX_FILE_BYTES = 1 << 20
 MAX_RULES = 1000
 MAX_PATTERN_LEN = 1000
+MAX_REPEATS = 4
+"""Unbounded repeats in one pattern: matching a name takes at most its length to this power."""
 MAX_NODES = 20_000
 MAX_NODE_DEPTH = 6
 
@@ -126,7 +121,7 @@ def parse_rules(text: str, source: str) -> tuple[Rule, ...]:
             "placement.parse_rules", f"{source}:{line}: not YAML: {problem}"
         ) from error
     finally:
-        loader.dispose()
+        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
 
 
 def _error(source: str, node: yaml.Node, what: str, field: str | None = None) -> ConfigError:
@@ -179,6 +174,24 @@ def _parse_text(node: yaml.Node, source: str, field: str) -> str:
     return node.value
 
 
+def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> object:
+    # PyYAML's stubs leave this one untyped.
+    return cast("object", loader.construct_object(node, deep=True))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _parse_kwargs(
+    loader: yaml.SafeLoader, node: yaml.Node, source: str, field: str
+) -> dict[str, Any]:
+    value = _construct(loader, node)
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        kwargs = cast("dict[object, Any]", value)
+        if all(isinstance(key, str) for key in kwargs):
+            return cast("dict[str, Any]", kwargs)
+    raise _error(source, node, f"{field} must be a mapping with names as keys", field)
+
+
 def _parse_rule(loader: yaml.SafeLoader, node: yaml.Node, source: str, field: str) -> Rule:
     fields = _fields(node, source, field, ("match", "replace", "recursive"))
     for required in ("match", "replace"):
@@ -196,14 +209,12 @@ def _parse_rule(loader: yaml.SafeLoader, node: yaml.Node, source: str, field: st
     operator = DEFAULT
     if "class" in replace:
         operator = _parse_text(replace["class"], source, f"{field}.replace.class")
-    kwargs = {}
+    kwargs: dict[str, Any] = {}
     if "kwargs" in replace:
-        kwargs = loader.construct_object(replace["kwargs"], deep=True) or {}
-        if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
-            raise _error(source, replace["kwargs"], f"{field}.replace.kwargs must be a mapping")
+        kwargs = _parse_kwargs(loader, replace["kwargs"], source, f"{field}.replace.kwargs")
     recursive = True
     if "recursive" in fields:
-        recursive = loader.construct_object(fields["recursive"])
+        recursive = _construct(loader, fields["recursive"])
         if not isinstance(recursive, bool):
             raise _error(source, fields["recursive"], f"{field}.recursive must be true or false")
     return Rule(
@@ -220,36 +231,40 @@ def _parse_rule(loader: yaml.SafeLoader, node: yaml.Node, source: str, field: st
 def _check_pattern(pattern: str, node: yaml.Node, source: str, field: str) -> None:
     try:
         re.compile(pattern)
-        tree = re_parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise _error(
             source, node, f"{field} is not a regular expression: {error}", field
         ) from error
-    if _has_nested_repeat(tree, inside=False):
-        raise _error(
-            source,
-            node,
-            f"{field}: a repeat within a repeat, as in (a+)+, can take for ever: write it flat",
-            field,
-        )
+    count, is_nested = _count_repeats(pattern)
+    if is_nested or count > MAX_REPEATS:
+        what = "a repeat within a repeat, as in (a+)+" if is_nested else f"{count} repeats"
+        raise _error(source, node, f"{field}: {what}, can take for ever: write it flat", field)
 
 
-def _has_nested_repeat(tree: Any, *, inside: bool) -> bool:  # noqa: ANN401 - re's private tree
-    """Whether an unbounded repeat holds another one: the shape that backtracks exponentially."""
-    for op, argument in tree:
-        unbounded = op in (re_constants.MAX_REPEAT, re_constants.MIN_REPEAT) and (
-            argument[1] is re_constants.MAXREPEAT
-        )
-        if unbounded and inside:
-            return True
-        parts = argument if isinstance(argument, (tuple, list)) else (argument,)
-        nested = [p for part in parts for p in (part if isinstance(part, list) else [part])]
-        for part in nested:
-            if isinstance(part, re_parser.SubPattern) and _has_nested_repeat(
-                part, inside=inside or unbounded
-            ):
-                return True
-    return False
+_UNBOUNDED = re.compile(r"[*+]|\{\d*,\}")
+_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def _count_repeats(pattern: str) -> tuple[int, bool]:
+    """Return (unbounded repeats in a valid pattern, whether one holds another).
+
+    Nested ones backtrack exponentially, flat ones with the power of their number.
+    """
+    count, is_nested = 0, False
+    groups = [False]
+    position = 0
+    while position < len(pattern):
+        atom = cast("re.Match[str]", _CHARACTER.match(pattern, position)).group()
+        position += len(atom)
+        if atom == "(":
+            groups.append(False)
+            continue
+        holds_repeat = groups.pop() if atom == ")" else False
+        is_repeated = _UNBOUNDED.match(pattern, position) is not None
+        count += is_repeated
+        is_nested = is_nested or (is_repeated and holds_repeat)
+        groups[-1] = groups[-1] or holds_repeat or is_repeated
+    return count, is_nested
 
 
 def _matches(rule: Rule, pattern: re.Pattern[str] | None, module: ModuleInfo) -> bool:
