@@ -27,10 +27,14 @@ MAX_GATHER_BYTES = 32 << 20
 TILE_TOKENS = 4096
 """Earlier context that a prefill attends at a time."""
 
-CAUSAL_ROWS = 64
-"""Queries of a tile in ``_attend_self``: measured best of 64, 128, 256 for 256 to 1024 tokens."""
+WIDE_HEAD = 128
+"""From this head size on, and in half precision, a decode's scores are computed keys first: the
+library packs its second operand, and that must not be the long one. Measured two to three times."""
 
-MAX_TILED_TOKENS = {torch.float32: 768, torch.bfloat16: 4096, torch.float16: 4096}
+CAUSAL_ROWS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Queries of a tile in ``_attend_self``: measured best of 16 to 256 for 256 to 1024 tokens."""
+
+MAX_TILED_TOKENS = {torch.float32: 1536, torch.bfloat16: 4096, torch.float16: 4096}
 """Chunks up to this long are attended in score tiles; above, the flash kernel's blocking wins.
 Measured: half precision gains on matrix units, which that kernel does not use, and always wins."""
 
@@ -204,11 +208,14 @@ def _attend_decodes(
         rows = rows.to(q_SHd.dtype)
     keys, values = rows.view(2, batch, -1, head_dim)[:, :, : group.num_keys].unbind(0)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
-    if group.mask is None:
-        zero = q.new_zeros(1).expand(batch, q.shape[1], group.num_keys)
-        scores = torch.baddbmm(zero, q, keys.transpose(1, 2), beta=0, alpha=scale)
+    bias = q.new_zeros(1) if group.mask is None else group.mask
+    beta = 0 if group.mask is None else 1
+    if q.dtype == torch.float32 and head_dim < WIDE_HEAD:
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), beta=beta, alpha=scale)
     else:
-        scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=scale)
+        bias = bias if group.mask is None else bias.transpose(1, 2)
+        scores = torch.baddbmm(bias, keys, q.transpose(1, 2), beta=beta, alpha=scale)
+        scores = scores.transpose(1, 2).contiguous()
     return torch.bmm(torch.softmax(scores, -1), values).view(sequences, -1)
 
 
@@ -258,10 +265,11 @@ def _attend_self(q_KGTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, scale: float, out
     heads, group, num_tokens, head_dim = q_KGTd.shape
     keys_KdT = k_KTd.contiguous().transpose(1, 2)
     values = v_KTd.contiguous()
-    later = q_KGTd.new_full((CAUSAL_ROWS, CAUSAL_ROWS), float("-inf")).triu_(1)
+    step = CAUSAL_ROWS[q_KGTd.dtype]
+    later = q_KGTd.new_full((step, step), float("-inf")).triu_(1)
     zero = q_KGTd.new_zeros(1)
-    for first in range(0, num_tokens, CAUSAL_ROWS):
-        end = min(num_tokens, first + CAUSAL_ROWS)
+    for first in range(0, num_tokens, step):
+        end = min(num_tokens, first + step)
         rows = end - first
         q = q_KGTd[:, :, first:end].reshape(heads, group * rows, head_dim)
         scores = torch.baddbmm(zero, q, keys_KdT[:, :, :end], beta=0, alpha=scale)

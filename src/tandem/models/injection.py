@@ -11,8 +11,8 @@ from tandem.core.errors import NotFoundError, UnsupportedError
 from tandem.models.operators import (
     DEVICE_KWARGS,
     BuildContext,
-    CannotBuild,
     OperatorEntry,
+    UnfitModuleError,
     refuse,
     resolve_operator,
 )
@@ -120,7 +120,7 @@ def _apply_one(
     module = model.get_submodule(name)
     try:
         built = entry.build(module, BuildContext(name, model, config))
-    except CannotBuild as error:
+    except UnfitModuleError as error:
         if not entry.is_optional:
             if strict:
                 raise refuse(name, entry.name, rule.place, str(error)) from None

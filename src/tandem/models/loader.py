@@ -235,15 +235,17 @@ def _load_plain(
         module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
         return
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
-    if parameters.keys() == {"gate_up_proj", "down_proj"}:
-        shapes = parameters["down_proj"].shape
-        gate_up, down = read_experts(source, name, *shapes)
-        module.gate_up_proj, module.down_proj = freeze(gate_up), freeze(down)
-        return
-    for key, parameter in parameters.items():
-        out = torch.empty(parameter.shape, dtype=source.dtype, device=source.device)
-        source.read_into(f"{name}.{key}", out)
-        setattr(module, key, freeze(out))
+    weights = {
+        key: torch.empty(p.shape, dtype=source.dtype, device=source.device)
+        for key, p in parameters.items()
+    }
+    if weights.keys() == {"gate_up_proj", "down_proj"}:
+        read_experts(source, name, weights["gate_up_proj"], weights["down_proj"])
+    else:
+        for key, weight in weights.items():
+            source.read_into(f"{name}.{key}", weight)
+    for key, weight in weights.items():
+        setattr(module, key, freeze(weight))
 
 
 def _rebuild_buffers(

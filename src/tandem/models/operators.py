@@ -42,7 +42,7 @@ KTRANSFORMERS_KWARGS = (
 devices that this build does not have; they are accepted and reported, not obeyed."""
 
 
-class CannotBuild(Exception):
+class UnfitModuleError(Exception):
     """A module does not have the shape an operator needs; the text says what is missing."""
 
 
@@ -71,7 +71,7 @@ class OperatorEntry:
 def _require(module: Any, *names: str) -> None:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
-        raise CannotBuild(f"{type(module).__name__} has no {', '.join(missing)}")
+        raise UnfitModuleError(f"{type(module).__name__} has no {', '.join(missing)}")
 
 
 def _has_bias(module: Any) -> bool:
@@ -114,7 +114,7 @@ def _build_norm(module: Any, context: BuildContext) -> RmsNorm:
     _require(module, "weight", "variance_epsilon")
     # Gemma's norms multiply by 1 + weight under the same attributes.
     if "Gemma" in type(module).__name__:
-        raise CannotBuild(f"{type(module).__name__} adds 1 to its weight")
+        raise UnfitModuleError(f"{type(module).__name__} adds 1 to its weight")
     return RmsNorm(module.weight.shape[0], _norm_eps(module))
 
 
@@ -149,12 +149,12 @@ def _build_rope(module: Any, context: BuildContext) -> Rope:
 def _build_attention(module: Any, context: BuildContext) -> Attention:
     _require(module, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling")
     if hasattr(module, "sinks"):
-        raise CannotBuild(f"{type(module).__name__} has attention sinks")
+        raise UnfitModuleError(f"{type(module).__name__} has attention sinks")
     if getattr(module, "sliding_window", None) is not None:
-        raise CannotBuild(f"{type(module).__name__} has a sliding window")
+        raise UnfitModuleError(f"{type(module).__name__} has a sliding window")
     q, k, o = module.q_proj, module.k_proj, module.o_proj
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
-        raise CannotBuild(f"{type(module).__name__} norms only one of q and k")
+        raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
     return Attention(
         hidden_size=q.in_features,
         num_heads=q.out_features // module.head_dim,
@@ -171,7 +171,7 @@ def _build_attention(module: Any, context: BuildContext) -> Attention:
 def _build_mlp(module: Any, context: BuildContext) -> Mlp:
     _require(module, "gate_proj", "up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
-        raise CannotBuild(f"its activation is {context.config.hidden_act}")
+        raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
     gate = module.gate_proj
     return Mlp(gate.in_features, gate.out_features, has_bias=_has_bias(gate))
 
@@ -180,7 +180,7 @@ def _build_router(module: Any, context: BuildContext) -> Router:
     del context
     _require(module, "weight", "top_k", "num_experts", "norm_topk_prob")
     if hasattr(module, "e_score_correction_bias") or hasattr(module, "n_group"):
-        raise CannotBuild(f"{type(module).__name__} chooses by groups or with a bias")
+        raise UnfitModuleError(f"{type(module).__name__} chooses by groups or with a bias")
     return Router(
         module.weight.shape[1],
         module.num_experts,
@@ -192,7 +192,7 @@ def _build_router(module: Any, context: BuildContext) -> Router:
 def _build_experts(module: Any, context: BuildContext) -> Experts:
     _require(module, "gate_up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
-        raise CannotBuild(f"its activation is {context.config.hidden_act}")
+        raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
     experts, hidden, intermediate = module.down_proj.shape
     return Experts(experts, hidden, intermediate)
 
@@ -202,7 +202,7 @@ def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:
     _require(module, "gate", "experts")
     extra = [name for name, _ in module.named_children() if name not in ("gate", "experts")]
     if extra:
-        raise CannotBuild(f"{type(module).__name__} also has {', '.join(extra)}")
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
     return MoeBlock(module.gate, module.experts)
 
 
@@ -217,11 +217,11 @@ def _build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
     _require(module, *parts)
     extra = [name for name, _ in module.named_children() if name not in parts]
     if extra:
-        raise CannotBuild(f"{type(module).__name__} also has {', '.join(extra)}")
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
     for name, kind in parts.items():
         part = getattr(module, name)
         if not isinstance(part, kind) or (isinstance(part, MoeBlock) and not part.is_fusable):
-            raise CannotBuild(f"{name} is not all operators of ours")
+            raise UnfitModuleError(f"{name} is not all operators of ours")
     return DecoderLayer(**{name: getattr(module, name) for name in parts})
 
 
