@@ -1,0 +1,71 @@
+// Eight lanes of AVX2 with FMA and F16C; meanings in vec_plain-inl.h.
+
+inline constexpr size_t kLanes = 8;
+typedef __m256 F32;
+typedef __m256i I32;
+
+inline constexpr int kMaxRows = 4;
+// 16 registers hold the sums, in integers and in fp32, and the weights split in two.
+constexpr int vectors_beside(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
+
+inline F32 zero_f32() { return _mm256_setzero_ps(); }
+inline F32 set_f32(float x) { return _mm256_set1_ps(x); }
+inline I32 set_i32(int32_t x) { return _mm256_set1_epi32(x); }
+inline F32 load_f32(const float* p) { return _mm256_loadu_ps(p); }
+inline I32 load_i32(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline void store_f32(float* p, F32 v) { _mm256_storeu_ps(p, v); }
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
+// The instructions return their second operand where either is NaN.
+inline F32 at_least(F32 x, F32 low) { return _mm256_max_ps(low, x); }
+inline F32 at_most(F32 x, F32 high) { return _mm256_min_ps(high, x); }
+inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }
+inline I32 as_i32(F32 v) { return _mm256_castps_si256(v); }
+inline I32 shift_left_23(I32 v) { return _mm256_slli_epi32(v, 23); }
+inline F32 load_fp16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// vpmaddubsw would saturate (2 * 255 * 127 > 2^15), so bytes are widened to 16 bits: even and odd
+// ones apart, each pair of products then summed without loss.
+struct IntWeights {
+  I32 even, odd;
+};
+using IntRow = IntWeights;
+inline IntWeights int_weights(I32 v) {
+  return {_mm256_and_si256(v, _mm256_set1_epi16(0x00ff)), _mm256_srli_epi16(v, 8)};
+}
+inline IntRow int_row(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  const I32 v = set_i32(word);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), _mm256_srai_epi16(v, 8)};
+}
+inline I32 dot(I32 acc, IntWeights w, IntRow a) {
+  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w.even, a.even));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(w.odd, a.odd));
+}
+inline I32 low_nibbles(I32 v) { return _mm256_and_si256(v, _mm256_set1_epi8(0x0f)); }
+inline I32 high_nibbles(I32 v) {
+  return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(0x0f));
+}
+
+struct Bf16Pair {
+  F32 even, odd;
+};
+inline Bf16Pair bf16_weights(I32 v) {
+  return {as_f32(_mm256_slli_epi32(v, 16)),
+          as_f32(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000))))};
+}
+inline Bf16Pair bf16_row(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return bf16_weights(set_i32(word));
+}
+inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
+  return fma(w.odd, a.odd, fma(w.even, a.even, acc));
+}
+inline void prefetch(const uint8_t* p) { _mm_prefetch(p, _MM_HINT_T0); }
