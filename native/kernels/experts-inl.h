@@ -55,38 +55,61 @@ inline void prefetch_step(bool is_first_pass, const uint8_t* step) {
     for (size_t line = 0; line < kStepBytes; line += 64) prefetch(step + kPrefetchBytes + line);
 }
 
-template <int kRows, int kVectors>
-inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows], size_t k,
-                     const IntWeights (&w)[kVectors]) {
-  for (int r = 0; r < kRows; ++r) {
-    const IntRow row = int_row(a[r] + k);
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = dot(acc[r][v], w[v], row);
+// Loops over a register block, unrolled before the compiler decides what lives in registers: with
+// ordinary loops GCC keeps the sums in memory.
+#define TANDEM_INLINE __attribute__((always_inline))
+template <int kValue>
+struct Index {
+  static constexpr int value = kValue;
+};
+template <int kCount, int kFirst = 0, class Body>
+TANDEM_INLINE inline void unroll(const Body& body) {
+  if constexpr (kFirst < kCount) {
+    body(Index<kFirst>{});
+    unroll<kCount, kFirst + 1>(body);
   }
 }
 
 template <int kRows, int kVectors>
-inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows], size_t k,
-                     size_t group_size, const uint8_t* codes, bool is_first_pass) {
+TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
+                                   size_t k, const IntWeights (&w)[kVectors]) {
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    const IntRow row = int_row(a[r.value] + k);
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      acc[r.value][v.value] = dot(acc[r.value][v.value], w[v.value], row);
+    });
+  });
+}
+
+template <int kRows, int kVectors>
+TANDEM_INLINE inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
+                                   size_t k, size_t group_size, const uint8_t* codes,
+                                   bool is_first_pass) {
   for (size_t step = 0; step < group_size / 4; ++step, k += 4, codes += kStepBytes) {
     prefetch_step(is_first_pass, codes);
     IntWeights w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = int_weights(load_i32(codes + v * kLanes * 4));
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
+    });
     add_step(acc, a, k, w);
   }
 }
 
 template <int kRows, int kVectors>
-inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows], size_t k,
-                     size_t group_size, const uint8_t* codes, bool is_first_pass) {
+TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
+                                   size_t k, size_t group_size, const uint8_t* codes,
+                                   bool is_first_pass) {
   for (size_t step = 0; step < group_size / 8; ++step, k += 8, codes += kStepBytes) {
     prefetch_step(is_first_pass, codes);
     IntWeights w[kVectors];
-    for (int v = 0; v < kVectors; ++v)
-      w[v] = int_weights(low_nibbles(load_i32(codes + v * kLanes * 4)));
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      w[v.value] = int_weights(low_nibbles(load_i32(codes + v.value * kLanes * 4)));
+    });
     add_step(acc, a, k, w);
     // Loaded again rather than kept: the registers hold sums.
-    for (int v = 0; v < kVectors; ++v)
-      w[v] = int_weights(high_nibbles(load_i32(codes + v * kLanes * 4)));
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      w[v.value] = int_weights(high_nibbles(load_i32(codes + v.value * kLanes * 4)));
+    });
     add_step(acc, a, k + 4, w);
   }
 }
@@ -96,75 +119,79 @@ template <int kRows, int kVectors, int kBits, bool kHasMinimum>
 void tile_int(const Tile& tile, size_t first_row, size_t column) {
   const size_t group_size = static_cast<size_t>(tile.format.group_size);
   const size_t code_bytes = kPanelColumns * group_size * kBits / 8;
+  const bool is_first_pass = first_row == 0 && column == 0;
+  const Operand operand = *tile.a;
   const uint8_t* a[kRows];
   size_t group_id[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    const size_t row = row_at(tile.rows, first_row + r);
-    a[r] = tile.a->data + row * tile.a->row_bytes;
-    group_id[r] = row * tile.a->num_groups;
-  }
-  F32 sum[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = zero_f32();
-  const bool is_first_pass = first_row == 0 && column == 0;
+  // The fp32 sums live in the output, touched once a group: the registers hold the integer sums.
+  float* out[kRows];
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    const size_t row = row_at(tile.rows, first_row + r.value);
+    a[r.value] = operand.data + row * operand.row_bytes;
+    group_id[r.value] = row * operand.num_groups;
+    out[r.value] = tile.out + (first_row + r.value) * tile.out_stride + column;
+    for (int v = 0; v < kVectors; ++v) store_f32(out[r.value] + v * kLanes, zero_f32());
+  });
   const uint8_t* p = tile.panel;
-  for (size_t k = 0; k < tile.size; k += group_size) {
+  for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(p) + column;
     p += (kHasMinimum ? 2 : 1) * kPanelColumns * 2;
     I32 acc[kRows][kVectors];
-    for (int r = 0; r < kRows; ++r) {
+    unroll<kRows>([&](auto r) TANDEM_INLINE {
       // Starting from the correction undoes the codes' offset at no cost.
-      const I32 start = set_i32(kHasMinimum ? 0 : tile.a->corrections[group_id[r]]);
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = start;
-    }
+      const I32 start = set_i32(kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
+      unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
+    });
     if constexpr (kBits == 8)
       add_int8<kRows, kVectors>(acc, a, k, group_size, p + column * 4, is_first_pass);
     else
       add_int4<kRows, kVectors>(acc, a, k, group_size, p + column * 4, is_first_pass);
     p += code_bytes;
-    F32 scale[kVectors];
-    for (int v = 0; v < kVectors; ++v) scale[v] = load_fp16(scales + v * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      const F32 step = set_f32(tile.a->scales[group_id[r]]);
-      for (int v = 0; v < kVectors; ++v)
-        sum[r][v] = fma(to_f32(acc[r][v]), scale[v] * step, sum[r][v]);
-    }
-    if constexpr (kHasMinimum) {
-      for (int v = 0; v < kVectors; ++v) scale[v] = load_fp16(scales + kPanelColumns + v * kLanes);
-      for (int r = 0; r < kRows; ++r) {
-        const F32 offset = set_f32(tile.a->offsets[group_id[r]]);
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(scale[v], offset, sum[r][v]);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) ++group_id[r];
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      const F32 scale = load_fp16(scales + v.value * kLanes);
+      F32 minimum = zero_f32();
+      if constexpr (kHasMinimum) minimum = load_fp16(scales + kPanelColumns + v.value * kLanes);
+      unroll<kRows>([&](auto r) TANDEM_INLINE {
+        const size_t id = group_id[r.value] + group;
+        float* at = out[r.value] + v.value * kLanes;
+        const F32 step = set_f32(operand.scales[id]);
+        F32 sum = fma(to_f32(acc[r.value][v.value]), scale * step, load_f32(at));
+        if constexpr (kHasMinimum) sum = fma(minimum, set_f32(operand.offsets[id]), sum);
+        store_f32(at, sum);
+      });
+    });
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v)
-      store_f32(tile.out + (first_row + r) * tile.out_stride + column + v * kLanes, sum[r][v]);
 }
 
 template <int kRows, int kVectors>
 void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
-  const uint8_t* a[kRows];
-  for (int r = 0; r < kRows; ++r)
-    a[r] = tile.a->data + row_at(tile.rows, first_row + r) * tile.a->row_bytes;
-  F32 sum[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = zero_f32();
   const bool is_first_pass = first_row == 0 && column == 0;
+  const uint8_t* a[kRows];
+  F32 sum[kRows][kVectors];
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    a[r.value] = tile.a->data + row_at(tile.rows, first_row + r.value) * tile.a->row_bytes;
+    unroll<kVectors>([&](auto v) TANDEM_INLINE { sum[r.value][v.value] = zero_f32(); });
+  });
   const uint8_t* p = tile.panel + column * 4;
   for (size_t k = 0; k < tile.size; k += 2, p += kStepBytes) {
     prefetch_step(is_first_pass, p);
     Bf16Pair w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = bf16_weights(load_i32(p + v * kLanes * 4));
-    for (int r = 0; r < kRows; ++r) {
-      const Bf16Pair row = bf16_row(a[r] + k * 2);
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot(sum[r][v], w[v], row);
-    }
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      w[v.value] = bf16_weights(load_i32(p + v.value * kLanes * 4));
+    });
+    unroll<kRows>([&](auto r) TANDEM_INLINE {
+      const Bf16Pair row = bf16_row(a[r.value] + k * 2);
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        sum[r.value][v.value] = dot(sum[r.value][v.value], w[v.value], row);
+      });
+    });
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v)
-      store_f32(tile.out + (first_row + r) * tile.out_stride + column + v * kLanes, sum[r][v]);
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    float* out = tile.out + (first_row + r.value) * tile.out_stride + column;
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      store_f32(out + v.value * kLanes, sum[r.value][v.value]);
+    });
+  });
 }
 
 template <int kRows>

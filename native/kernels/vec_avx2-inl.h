@@ -5,8 +5,8 @@ typedef __m256 F32;
 typedef __m256i I32;
 
 inline constexpr int kMaxRows = 4;
-// 16 registers hold the sums, in integers and in fp32, and the weights split in two.
-constexpr int vectors_beside(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+// 16 registers: up to 8 sums, and the weights split in two.
+constexpr int vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
 constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
 
 inline F32 zero_f32() { return _mm256_setzero_ps(); }
