@@ -169,11 +169,16 @@ void bind_kernels(nb::module_& module) {
       .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
       .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
                    "Packed bytes of one expert, scales included.")
+      // Any array of DLPack is taken, not numpy's alone, as the generated signature would have it.
       .def("pack", &pack, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
+           nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
+                   "down: object) -> None"),
            "Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].\n\n"
            "Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the\n"
            "    format cannot hold).")
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
+           nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
+                   "weights: object, out: object) -> None"),
            "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].\n\n"
            "Raises: ShapeError (array or expert id; `out` is then untouched).")
       .def("read_weights", &read_weights, "pool"_a, "num_experts"_a,

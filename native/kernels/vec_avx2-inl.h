@@ -2,7 +2,9 @@
 
 inline constexpr size_t kLanes = 8;
 typedef __m256 F32;
-typedef __m256i I32;
+// Not __m256i, for the reason in vec_avx512-inl.h.
+typedef int32_t I32 __attribute__((vector_size(32)));
+inline __m256i raw(I32 v) { return (__m256i)v; }
 
 inline constexpr int kMaxRows = 4;
 // 16 registers: up to 8 sums, and the weights split in two.
@@ -11,20 +13,20 @@ constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
 
 inline F32 zero_f32() { return _mm256_setzero_ps(); }
 inline F32 set_f32(float x) { return _mm256_set1_ps(x); }
-inline I32 set_i32(int32_t x) { return _mm256_set1_epi32(x); }
+inline I32 set_i32(int32_t x) { return (I32)_mm256_set1_epi32(x); }
 inline F32 load_f32(const float* p) { return _mm256_loadu_ps(p); }
 inline I32 load_i32(const void* p) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  return (I32)_mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 inline void store_f32(float* p, F32 v) { _mm256_storeu_ps(p, v); }
 inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
-inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
+inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(raw(v)); }
 // The instructions return their second operand where either is NaN.
 inline F32 at_least(F32 x, F32 low) { return _mm256_max_ps(low, x); }
 inline F32 at_most(F32 x, F32 high) { return _mm256_min_ps(high, x); }
-inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }
-inline I32 as_i32(F32 v) { return _mm256_castps_si256(v); }
-inline I32 shift_left_23(I32 v) { return _mm256_slli_epi32(v, 23); }
+inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(raw(v)); }
+inline I32 as_i32(F32 v) { return (I32)_mm256_castps_si256(v); }
+inline I32 shift_left_23(I32 v) { return (I32)_mm256_slli_epi32(raw(v), 23); }
 inline F32 load_fp16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -36,29 +38,27 @@ struct IntWeights {
 };
 using IntRow = IntWeights;
 inline IntWeights int_weights(I32 v) {
-  return {_mm256_and_si256(v, _mm256_set1_epi16(0x00ff)), _mm256_srli_epi16(v, 8)};
+  return {(I32)_mm256_and_si256(raw(v), _mm256_set1_epi16(0x00ff)),
+          (I32)_mm256_srli_epi16(raw(v), 8)};
 }
 inline IntRow int_row(const uint8_t* p) {
   int32_t word;
   __builtin_memcpy(&word, p, 4);
-  const I32 v = set_i32(word);
-  return {_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), _mm256_srai_epi16(v, 8)};
+  const __m256i v = raw(set_i32(word));
+  return {(I32)_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), (I32)_mm256_srai_epi16(v, 8)};
 }
 inline I32 dot(I32 acc, IntWeights w, IntRow a) {
-  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w.even, a.even));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(w.odd, a.odd));
+  acc += (I32)_mm256_madd_epi16(raw(w.even), raw(a.even));
+  return acc + (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
 }
-inline I32 low_nibbles(I32 v) { return _mm256_and_si256(v, _mm256_set1_epi8(0x0f)); }
-inline I32 high_nibbles(I32 v) {
-  return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(0x0f));
-}
+inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
+inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 
 struct Bf16Pair {
   F32 even, odd;
 };
 inline Bf16Pair bf16_weights(I32 v) {
-  return {as_f32(_mm256_slli_epi32(v, 16)),
-          as_f32(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000))))};
+  return {as_f32(v << 16), as_f32(v & static_cast<int32_t>(0xffff0000))};
 }
 inline Bf16Pair bf16_row(const uint8_t* p) {
   int32_t word;

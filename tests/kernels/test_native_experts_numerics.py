@@ -82,9 +82,7 @@ def code_nearly(
     """
     if not weight_format.is_integer:
         error = error + EPS * np.abs(h)
-        middle, low, high = (
-            round_to_bf16(v).astype(np.float64) for v in (h, h - error, h + error)
-        )
+        middle, low, high = (round_to_bf16(v).astype(np.float64) for v in (h, h - error, h + error))
         return middle, np.maximum(high - middle, middle - low)
     shape = h.shape
     h, error = (v.reshape(-1, weight_format.group_size) for v in (h, error))

@@ -384,7 +384,7 @@ class ExpertBank:
     def expert_bytes(self) -> int:
         """Packed bytes of one expert, scales included."""
 
-    def pack(self, pool: ThreadPool, expert_id: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)]) -> None:
+    def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
 
@@ -392,11 +392,23 @@ class ExpertBank:
             format cannot hold).
         """
 
-    def forward(self, pool: ThreadPool, x: Annotated[NDArray, dict(writable=False)], expert_ids: Annotated[NDArray, dict(writable=False)], weights: Annotated[NDArray, dict(writable=False)], out: NDArray) -> None:
+    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
         """
         Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
 
         Raises: ShapeError (array or expert id; `out` is then untouched).
+        """
+
+    def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
+        """
+        Read the packed bytes of the first experts: a ceiling for benchmarks.
+
+        Raises: NotFoundError (more than there are).
+        """
+
+    def multiply_registers(self, pool: ThreadPool, num_macs: int) -> None:
+        """
+        Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.
         """
 
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:

@@ -66,7 +66,7 @@ def _list_formats() -> list[WeightFormat]:
 
 
 WEIGHT_FORMATS = {weight_format.name: weight_format for weight_format in _list_formats()}
-"""By name; ``int4...`` has a minimum unless it says ``sym``, ``int8...`` only if it says ``min``."""
+"""By name. ``int4...`` has a minimum unless it says ``sym``, ``int8...`` if it says ``min``."""
 
 _ALIASES = {"int8": "int8g128", "int4": "int4g32"}
 
