@@ -20,8 +20,6 @@ namespace {
 
 // Rows that one task holds in fp32 at a time: 48 x 128 gate and up values are 48 KiB, in L2.
 constexpr size_t kRowChunk = 48;
-// Bytes ahead of the stream of weights; covers the latency of memory at one core's bandwidth.
-constexpr size_t kPrefetchBytes = 4096;
 constexpr size_t kStepBytes = kPanelColumns * 4;  // One step over K of a whole panel.
 constexpr size_t kPanelVectors = kPanelColumns / kLanes;
 // Added to a small float, leaves it rounded to an integer in the low bits (1.5 * 2^23).
@@ -48,12 +46,6 @@ struct Tile {
   float* out;  // [rows][out_stride]
   size_t out_stride;
 };
-
-// The first pass over a panel fetches all its columns from memory; later ones find them in L2.
-inline void prefetch_step(bool is_first_pass, const uint8_t* step) {
-  if (is_first_pass)
-    for (size_t line = 0; line < kStepBytes; line += 64) prefetch(step + kPrefetchBytes + line);
-}
 
 // Loops over a register block, unrolled before the compiler decides what lives in registers: with
 // ordinary loops GCC keeps the sums in memory.
@@ -83,10 +75,8 @@ TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* c
 
 template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
-                                   size_t k, size_t group_size, const uint8_t* codes,
-                                   bool is_first_pass) {
+                                   size_t k, size_t group_size, const uint8_t* codes) {
   for (size_t step = 0; step < group_size / 4; ++step, k += 4, codes += kStepBytes) {
-    prefetch_step(is_first_pass, codes);
     IntWeights w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
@@ -97,10 +87,8 @@ TANDEM_INLINE inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* c
 
 template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
-                                   size_t k, size_t group_size, const uint8_t* codes,
-                                   bool is_first_pass) {
+                                   size_t k, size_t group_size, const uint8_t* codes) {
   for (size_t step = 0; step < group_size / 8; ++step, k += 8, codes += kStepBytes) {
-    prefetch_step(is_first_pass, codes);
     IntWeights w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = int_weights(low_nibbles(load_i32(codes + v.value * kLanes * 4)));
@@ -119,7 +107,6 @@ template <int kRows, int kVectors, int kBits, bool kHasMinimum>
 void tile_int(const Tile& tile, size_t first_row, size_t column) {
   const size_t group_size = static_cast<size_t>(tile.format.group_size);
   const size_t code_bytes = kPanelColumns * group_size * kBits / 8;
-  const bool is_first_pass = first_row == 0 && column == 0;
   const Operand operand = *tile.a;
   const uint8_t* a[kRows];
   size_t group_id[kRows];
@@ -143,9 +130,9 @@ void tile_int(const Tile& tile, size_t first_row, size_t column) {
       unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
     });
     if constexpr (kBits == 8)
-      add_int8<kRows, kVectors>(acc, a, k, group_size, p + column * 4, is_first_pass);
+      add_int8<kRows, kVectors>(acc, a, k, group_size, p + column * 4);
     else
-      add_int4<kRows, kVectors>(acc, a, k, group_size, p + column * 4, is_first_pass);
+      add_int4<kRows, kVectors>(acc, a, k, group_size, p + column * 4);
     p += code_bytes;
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       const F32 scale = load_fp16(scales + v.value * kLanes);
@@ -165,7 +152,6 @@ void tile_int(const Tile& tile, size_t first_row, size_t column) {
 
 template <int kRows, int kVectors>
 void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
-  const bool is_first_pass = first_row == 0 && column == 0;
   const uint8_t* a[kRows];
   F32 sum[kRows][kVectors];
   unroll<kRows>([&](auto r) TANDEM_INLINE {
@@ -174,7 +160,6 @@ void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
   });
   const uint8_t* p = tile.panel + column * 4;
   for (size_t k = 0; k < tile.size; k += 2, p += kStepBytes) {
-    prefetch_step(is_first_pass, p);
     Bf16Pair w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = bf16_weights(load_i32(p + v.value * kLanes * 4));
@@ -406,7 +391,6 @@ int32_t read_memory(const uint8_t* data, size_t size_bytes) {
   I32 sum[kVectors];
   for (size_t v = 0; v < kVectors; ++v) sum[v] = set_i32(0);
   for (size_t i = 0; i < size_bytes; i += 256) {
-    for (size_t line = 0; line < 256; line += 64) prefetch(data + i + kPrefetchBytes + line);
     for (size_t v = 0; v < kVectors; ++v) sum[v] |= load_i32(data + i + v * sizeof(I32));
   }
   for (size_t v = 1; v < kVectors; ++v) sum[0] |= sum[v];

@@ -68,4 +68,3 @@ inline Bf16Pair bf16_row(const uint8_t* p) {
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }
-inline void prefetch(const uint8_t* p) { _mm_prefetch(p, _MM_HINT_T0); }

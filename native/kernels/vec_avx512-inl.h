@@ -88,4 +88,3 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }
 #endif
-inline void prefetch(const uint8_t* p) { _mm_prefetch(p, _MM_HINT_T0); }

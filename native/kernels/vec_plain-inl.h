@@ -101,4 +101,3 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   acc = w.even * a.even + acc;
   return w.odd * a.odd + acc;
 }
-inline void prefetch(const uint8_t*) {}
