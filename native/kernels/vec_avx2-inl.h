@@ -7,9 +7,10 @@ typedef int32_t I32 __attribute__((vector_size(32)));
 inline __m256i raw(I32 v) { return (__m256i)v; }
 
 inline constexpr int kMaxRows = 4;
-// 16 registers: up to 8 sums, and the weights split in two.
-constexpr int vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
-constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 4 : 2; }
+// 16 registers: 8 sums, two vectors of weights split in two, a row split in two. One row takes all
+// columns, in order, because half lines of a panel come slowly from memory.
+constexpr int vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
+constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
 
 inline F32 zero_f32() { return _mm256_setzero_ps(); }
 inline F32 set_f32(float x) { return _mm256_set1_ps(x); }
