@@ -102,9 +102,11 @@ TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* c
   }
 }
 
-// out[kRows, kVectors * kLanes columns from `column` on]; groups are summed in ascending order.
+// out[kRows, 64 columns]; groups are summed in ascending order. All columns of a group come before
+// the next group, so that a panel is read once, in order, however many columns the registers hold.
 template <int kRows, int kVectors, int kBits, bool kHasMinimum>
-void tile_int(const Tile& tile, size_t first_row, size_t column) {
+void tile_int(const Tile& tile, size_t first_row) {
+  constexpr size_t kHeaderBytes = (kHasMinimum ? 2 : 1) * kPanelColumns * 2;
   const size_t group_size = static_cast<size_t>(tile.format.group_size);
   const size_t code_bytes = kPanelColumns * group_size * kBits / 8;
   const Operand operand = *tile.a;
@@ -116,37 +118,39 @@ void tile_int(const Tile& tile, size_t first_row, size_t column) {
     const size_t row = row_at(tile.rows, first_row + r.value);
     a[r.value] = operand.data + row * operand.row_bytes;
     group_id[r.value] = row * operand.num_groups;
-    out[r.value] = tile.out + (first_row + r.value) * tile.out_stride + column;
-    for (int v = 0; v < kVectors; ++v) store_f32(out[r.value] + v * kLanes, zero_f32());
+    out[r.value] = tile.out + (first_row + r.value) * tile.out_stride;
+    for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(out[r.value] + c, zero_f32());
   });
   const uint8_t* p = tile.panel;
   for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(p) + column;
-    p += (kHasMinimum ? 2 : 1) * kPanelColumns * 2;
-    I32 acc[kRows][kVectors];
-    unroll<kRows>([&](auto r) TANDEM_INLINE {
-      // Starting from the correction undoes the codes' offset at no cost.
-      const I32 start = set_i32(kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
-      unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
-    });
-    if constexpr (kBits == 8)
-      add_int8<kRows, kVectors>(acc, a, k, group_size, p + column * 4);
-    else
-      add_int4<kRows, kVectors>(acc, a, k, group_size, p + column * 4);
-    p += code_bytes;
-    unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      const F32 scale = load_fp16(scales + v.value * kLanes);
-      F32 minimum = zero_f32();
-      if constexpr (kHasMinimum) minimum = load_fp16(scales + kPanelColumns + v.value * kLanes);
+    for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(p) + column;
+      const uint8_t* codes = p + kHeaderBytes + column * 4;
+      I32 acc[kRows][kVectors];
       unroll<kRows>([&](auto r) TANDEM_INLINE {
-        const size_t id = group_id[r.value] + group;
-        float* at = out[r.value] + v.value * kLanes;
-        const F32 step = set_f32(operand.scales[id]);
-        F32 sum = fma(to_f32(acc[r.value][v.value]), scale * step, load_f32(at));
-        if constexpr (kHasMinimum) sum = fma(minimum, set_f32(operand.offsets[id]), sum);
-        store_f32(at, sum);
+        // Starting from the correction undoes the codes' offset at no cost.
+        const I32 start = set_i32(kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
+        unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
       });
-    });
+      if constexpr (kBits == 8)
+        add_int8<kRows, kVectors>(acc, a, k, group_size, codes);
+      else
+        add_int4<kRows, kVectors>(acc, a, k, group_size, codes);
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        const F32 scale = load_fp16(scales + v.value * kLanes);
+        F32 minimum = zero_f32();
+        if constexpr (kHasMinimum) minimum = load_fp16(scales + kPanelColumns + v.value * kLanes);
+        unroll<kRows>([&](auto r) TANDEM_INLINE {
+          const size_t id = group_id[r.value] + group;
+          float* at = out[r.value] + column + v.value * kLanes;
+          const F32 step = set_f32(operand.scales[id]);
+          F32 sum = fma(to_f32(acc[r.value][v.value]), scale * step, load_f32(at));
+          if constexpr (kHasMinimum) sum = fma(minimum, set_f32(operand.offsets[id]), sum);
+          store_f32(at, sum);
+        });
+      });
+    }
+    p += kHeaderBytes + code_bytes;
   }
 }
 
@@ -189,14 +193,14 @@ void run_block(const Tile& tile, size_t row) {
       tile_bf16<kRows, kBf16Vectors>(tile, row, c);
     return;
   }
-  void (*run)(const Tile&, size_t, size_t);
+  void (*run)(const Tile&, size_t);
   if (tile.format.bits == 8)
     run = tile.format.has_minimum ? tile_int<kRows, kVectors, 8, true>
                                   : tile_int<kRows, kVectors, 8, false>;
   else
     run = tile.format.has_minimum ? tile_int<kRows, kVectors, 4, true>
                                   : tile_int<kRows, kVectors, 4, false>;
-  for (size_t c = 0; c < kPanelColumns; c += kVectors * kLanes) run(tile, row, c);
+  run(tile, row);
 }
 
 template <int kRows>
