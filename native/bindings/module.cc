@@ -4,10 +4,11 @@
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {
-  module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes.";
+  module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.";
   tandem::bindings::bind_status(module);
   tandem::bindings::bind_topology(module);
   tandem::bindings::bind_pool(module);
   tandem::bindings::bind_buffer(module);
   tandem::bindings::bind_probe(module);
+  tandem::bindings::bind_kernels(module);
 }

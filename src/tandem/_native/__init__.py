@@ -1,4 +1,4 @@
-"""The compiled core: machine topology, thread pool, aligned memory and probes of optional parts.
+"""The compiled core: machine topology, thread pool, memory, probes, kernels.
 
 Importing this package loads the extension ``_core`` (C++20, source under ``native/``); ``import
 tandem`` does not. The extension knows nothing of torch: tensors cross as arrays. Its errors are
@@ -15,6 +15,7 @@ try:
         CpuFeatures,
         CudaDevice,
         CudaProbe,
+        ExpertBank,
         HugepagePool,
         HugepageState,
         NumaNode,
@@ -26,6 +27,7 @@ try:
         WakeupTimes,
         cpu_features,
         error_codes,
+        kernel_isas,
         probe_cma,
         probe_cuda,
         probe_io_uring,
@@ -47,6 +49,7 @@ __all__ = [
     "CpuFeatures",
     "CudaDevice",
     "CudaProbe",
+    "ExpertBank",
     "HugepagePool",
     "HugepageState",
     "NumaNode",
@@ -58,6 +61,7 @@ __all__ = [
     "WakeupTimes",
     "cpu_features",
     "error_codes",
+    "kernel_isas",
     "probe_cma",
     "probe_cuda",
     "probe_io_uring",

@@ -1,5 +1,5 @@
 """
-Native core of Tandem: machine topology, thread pool, aligned memory, probes.
+Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.
 """
 
 import enum
@@ -356,3 +356,60 @@ def probe_cuda() -> CudaProbe:
     """
     Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
     """
+
+def kernel_isas() -> list[str]:
+    """
+    Variants of the kernels that this machine can run, ascending; the last is the default.
+    """
+
+class ExpertBank:
+    """
+    Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is their face.
+
+    Calls release the GIL.
+    """
+
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '') -> None:
+        """
+        Reserve the memory; weights are zero until packed.
+
+        Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
+            (unknown ISA, a size below 1); CapacityError (memory).
+        """
+
+    @property
+    def isa(self) -> str: ...
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert, scales included."""
+
+    def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
+        """
+        Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
+
+        Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the
+            format cannot hold).
+        """
+
+    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
+        """
+        Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
+
+        Raises: ShapeError (array or expert id; `out` is then untouched).
+        """
+
+    def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
+        """
+        Read the packed bytes of the first experts: a ceiling for benchmarks.
+
+        Raises: NotFoundError (more than there are).
+        """
+
+    def multiply_registers(self, pool: ThreadPool, num_macs: int) -> None:
+        """
+        Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.
+        """
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """The packed bytes of each expert, no copy; keeps the memory alive."""
