@@ -179,7 +179,8 @@ void bind_kernels(nb::module_& module) {
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
            nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
                    "weights: object, out: object) -> None"),
-           "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].\n\n"
+           "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden]."
+           "\n\n"
            "Raises: ShapeError (array or expert id; `out` is then untouched).")
       .def("read_weights", &read_weights, "pool"_a, "num_experts"_a,
            "Read the packed bytes of the first experts: a ceiling for benchmarks.\n\n"

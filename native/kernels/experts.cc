@@ -17,7 +17,9 @@ constexpr size_t kMaxTaskRows = 192;
 constexpr size_t kMinParallelTokens = 8;
 constexpr size_t kAlignment = 64;
 
-size_t round_up(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+size_t round_up(size_t size, size_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
 
 const ExpertKernels& kernels_of(Isa isa) {
   switch (isa) {

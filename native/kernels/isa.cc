@@ -49,8 +49,8 @@ Result<Isa> choose_isa(std::string_view name) {
   const auto found = std::find(kIsaNames.begin(), kIsaNames.end(), name);
   const std::string choice = "choose one of " + join_names(isas);
   if (found == kIsaNames.end())
-    return Error{Code::kConfig, "kernels.choose_isa", "unknown ISA " + std::string(name) + ": " + choice,
-                 "isa"};
+    return Error{Code::kConfig, "kernels.choose_isa",
+                 "unknown ISA " + std::string(name) + ": " + choice, "isa"};
   const Isa isa = static_cast<Isa>(found - kIsaNames.begin());
   if (std::find(isas.begin(), isas.end(), isa) == isas.end())
     return Error{Code::kUnsupported, "kernels.choose_isa",

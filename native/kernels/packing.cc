@@ -143,8 +143,9 @@ Status check_size(const WeightFormat& format, size_t size, const char* name) {
   if (size > 0 && (format.bits == 16 || size % static_cast<size_t>(format.group_size) == 0))
     return {};
   return Error{Code::kShape, "kernels.check_size",
-               std::string(name) + " " + std::to_string(size) + " is not a multiple of the group of " +
-                   std::to_string(format.group_size) + " weights: choose a smaller group, or bf16",
+               std::string(name) + " " + std::to_string(size) +
+                   " is not a multiple of the group of " + std::to_string(format.group_size) +
+                   " weights: choose a smaller group, or bf16",
                name};
 }
 

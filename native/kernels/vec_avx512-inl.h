@@ -9,8 +9,7 @@ typedef int32_t I32 __attribute__((vector_size(64)));
 inline __m512i raw(I32 v) { return (__m512i)v; }
 
 inline constexpr int kMaxRows = 6;
-// 24 sums, 4 vectors of weights and a row fill 29 of the 32 registers. All columns at once read whole lines of a panel, in order,
-// which the L1 prefetcher follows; two columns at a time ran at half the speed.
+// 24 sums, 4 vectors of weights and a row fill 29 of the 32 registers.
 constexpr int vectors_beside(int) { return 4; }
 constexpr int bf16_vectors_beside(int) { return 4; }
 
