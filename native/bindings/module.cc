@@ -11,4 +11,5 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_buffer(module);
   tandem::bindings::bind_probe(module);
   tandem::bindings::bind_kernels(module);
+  tandem::bindings::bind_attention(module);
 }

@@ -23,6 +23,7 @@ T take(Result<T> result) {
   return std::move(result.value());
 }
 
+void bind_attention(nanobind::module_& module);
 void bind_status(nanobind::module_& module);
 void bind_topology(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);

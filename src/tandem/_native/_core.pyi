@@ -413,3 +413,29 @@ class ExpertBank:
 
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:
         """The packed bytes of each expert, no copy; keeps the memory alive."""
+
+class DecodeAttention:
+    """Attention of one step's sequences that compute one token each."""
+
+    def __init__(self, kv: Annotated[NDArray, dict(device='cpu', writable=False)], block_table: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], pool: object | None = None, isa: str = '') -> None:
+        """
+        Plan a step.
+
+        Args:
+            kv: the pool, [blocks, layers, 2, kv_heads, block_size, head_dim]; float32 or
+                bfloat16, contiguous; held, and read by `run`.
+            block_table: int64 [sequences, width]; held.
+            context_lens: int64 [sequences]; tokens to attend to, at least 1; held.
+            pool: threads for steps large enough to share; None runs on the caller's.
+            isa: a variant by name; empty is the widest here.
+        Raises: ShapeError (shape, dtype, a block or length out of bounds); ConfigError or
+            UnsupportedError (isa).
+        """
+
+    def run(self, layer_idx: int, q: Annotated[NDArray, dict(device='cpu', writable=False)], out: Annotated[NDArray, dict(device='cpu')], scale: float) -> None:
+        """
+        Attend one layer's queries `q` [sequences, heads, head_dim] into `out`.
+
+        Bitwise the same for a sequence alone and in company, for any number of threads.
+        Raises: ShapeError.
+        """

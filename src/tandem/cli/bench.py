@@ -13,7 +13,7 @@ from tandem.core.errors import NotFoundError
 
 __all__ = ["bench"]
 
-BENCHES = {"engine": "tandem.bench.engine"}
+BENCHES = {"engine": "tandem.bench.engine", "kernels": "tandem.bench.kernels"}
 """Name to module; a module has ``make_cases(quick=...)``."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5

@@ -169,7 +169,12 @@ def build_engine(
         Scheduler(plan.config, pool, index),
         TorchRunner(
             model,
-            PagedKvCache(plan.layout, plan.kv.num_blocks, device=model.device),
+            PagedKvCache(
+                plan.layout,
+                plan.kv.num_blocks,
+                device=model.device,
+                pool=_native.ThreadPool(plan.config.threads),
+            ),
             threads=plan.config.threads,
         ),
         clock,

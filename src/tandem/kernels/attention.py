@@ -4,9 +4,10 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, G = H / K queries of a KV
 C tokens of context, S sequences.
 
 A step is planned once (``PagedStep``) and used by every layer. Sequences that compute one token
-are attended together, grouped by length so that padding is bounded; the others one by one: their
-own tokens causally, their earlier context in tiles whose partial results are merged by their
-log-sum-exp, so that memory is bounded whatever the context.
+are attended together: on the CPU by the native kernel, which reads the blocks where they lie;
+elsewhere gathered, in groups of similar length so that padding is bounded. The others are attended
+one by one: their own tokens causally, their earlier context in tiles whose partial results are
+merged by their log-sum-exp, so that memory is bounded whatever the context.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor, rms_norm
 from torch.nn import functional
 
+from tandem import _native
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope, apply_rope_
 
 __all__ = ["Attention", "PagedStep", "attend", "write_kv"]
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+"""What the native decode kernel takes, of queries and of the cache alike."""
 
 MAX_GATHER_BYTES = 32 << 20
 """Keys and values that one decode group gathers at most: a few L2s, far below the model."""
@@ -53,6 +58,15 @@ class _DecodeGroup:
     """Context tokens to read of each; less than the gathered ones where all lengths agree."""
     mask: Tensor | None
     """[S * K, 1, C] of 0 and -inf; None where all lengths agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeDecodes:
+    """Sequences with one query each, for the native kernel."""
+
+    rows: Tensor | None
+    """Their rows in the batch; None where they are all rows, in order."""
+    plan: "_native.DecodeAttention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,35 @@ class PagedStep:
         self.cos_T1d, self.signed_sin_T1d = self.cos[:, None], signed[:, None]
         self.slots = (batch.slot_blocks, batch.slot_offsets)
         self.runs = batch.slot_runs
-        self.decodes, self.prefills = _plan(batch, cache, dtype)
+        self.native: _NativeDecodes | None = None
+        self.decodes: list[_DecodeGroup] = []
+        if cache.device.type == "cpu" and dtype in NATIVE_DTYPES and cache.dtype in NATIVE_DTYPES:
+            self.native, self.prefills = _plan_native(batch, cache)
+        else:
+            self.decodes, self.prefills = _plan(batch, cache, dtype)
+
+
+def _plan_native(
+    batch: PagedBatch, cache: PagedKvCache
+) -> "tuple[_NativeDecodes | None, list[_Prefill]]":
+    members: list[int] = []
+    prefills: list[_Prefill] = []
+    for s, context in enumerate(batch.context_lens):
+        start, end = batch.query_start[s], batch.query_start[s + 1]
+        if end - start == 1:
+            members.append(s)
+        else:
+            tiles = _plan_tiles(batch, cache, s, context - (end - start))
+            prefills.append(_Prefill(start, end - start, tiles))
+    if not members:
+        return None, prefills
+    lens = torch.tensor([batch.context_lens[s] for s in members])
+    table, rows = batch.block_table, None
+    if len(members) != batch.num_tokens:
+        table = table[torch.tensor(members)]
+        rows = torch.tensor([batch.query_start[s] for s in members])
+    plan = _native.DecodeAttention(cache.tensor, table, lens, cache.pool)
+    return _NativeDecodes(rows, plan), prefills
 
 
 def _plan(
@@ -185,9 +227,19 @@ def attend(step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scal
     Returns: [T, H * d], new.
     """
     num_tokens, num_heads, head_dim = q_THd.shape
+    native = step.native
+    if native is not None and native.rows is None:
+        out = q_THd.new_empty(num_tokens, num_heads, head_dim)
+        native.plan.run(layer_idx, q_THd, out, scale)
+        return out.view(num_tokens, -1)
     if len(step.decodes) == 1 and step.decodes[0].rows is None:
         return _attend_decodes(step, step.decodes[0], layer_idx, q_THd, scale)
     out = q_THd.new_empty(num_tokens, num_heads, head_dim)
+    if native is not None:
+        queries = q_THd[native.rows]
+        mixed = torch.empty_like(queries)
+        native.plan.run(layer_idx, queries, mixed, scale)
+        out[native.rows] = mixed
     for group in step.decodes:
         mixed = _attend_decodes(step, group, layer_idx, q_THd[group.rows], scale)
         out[group.rows] = mixed.view(-1, num_heads, head_dim)

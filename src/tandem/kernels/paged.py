@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.core.spec import KVLayout
 
@@ -171,6 +172,7 @@ class PagedKvCache:
         layout: shape and dtype of a block.
         num_blocks: blocks in the pool; ids are 0 to num_blocks - 1.
         device: where the pool lives.
+        pool: threads for the native operators on this cache; None runs them on the caller's.
         tensor: memory to use instead of allocating, [num_blocks, *layout.shape], contiguous;
             borrowed for the life of the cache, contents must be finite.
 
@@ -184,6 +186,7 @@ class PagedKvCache:
         num_blocks: int,
         *,
         device: torch.device | str = "cpu",
+        pool: ThreadPool | None = None,
         tensor: Tensor | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
@@ -198,6 +201,8 @@ class PagedKvCache:
                 f"contiguous {dtype} {shape}: allocate it from this layout",
             )
         self.layout = layout
+        self.pool = pool
+        self.device = tensor.device
         self.num_blocks = num_blocks
         self.tensor = tensor
         layers = range(layout.num_layers)
