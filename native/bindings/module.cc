@@ -1,6 +1,7 @@
 // The extension tandem._native._core; one file a topic.
 #include <nanobind/nanobind.h>
 
+#include "bindings/bind_transfer.h"
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {
@@ -10,4 +11,5 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_pool(module);
   tandem::bindings::bind_buffer(module);
   tandem::bindings::bind_probe(module);
+  tandem::bindings::bind_transfer_rails(module);
 }

@@ -20,6 +20,9 @@ try:
         NumaNode,
         PageKind,
         ProbeResult,
+        RailSet,
+        RailState,
+        SliceChoice,
         ThreadAdvice,
         ThreadPool,
         Topology,
@@ -32,6 +35,7 @@ try:
         raise_error,
         read_topology,
         recommend_threads,
+        split_capacity,
     )
 except ImportError as error:
     raise UnsupportedError(
@@ -52,6 +56,9 @@ __all__ = [
     "NumaNode",
     "PageKind",
     "ProbeResult",
+    "RailSet",
+    "RailState",
+    "SliceChoice",
     "ThreadAdvice",
     "ThreadPool",
     "Topology",
@@ -64,4 +71,5 @@ __all__ = [
     "raise_error",
     "read_topology",
     "recommend_threads",
+    "split_capacity",
 ]
