@@ -6,5 +6,7 @@
 namespace tandem::bindings {
 
 void bind_transfer_rails(nanobind::module_& module);
+void bind_transfer_memory(nanobind::module_& module);
+void bind_transfer_engine(nanobind::module_& module);
 
 }  // namespace tandem::bindings

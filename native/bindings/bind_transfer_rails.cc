@@ -135,7 +135,7 @@ void bind_transfer_rails(nb::module_& module) {
              check_rail(rails, rail);
              return rails.predictor(rail).effective_bandwidth();
            }, "rail"_a, "Learnt, bytes per second.")
-      .def("next_event_ns", &RailSet::next_event_ns);
+      .def("next_event_ns", &RailSet::next_event_ns, "has_waiting"_a = true);
   module.def(
       "split_capacity",
       [](double capacity, const std::vector<std::pair<double, double>>& claims) {

@@ -163,10 +163,14 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
   return rail.progress_ns + static_cast<int64_t>(limit_ns);
 }
 
-int64_t RailSet::next_event_ns() const {
+int64_t RailSet::next_event_ns(bool has_waiting) const {
   int64_t next = kNever;
-  for (uint32_t r = 0; r < rails_.size(); ++r)
-    next = std::min({next, rails_[r].health.due_ns(), stall_due_ns(r)});
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const RailHealth& health = rails_[r].health;
+    if (has_waiting || health.state() == RailState::kClosed)
+      next = std::min(next, health.due_ns());
+    next = std::min(next, stall_due_ns(r));
+  }
   return next;
 }
 

@@ -10,6 +10,7 @@
 // Pure: time is an argument (monotonic nanoseconds); the owner serialises calls.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -61,7 +62,9 @@ class RailSet {
 
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
   // Bytes of this rail moved: it is not silent.
-  void on_progress(uint32_t rail, int64_t now_ns) { rails_[rail].progress_ns = now_ns; }
+  void on_progress(uint32_t rail, int64_t now_ns) {
+    rails_[rail].progress_ns = std::max(rails_[rail].progress_ns, now_ns);
+  }
   void complete(uint64_t ticket, int64_t now_ns);
   void fail(uint64_t ticket, int64_t now_ns);
   void forget(uint64_t ticket);
@@ -77,8 +80,9 @@ class RailSet {
 
   // Whether the rail holds work and has been silent for too long.
   bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
-  // The next time at which a probe, a reconnection or a stall is due; INT64_MAX if none.
-  int64_t next_event_ns() const;
+  // The next time at which a reconnection, a stall or (if slices wait for a rail) a probe is due;
+  // INT64_MAX if none.
+  int64_t next_event_ns(bool has_waiting = true) const;
 
  private:
   struct Rail {
