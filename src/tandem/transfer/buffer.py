@@ -51,7 +51,7 @@ class Buffer:
         self.name = name
         self.location = location
         self._engine = engine
-        self._memory = memory
+        self._memory: HostMemory | SharedArray | None = memory
         self._is_registered = True
 
     def __repr__(self) -> str:
@@ -63,6 +63,12 @@ class Buffer:
     def __exit__(self, *exc: object) -> None:
         if self._is_registered and not self._engine.is_closed:
             self._engine.unregister(self)
+
+    def _release(self) -> None:
+        """Let go of the caller's object; allocated memory stays for those who ask for it."""
+        self._is_registered = False
+        if isinstance(self._memory, HostMemory):
+            self._memory = None
 
     @property
     def is_registered(self) -> bool:

@@ -162,7 +162,7 @@ class TransferEngine:
         if buffer._engine is not self or not buffer._is_registered:
             raise NotFoundError("transfer.unregister", f"{buffer!r} is not registered here")
         self.core.unregister(buffer.offset, self._deadline(deadline_s))
-        buffer._is_registered = False
+        buffer._release()
         self._held.pop(buffer.offset, None)
 
     def open(self, address: str, *, deadline_s: float | None = None) -> Segment:

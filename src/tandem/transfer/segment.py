@@ -60,6 +60,8 @@ class Segment:
     @property
     def buffers(self) -> dict[str, RemoteBuffer]:
         """What the peer offered when it was asked last, by name (``@offset`` without one)."""
+        if self._id == 0:
+            self.refresh()  # Our own: asking costs nothing.
         return dict(self._buffers)
 
     def buffer(self, name: str) -> RemoteBuffer:
