@@ -4,7 +4,6 @@ import secrets
 
 import numpy as np
 
-
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 
 

@@ -100,8 +100,9 @@ class FaultProxy:
         if self.rate and not self._take_budget():
             return
         try:
-            data = source.recv(min(1 << 18, max(4096, int(self.rate * 0.002))) if self.rate
-                               else 1 << 18)
+            data = source.recv(
+                min(1 << 18, max(4096, int(self.rate * 0.002))) if self.rate else 1 << 18
+            )
         except BlockingIOError:
             return
         except OSError:

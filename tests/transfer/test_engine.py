@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from tests_transfer_world import SECRET, move
 
 from tandem.core.errors import (
     CancelledError,
@@ -26,7 +27,6 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
-from tests_transfer_world import SECRET, move  # noqa: I001
 
 TRANSPORTS = ["local", "shm", "cma", "tcp"]
 
@@ -47,15 +47,31 @@ def test_bytes_arrive_both_ways(world, transport, nbytes):
     data = world.random(nbytes + 64)
     # Canaries on both sides of the range, here and there.
     local = taker.register(data)
-    move(taker, segment, Op.WRITE, local, remote.offset + 100, nbytes, local_offset=32,
-         transport=transport)
+    move(
+        taker,
+        segment,
+        Op.WRITE,
+        local,
+        remote.offset + 100,
+        nbytes,
+        local_offset=32,
+        transport=transport,
+    )
     assert np.array_equal(remote.array[100 : 100 + nbytes], data[32 : 32 + nbytes])
     assert not remote.array[:100].any()
     assert not remote.array[100 + nbytes :].any()
     target = np.full(nbytes + 64, 0xAB, np.uint8)
     back = taker.register(target)
-    move(taker, segment, Op.READ, back, remote.offset + 100, nbytes, local_offset=32,
-         transport=transport)
+    move(
+        taker,
+        segment,
+        Op.READ,
+        back,
+        remote.offset + 100,
+        nbytes,
+        local_offset=32,
+        transport=transport,
+    )
     assert np.array_equal(target[32:-32], data[32:-32])
     assert (target[:32] == 0xAB).all()
     assert (target[-32:] == 0xAB).all()
@@ -69,8 +85,17 @@ def test_batch_of_many_ranges_over_tcp(world, checksum):
     size = 4096
     order = world.rng.permutation((1 << 20) // size)
     batch = taker.submit(
-        [Transfer(Op.WRITE, local, segment, remote.offset + int(i) * size, size,
-                  local_offset=int(i) * size) for i in order],
+        [
+            Transfer(
+                Op.WRITE,
+                local,
+                segment,
+                remote.offset + int(i) * size,
+                size,
+                local_offset=int(i) * size,
+            )
+            for i in order
+        ],
         transport="tcp",
     )
     batch.wait(15)
@@ -115,11 +140,17 @@ def test_ipv6_and_wildcard(world):
     assert segment.rails[0].remote.startswith("[::1]:")
 
 
-@pytest.mark.parametrize("make", [
-    lambda: bytearray(64), lambda: np.zeros((4, 16), np.uint8), lambda: memoryview(bytearray(64)),
-    lambda: torch.zeros(32, dtype=torch.bfloat16), lambda: np.zeros(64, bool),
-    lambda: torch.zeros(16, dtype=torch.float32),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bytearray(64),
+        lambda: np.zeros((4, 16), np.uint8),
+        lambda: memoryview(bytearray(64)),
+        lambda: torch.zeros(32, dtype=torch.bfloat16),
+        lambda: np.zeros(64, bool),
+        lambda: torch.zeros(16, dtype=torch.float32),
+    ],
+)
 def test_anything_with_host_memory_registers(world, make):
     engine = world.engine()
     thing = make()
@@ -194,8 +225,15 @@ def test_rights_and_bounds(world, transport):
             move(taker, segment, op, local, buffer.offset, 1, transport=transport)
     for offset, length in ((50, 51), (0, 101), (0, 2**62), (99, 2)):
         with pytest.raises((ConfigError, NotFoundError)):
-            move(taker, segment, Op.READ, local, readable.offset + offset, length,
-                 transport=transport)
+            move(
+                taker,
+                segment,
+                Op.READ,
+                local,
+                readable.offset + offset,
+                length,
+                transport=transport,
+            )
     with pytest.raises((ConfigError, NotFoundError, UnsupportedError)):
         move(taker, segment, Op.READ, local, 5, 1, transport=transport)
     with pytest.raises((ConfigError, NotFoundError)):
@@ -234,8 +272,9 @@ def test_unregister_under_fire_ends_cleanly(world):
     for _ in range(3):
         remote = giver.allocate(1 << 20)
         ends: list[Exception] = []
+        started = threading.Semaphore(0)
 
-        def hammer(taker, offset, ends=ends):
+        def hammer(taker, offset, ends=ends, started=started):
             local = taker.register(np.full(1 << 20, 7, np.uint8))
             with taker.open(giver.address) as segment:
                 try:
@@ -245,7 +284,6 @@ def test_unregister_under_fire_ends_cleanly(world):
                 except Exception as error:
                     ends.append(error)
 
-        started = threading.Semaphore(0)
         threads = [threading.Thread(target=hammer, args=(t, remote.offset)) for t in takers]
         for thread in threads:
             thread.start()
@@ -508,8 +546,9 @@ print(f"{cpu_after - cpu:.6f} {switches_after - switches}")
 
 
 def test_idle_engine_uses_no_cpu():
-    done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True,
-                          timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60, check=True
+    )
     cpu_s, switches = done.stdout.split()
     assert float(cpu_s) < 0.002
     assert int(switches) <= 8
@@ -546,8 +585,12 @@ def test_deadline_ends_a_batch_that_nobody_waits_for(world, transport):
     taker, segment, remote = open_pair(world, transport, 64 << 20)
     local = taker.register(np.zeros(64 << 20, np.uint8))
     batches = [
-        taker.submit([Transfer(Op.WRITE, local, segment, remote.offset, 64 << 20)],
-                     deadline_s=0.01, transport=transport) for _ in range(8)
+        taker.submit(
+            [Transfer(Op.WRITE, local, segment, remote.offset, 64 << 20)],
+            deadline_s=0.01,
+            transport=transport,
+        )
+        for _ in range(8)
     ]
     limit = time.monotonic() + 10
     while not all(batch.is_finished for batch in batches):

@@ -38,7 +38,12 @@ def rails(world, count, *, seed=0, **settings):
         giver = world.engine(name="giver", advertise=tuple(p.address for p in proxies))
         for proxy in proxies:
             proxy.target = giver.address
-        settings = {"transports": ("tcp",), "stall_ms": 150, "handshake_timeout_ms": 500, **settings}
+        settings = {
+            "transports": ("tcp",),
+            "stall_ms": 150,
+            "handshake_timeout_ms": 500,
+            **settings,
+        }
         taker = world.engine(name="taker", **settings)
         yield giver, taker, taker.open(giver.address), proxies
         for engine in (taker, giver):
@@ -54,7 +59,7 @@ def wait_until(condition, limit_s=10.0):
 
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
 def test_several_rails_carry_one_transfer(world, op):
-    with rails(world, 3) as (giver, taker, segment, proxies):
+    with rails(world, 3) as (giver, taker, segment, _):
         wait_until(lambda: all(r.state == RailState.HEALTHY for r in segment.rails))
         remote = giver.allocate(16 * MIB)
         data = world.random(16 * MIB)
@@ -84,12 +89,13 @@ def test_data_survive_a_bad_rail(world, fault, op):
             local = taker.register(data)
             bad = proxies[0]
             bad.rate = 100e6
-            batch = taker.submit([Transfer(op, local, segment, remote.offset, size)],
-                                 deadline_s=15)
+            batch = taker.submit([Transfer(op, local, segment, remote.offset, size)], deadline_s=15)
             before = bad.num_bytes
             with contextlib.suppress(AssertionError):
-                wait_until(lambda b=before, x=batch: bad.num_bytes > b + 200_000 or x.is_finished,
-                           3)
+                wait_until(
+                    lambda b=before, x=batch, bad=bad: bad.num_bytes > b + 200_000 or x.is_finished,
+                    3,
+                )
             match fault:
                 case "cut":
                     bad.cut()
@@ -157,8 +163,14 @@ def test_all_rails_cut_ends_within_the_deadline(world):
         remote.array[:] = 1
         for proxy in proxies:
             proxy.is_stalled = False
-        move(taker, segment, Op.READ, taker.register(np.zeros(4 * MIB, np.uint8)), remote.offset,
-             4 * MIB)
+        move(
+            taker,
+            segment,
+            Op.READ,
+            taker.register(np.zeros(4 * MIB, np.uint8)),
+            remote.offset,
+            4 * MIB,
+        )
         assert np.array_equal(seen, target)  # Nothing came late into the first buffer.
 
 
@@ -208,8 +220,16 @@ def test_random_faults_never_hang_or_lie(world):
             local = taker.register(target)
             begin = time.monotonic()
             try:
-                move(taker, segment, Op.READ, local, remote.offset, size, local_offset=64,
-                     deadline_s=2)
+                move(
+                    taker,
+                    segment,
+                    Op.READ,
+                    local,
+                    remote.offset,
+                    size,
+                    local_offset=64,
+                    deadline_s=2,
+                )
                 assert np.array_equal(target[64:-64], expected)
                 outcomes.append("done")
             except (DeadlineError, CorruptionError) as error:
@@ -258,8 +278,13 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def child(port=0, **kwargs):
-    process = subprocess.Popen([sys.executable, "-c", SERVER, SECRET, str(port)],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **kwargs)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, SECRET, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
     try:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -278,10 +303,24 @@ def test_transfer_to_another_process(world, transport):
         segment = taker.open(address)
         remote = segment.buffer("shared" if transport == "shm" else "plain")
         data, back = world.random(5 * MIB), np.zeros(5 * MIB, np.uint8)
-        move(taker, segment, Op.WRITE, taker.register(data), remote.offset + 7, 5 * MIB,
-             transport=transport)
-        move(taker, segment, Op.READ, taker.register(back), remote.offset + 7, 5 * MIB,
-             transport=transport)
+        move(
+            taker,
+            segment,
+            Op.WRITE,
+            taker.register(data),
+            remote.offset + 7,
+            5 * MIB,
+            transport=transport,
+        )
+        move(
+            taker,
+            segment,
+            Op.READ,
+            taker.register(back),
+            remote.offset + 7,
+            5 * MIB,
+            transport=transport,
+        )
         assert np.array_equal(data, back)
 
 
@@ -354,8 +393,13 @@ def test_refused_by_the_kernel_falls_back_by_name(world):
     giver.allocate(MIB, name="shared")
     giver.register(np.zeros(MIB, np.uint8), name="plain")
     for how, expected in (("keep", "1 1 0 []"), ("drop", "0 0 2 ['cma', 'shm']")):
-        done = subprocess.run([sys.executable, "-c", FALLBACK, SECRET, giver.address, how],
-                              capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", FALLBACK, SECRET, giver.address, how],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.stdout.strip() == expected, done.stderr
 
 

@@ -222,8 +222,10 @@ def test_misuse_is_named():
 def test_shares_follow_weights_for_any_claims():
     rng = random.Random(7)
     for _ in range(2000):
-        claims = [(rng.uniform(0.1, 10), rng.choice([0, rng.uniform(0, 50), 1e9]))
-                  for _ in range(rng.randint(1, 6))]
+        claims = [
+            (rng.uniform(0.1, 10), rng.choice([0, rng.uniform(0, 50), 1e9]))
+            for _ in range(rng.randint(1, 6))
+        ]
         capacity = rng.uniform(0, 200)
         shares = split_capacity(capacity, claims)
         assert sum(shares) == pytest.approx(min(capacity, sum(d for _, d in claims)), abs=1e-6)

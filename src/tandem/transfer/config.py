@@ -74,9 +74,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_slice_bytes: Annotated[
         int, Meta(ge=4096, le=64 * 2**20, description="Shortest slice that a transfer is cut to.")
     ] = 64 * 2**10
-    max_slice_bytes: Annotated[
-        int, Meta(ge=4096, le=256 * 2**20, description="Longest slice.")
-    ] = 4 * 2**20
+    max_slice_bytes: Annotated[int, Meta(ge=4096, le=256 * 2**20, description="Longest slice.")] = (
+        4 * 2**20
+    )
     max_connections: Annotated[
         int, Meta(ge=1, le=65_536, description="Connections accepted at a time.")
     ] = 4096
@@ -105,7 +105,6 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.min_slice_bytes > self.max_slice_bytes:
             raise ConfigError(
                 "transfer.configure",
-                f"min_slice_bytes {self.min_slice_bytes} > max_slice_bytes "
-                f"{self.max_slice_bytes}",
+                f"min_slice_bytes {self.min_slice_bytes} > max_slice_bytes {self.max_slice_bytes}",
                 field="transfer.min_slice_bytes",
             )

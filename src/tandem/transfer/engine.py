@@ -129,7 +129,9 @@ class TransferEngine:
         Raises: ConfigError (size, name in use is ConflictError); CapacityError (out of memory).
         """
         if not 0 <= nbytes < MAX_ADDRESS:
-            raise ConfigError("transfer.allocate", f"{nbytes} bytes: give 1 or more", field="nbytes")
+            raise ConfigError(
+                "transfer.allocate", f"{nbytes} bytes: give 1 or more", field="nbytes"
+            )
         self._check_open()
         return self._add(SharedArray(nbytes), name, location, remote)
 
