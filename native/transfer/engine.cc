@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "base/idle_spin.h"
+#include "transfer/adaptive_spin.h"
 #include "transfer/process_id.h"
 
 namespace tandem::transfer {
@@ -291,7 +292,8 @@ Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
   if (!batch->is_finished()) copier_->help(*batch);
   if (!batch->is_finished() && options_.spin_ns > 0) {
     for (const auto& loop : loops_) loop->begin_help();
-    IdleSpin spin(options_.spin_ns);
+    // One a thread: what it has learnt about polling on this machine outlasts the call.
+    thread_local AdaptiveSpin spin(options_.spin_ns);
     spin.wait([&] {
       for (const auto& loop : loops_) loop->poll();
       return batch->is_finished();

@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "base/idle_spin.h"
+#include "transfer/adaptive_spin.h"
 
 namespace tandem::transfer {
 namespace {
@@ -98,7 +98,7 @@ bool EventLoop::run_once(int timeout_ms) {
 }
 
 void EventLoop::run() {
-  IdleSpin spin(spin_ns_);
+  AdaptiveSpin spin(spin_ns_);
   bool was_busy = false;
   while (!is_stopping_.load()) {
     // A helper that polls does it for both; two pollers would only take the core from the peer.
