@@ -29,11 +29,12 @@ class FaultProxy:
         self.num_connections = self.num_faults = self.num_bytes = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setblocking(False)
-        self.address = "127.0.0.1:%d" % self.listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.pairs: dict[socket.socket, socket.socket] = {}
         self.queue: dict[socket.socket, list[tuple[float, bytearray]]] = {}
+        self.ending: set[socket.socket] = set()
         self.budget = 0.0
         self.budget_at = time.monotonic()
         self.is_stopping = False
@@ -108,7 +109,9 @@ class FaultProxy:
         except OSError:
             data = b""
         if not data:
-            self._drop(source)
+            # What was read before still goes out, as from a router that knows nothing of the end.
+            self.ending.add(target)
+            self.selector.unregister(source)
             return
         self.budget -= len(data)
         self.num_bytes += len(data)
@@ -144,6 +147,8 @@ class FaultProxy:
                     del chunk[:sent]
                     break
                 chunks.pop(0)
+            if not chunks and target in self.ending:
+                self._drop(target)
 
     def _drop(self, one: socket.socket) -> None:
         other = self.pairs.get(one)
@@ -152,6 +157,7 @@ class FaultProxy:
                 continue
             del self.pairs[end]
             self.queue.pop(end, None)
+            self.ending.discard(end)
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(end)
             end.close()
