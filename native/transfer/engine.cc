@@ -14,8 +14,6 @@
 namespace tandem::transfer {
 namespace {
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-
 Status not_found(uint64_t segment) {
   return {Code::kNotFound, "transfer.find",
           "segment " + std::to_string(segment) + " is not open: call open()", "segment"};

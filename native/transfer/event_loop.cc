@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kStopKey = 0;
 
-Error fail(const char* call) {
+Error fail_start(const char* call) {
   return {Code::kCapacity, "transfer.start", describe_errno(call, errno), ""};
 }
 
@@ -23,11 +23,11 @@ Error fail(const char* call) {
 
 Result<std::unique_ptr<EventLoop>> EventLoop::start(int64_t spin_ns) {
   const int epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-  if (epoll_fd < 0) return fail("epoll_create1");
+  if (epoll_fd < 0) return fail_start("epoll_create1");
   const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{EPOLLIN, {.u64 = kStopKey}};
   if (stop_fd < 0 || epoll_ctl(epoll_fd, EPOLL_CTL_ADD, stop_fd, &event) != 0) {
-    const Error error = fail("eventfd");
+    const Error error = fail_start("eventfd");
     close(epoll_fd);
     if (stop_fd >= 0) close(stop_fd);
     return error;
@@ -62,7 +62,7 @@ Result<uint64_t> EventLoop::add(int fd, uint32_t events, std::weak_ptr<EventHand
   }
   epoll_event event{events, {.u64 = key}};
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
-    const Error error = fail("epoll_ctl");
+    const Error error = fail_start("epoll_ctl");
     const std::lock_guard lock(mutex_);
     handlers_.erase(key);
     return error;

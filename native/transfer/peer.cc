@@ -9,8 +9,6 @@
 namespace tandem::transfer {
 namespace {
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-
 std::chrono::steady_clock::time_point at(int64_t ns) {
   return std::chrono::steady_clock::time_point{std::chrono::nanoseconds(ns)};
 }

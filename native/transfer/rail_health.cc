@@ -1,7 +1,6 @@
 #include "transfer/rail_health.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace tandem::transfer {
 namespace {
@@ -16,7 +15,7 @@ int64_t back_off(int64_t first_ns, int64_t max_ns, int num_times) {
 int64_t RailHealth::due_ns() const {
   const bool waits = (state_ == RailState::kPaused && !is_probing_) ||
                      (state_ == RailState::kClosed && !is_connecting_);
-  return waits ? due_ns_ : std::numeric_limits<int64_t>::max();
+  return waits ? due_ns_ : kNever;
 }
 
 void RailHealth::pause(int64_t now_ns) {

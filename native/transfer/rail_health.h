@@ -8,8 +8,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace tandem::transfer {
+
+// A time that does not come.
+inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 enum class RailState { kHealthy, kPaused, kClosed, kTerminated };
 
@@ -35,7 +39,7 @@ class RailHealth {
   bool is_connect_due(int64_t now_ns) const {
     return state_ == RailState::kClosed && !is_connecting_ && now_ns >= due_ns_;
   }
-  // When to look again at a paused or closed rail; INT64_MAX if nothing is to come.
+  // When to look again at a paused or closed rail; kNever if nothing is to come.
   int64_t due_ns() const;
 
   void begin_probe() { is_probing_ = true; }

@@ -7,7 +7,6 @@
 namespace tandem::transfer {
 namespace {
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr double kNsPerS = 1e9;
 
 }  // namespace

@@ -81,7 +81,7 @@ class RailSet {
   // Whether the rail holds work and has been silent for too long.
   bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
   // The next time at which a reconnection, a stall or (if slices wait for a rail) a probe is due;
-  // INT64_MAX if none.
+  // kNever if none.
   int64_t next_event_ns(bool has_waiting = true) const;
 
  private:

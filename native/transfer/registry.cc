@@ -6,6 +6,7 @@ namespace tandem::transfer {
 namespace {
 
 constexpr size_t kMaxBuffers = 1 << 20;
+constexpr size_t kMaxName = 255;
 // Between two buffers lies space that belongs to none, so that running over an end is an error.
 constexpr uint64_t kGap = 4096;
 constexpr uint64_t kMaxLength = uint64_t{1} << 46;
@@ -31,15 +32,16 @@ Result<uint64_t> Registry::add(BufferSpec spec) {
     return Error{Code::kConfig, "transfer.register",
                  "a buffer of " + std::to_string(spec.length) + " bytes: give at least one",
                  "buffer"};
+  if (spec.name.size() > kMaxName || spec.location.size() > kMaxName)
+    return Error{Code::kConfig, "transfer.register",
+                 "a name or location of more than " + std::to_string(kMaxName) + " bytes", "name"};
   const std::lock_guard lock(mutex_);
   if (entries_.size() >= kMaxBuffers)
     return Error{Code::kCapacity, "transfer.register",
                  std::to_string(kMaxBuffers) + " buffers are registered: unregister some", ""};
-  if (!spec.name.empty())
-    for (const auto& [base, entry] : entries_)
-      if (entry->spec.name == spec.name)
-        return Error{Code::kConflict, "transfer.register",
-                     "a buffer named '" + spec.name + "' is registered already", "name"};
+  if (!spec.name.empty() && !names_.insert(spec.name).second)
+    return Error{Code::kConflict, "transfer.register",
+                 "a buffer named '" + spec.name + "' is registered already", "name"};
   const uint64_t base = next_base_;
   next_base_ += (spec.length + 2 * kGap - 1) / kGap * kGap;
   auto entry = std::make_shared<Entry>();
@@ -105,7 +107,10 @@ bool Registry::wait_unpinned(uint64_t base, int64_t deadline_ns) {
 
 void Registry::remove(uint64_t base) {
   const std::lock_guard lock(mutex_);
-  entries_.erase(base);
+  const auto found = entries_.find(base);
+  if (found == entries_.end()) return;
+  names_.erase(found->second->spec.name);
+  entries_.erase(found);
 }
 
 std::vector<uint64_t> Registry::bases() const {

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -94,6 +95,7 @@ class Registry {
   mutable std::mutex mutex_;
   std::condition_variable unpinned_;
   std::map<uint64_t, std::shared_ptr<Entry>> entries_;  // GUARDED_BY(mutex_), by base
+  std::set<std::string> names_;                            // GUARDED_BY(mutex_)
   uint64_t next_base_ = uint64_t{1} << 20;              // GUARDED_BY(mutex_)
 };
 

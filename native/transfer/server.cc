@@ -347,6 +347,15 @@ Description Server::describe(const ServerConnection& connection) const {
     }
   }
   description.buffers = registry_->describe();
+  // One frame must hold it; what is left out is still reached by its offset.
+  size_t size = 0;
+  size_t num_described = 0;
+  for (const BufferInfo& buffer : description.buffers) {
+    size += 32 + buffer.name.size() + buffer.location.size();
+    if (size > kMaxControlBytes / 2) break;
+    ++num_described;
+  }
+  description.buffers.resize(num_described);
   return description;
 }
 

@@ -14,7 +14,7 @@
 namespace tandem::transfer {
 namespace {
 
-Error fail(Code code, std::string what) {
+Error fail_allocate(Code code, std::string what) {
   return {code, "transfer.allocate", std::move(what), "nbytes"};
 }
 
@@ -40,26 +40,26 @@ class OwnedFd {
 }  // namespace
 
 Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(size_t size) {
-  if (size == 0) return fail(Code::kConfig, "0 bytes: ask for at least one");
-  if (size > size_t{1} << 46) return fail(Code::kCapacity, "more than any machine has");
+  if (size == 0) return fail_allocate(Code::kConfig, "0 bytes: ask for at least one");
+  if (size > size_t{1} << 46) return fail_allocate(Code::kCapacity, "more than any machine has");
   OwnedFd fd(memfd_create("tandem", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0) return fail(Code::kCapacity, describe_errno("memfd_create", errno));
+  if (fd.get() < 0) return fail_allocate(Code::kCapacity, describe_errno("memfd_create", errno));
   const off_t length = static_cast<off_t>(size);
   if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), length) != 0)
-    return fail(Code::kCapacity, describe_errno("ftruncate", errno));
+    return fail_allocate(Code::kCapacity, describe_errno("ftruncate", errno));
   int refused;
   do {
     refused = fallocate(fd.get(), 0, 0, length);
   } while (refused != 0 && errno == EINTR);
   if (refused != 0)
-    return fail(Code::kCapacity,
+    return fail_allocate(Code::kCapacity,
                 std::to_string(size) + " bytes: " + describe_errno("fallocate", errno));
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
-    return fail(Code::kCapacity, describe_errno("fcntl(F_ADD_SEALS)", errno));
+    return fail_allocate(Code::kCapacity, describe_errno("fcntl(F_ADD_SEALS)", errno));
   struct stat status {};
   fstat(fd.get(), &status);
   void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (data == MAP_FAILED) return fail(Code::kCapacity, describe_errno("mmap", errno));
+  if (data == MAP_FAILED) return fail_allocate(Code::kCapacity, describe_errno("mmap", errno));
   return std::shared_ptr<SharedMemory>(new SharedMemory(
       fd.take(), static_cast<uint8_t*>(data), size, status.st_dev, status.st_ino));
 }

@@ -90,6 +90,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool, Meta(description="CRC-32C of every slice on tcp; a damaged one is sent again.")
     ] = False
 
+    def __repr__(self) -> str:
+        """Show the settings without the secret: configurations end up in logs."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["secret"] = None if self.secret is None else "***"
+        return f"TransferConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
     def __post_init__(self) -> None:
         """Check what single bounds cannot.
 
