@@ -85,7 +85,7 @@ void Connection::send(Frame frame, std::string payload) {
 }
 
 void Connection::enqueue(Output output, Frame frame) {
-  if (fd_ < 0) return;
+  if (fd_ < 0 || is_write_broken_) return;
   frame.payload_bytes = static_cast<uint32_t>(output.size);
   output.id = frame.id;
   encode_header(frame, output.header.data());
@@ -105,13 +105,21 @@ void Connection::flush() {
     has_more = is_ok && !outputs_.empty() && !wants_output_ &&
                (outputs_.size() != before || outputs_.front().sent != sent_before);
   }
-  if (!is_ok) fail(std::move(error));
+  if (is_ok) return;
+  // The end is found by the reading side, after what the peer had still sent before it left: a
+  // confirmation or a good-bye must not be lost because an answer to it could not be sent.
+  const std::lock_guard lock(mutex_);
+  if (fd_ < 0) return;
+  is_write_broken_ = true;
+  outputs_.clear();
+  want_output(false);
 }
 
 // One sendmsg. False on a broken connection.
 bool Connection::flush_locked(Error* error) {
   if (outputs_.size() > kMaxOutputs) {
     *error = lost("the peer reads no answers");
+    shutdown(fd_, SHUT_RDWR);
     return false;
   }
   iovec iov[kMaxIov];

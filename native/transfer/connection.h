@@ -117,6 +117,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   bool is_connecting_;           // GUARDED_BY(mutex_)
   uint64_t loop_key_ = 0;        // GUARDED_BY(mutex_)
   bool wants_output_ = false;    // GUARDED_BY(mutex_)
+  bool is_write_broken_ = false;  // GUARDED_BY(mutex_)
   std::vector<uint8_t> input_;   // GUARDED_BY(mutex_)
   size_t input_begin_ = 0;
   size_t input_end_ = 0;

@@ -10,6 +10,10 @@ namespace {
 constexpr double kMinBeta1 = 1.0 / 256;
 constexpr double kMaxBeta1 = 4096;
 constexpr double kMaxBeta0S = 1.0;
+// Relative variance of loads from which on a slope is looked for.
+constexpr double kLeastSpread = 1e-3;
+// Of the mean latency, the least that is laid to bandwidth.
+constexpr double kLeastPart = 0.1;
 
 }  // namespace
 
@@ -28,18 +32,26 @@ void RailPredictor::release(uint64_t slice_bytes) {
 }
 
 void RailPredictor::observe(double load_s, double latency_s) {
-  ++num_observed_;
-  const double alpha = std::max(options_.alpha, 1.0 / static_cast<double>(num_observed_));
-  // The error belongs to the term that dominates: a large slice tells the speed, a small one the
-  // fixed cost. Splitting it between both would let noise in one drag the other.
-  const double moving_s = beta1_ * load_s;
-  if (moving_s >= beta0_s_ && load_s > 0) {
-    const double sample = std::max(latency_s - beta0_s_, 0.0) / load_s;
-    beta1_ = std::clamp(beta1_ + alpha * (sample - beta1_), kMinBeta1, kMaxBeta1);
-  } else {
-    const double sample = std::max(latency_s - moving_s, 0.0);
-    beta0_s_ = std::clamp(beta0_s_ + alpha * (sample - beta0_s_), 0.0, kMaxBeta0S);
+  const double keep = 1 - options_.alpha;
+  weight_ = weight_ * keep + 1;
+  sum_x_ = sum_x_ * keep + load_s;
+  sum_y_ = sum_y_ * keep + latency_s;
+  sum_xx_ = sum_xx_ * keep + load_s * load_s;
+  sum_xy_ = sum_xy_ * keep + load_s * latency_s;
+  const double mean_x = sum_x_ / weight_;
+  const double mean_y = sum_y_ / weight_;
+  const double variance = sum_xx_ / weight_ - mean_x * mean_x;
+  // Loads that are all alike say nothing about the slope; then only beta0 follows.
+  if (mean_x > 0 && variance > kLeastSpread * mean_x * mean_x) {
+    const double covariance = sum_xy_ / weight_ - mean_x * mean_y;
+    // Neither term may be negative; and noise must not explain nearly all of the latency away,
+    // or the rail would look as if it had no limit.
+    const double most = mean_y / mean_x;
+    const double least = std::min(kLeastPart * most, beta1_);
+    beta1_ = std::clamp(std::clamp(covariance / variance, least, std::max(least, most)),
+                        kMinBeta1, kMaxBeta1);
   }
+  beta0_s_ = std::clamp(mean_y - beta1_ * mean_x, 0.0, kMaxBeta0S);
 }
 
 }  // namespace tandem::transfer

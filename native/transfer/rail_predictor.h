@@ -4,8 +4,12 @@
 //
 // `in_flight` is reserved when a slice is given to the rail and returned when it ends, so two
 // decisions in a row see each other. beta1 (how much slower than its nominal speed the rail is) and
-// beta0 (what a slice costs however small) are learnt by EWMA from slices that ended. Pure: no
-// clock, no thread; the owner serialises calls.
+// beta0 (what a slice costs however small) are the line through the latencies of slices that ended,
+// by least squares over moments that are updated by EWMA. Pure: no clock, no thread; the owner
+// serialises calls.
+//
+// Why both at once: if a fixed latency were taken for a lack of bandwidth, the rail would be given
+// less work at a time, the same latency would then look like even less bandwidth, and so on.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +21,8 @@ struct PredictorOptions {
   double bandwidth_bytes_per_s = 1.25e9;
   // P of the formula: above 1 for a rail that is far from the memory (another NUMA node).
   double penalty = 1.0;
-  // Weight of a new observation. The first ones weigh 1/n, so that a new rail is known after few.
-  double alpha = 0.125;
+  // Weight of a new observation.
+  double alpha = 0.0625;
 };
 
 class RailPredictor {
@@ -44,7 +48,10 @@ class RailPredictor {
  private:
   PredictorOptions options_;
   uint64_t in_flight_ = 0;
-  uint64_t num_observed_ = 0;
+  // Moments of (load, latency). They begin with a light point at the origin: until loads differ, all
+  // latency is taken for bandwidth, so that the first slice on a slow rail tells that it is slow.
+  double weight_ = 0.25;
+  double sum_x_ = 0, sum_y_ = 0, sum_xx_ = 0, sum_xy_ = 0;
   double beta0_s_ = 0;
   double beta1_ = 1;
 };

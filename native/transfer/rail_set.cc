@@ -8,6 +8,7 @@ namespace tandem::transfer {
 namespace {
 
 constexpr double kNsPerS = 1e9;
+constexpr double kMaxTravelNs = 50e6;
 
 }  // namespace
 
@@ -85,8 +86,12 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   }
   // The best rail is full: every other would end later than waiting for it.
   constexpr uint32_t kAlwaysInFlight = 2;
+  const RailPredictor& predictor = rails_[*best].predictor;
+  const double queue_ns = (best_s - predictor.beta0_s()) * kNsPerS;
+  // The fixed latency is covered twice over, or the rail would run dry while an answer travels.
+  const double travel_ns = std::min(2 * predictor.beta0_s() * kNsPerS, kMaxTravelNs);
   if (rails_[*best].num_in_flight >= kAlwaysInFlight &&
-      best_s * kNsPerS > static_cast<double>(options_.window_ns))
+      queue_ns > static_cast<double>(options_.window_ns) + travel_ns)
     return std::nullopt;
   return take(*best, best_bytes, now_ns);
 }

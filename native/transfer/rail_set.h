@@ -25,7 +25,7 @@ struct SprayOptions {
   uint64_t min_slice_bytes = 64 << 10;
   uint64_t max_slice_bytes = 4 << 20;
   int64_t slice_ns = 1'000'000;
-  int64_t window_ns = 4'000'000;
+  int64_t window_ns = 10'000'000;
   // A slice is slow if it took this many times its prediction, and longer than the floor. Below
   // the floor, the noise of a shared machine looks the same.
   double slow_factor = 3.0;

@@ -300,6 +300,71 @@ def test_unregister_under_fire_ends_cleanly(world):
         assert len(ends) == 3
 
 
+def test_unregister_while_the_peer_is_leaving(world):
+    """A good-bye that crosses our request to let go must still be heard."""
+    giver = world.engine()
+    taker = world.engine(transports=("cma",))
+    local = taker.register(bytearray(100))
+    for _ in range(60):
+        remote = giver.register(bytearray(100))
+        segment = taker.open(giver.address)
+        move(taker, segment, Op.WRITE, local, remote.offset, 100)
+        leaving = threading.Thread(target=segment.close)
+        leaving.start()
+        giver.unregister(remote, deadline_s=5)
+        leaving.join(5)
+
+
+def test_descriptors_return(world):
+    giver, taker = world.engine(), world.engine()
+    remote = giver.register(bytearray(1000))
+    local = taker.register(bytearray(1000))
+
+    def visit():
+        for kind in ("cma", "tcp"):
+            with taker.open(giver.address) as segment:
+                move(taker, segment, Op.WRITE, local, remote.offset, 1000, transport=kind)
+
+    def count():
+        return len(os.listdir("/proc/self/fd"))
+
+    visit()
+    before = count()
+    for _ in range(20):
+        visit()
+        taker.unregister(taker.allocate(4096))
+    limit = time.monotonic() + 10
+    while count() > before:
+        gc.collect()
+        assert time.monotonic() < limit, "descriptors leak"
+        time.sleep(0.01)
+
+
+EXIT = """
+import os, sys
+from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
+giver = TransferEngine(TransferConfig(secret="x" * 32))
+taker = TransferEngine(TransferConfig(secret="x" * 32, transports=("tcp",)))
+remote, local = giver.register(bytearray(10)), taker.register(bytearray(10))
+segment = taker.open(giver.address)
+batch = taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)])
+batch.wait()
+if os.fork() == 0:
+    del batch, segment, local, remote, giver, taker
+    sys.exit(0)  # Finalizers and all.
+assert os.wait()[1] == 0
+taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)]).wait()
+print("ok")
+"""
+
+
+def test_parent_and_child_exit_without_close():
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
+
+
 def test_use_after_close(world):
     engine = world.engine()
     peer = world.engine()
