@@ -11,6 +11,7 @@
 // The owner is called without mutex_.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -115,6 +116,11 @@ class Peer : public std::enable_shared_from_this<Peer> {
   };
   // What must be done after mutex_ is released.
   struct Work {
+    void flush(const std::shared_ptr<ClientConnection>& connection) {
+      if (std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
+        to_flush.push_back(connection);
+    }
+
     std::vector<std::shared_ptr<ClientConnection>> to_flush;
     std::vector<std::pair<std::shared_ptr<Batch>, Error>> to_abort;
     std::vector<std::pair<Piece, std::shared_ptr<Mapping>>> to_copy;

@@ -8,8 +8,13 @@ from tandem.bench.transfer import make_cases
 
 def test_cases_check_and_measure():
     records = list(
-        run_cases("transfer", make_cases(quick=True), pattern="* size=4096 batch=1", budget_s=0.05,
-                  rounds=2)
+        run_cases(
+            "transfer",
+            make_cases(quick=True),
+            pattern="* size=4096 batch=1",
+            budget_s=0.05,
+            rounds=2,
+        )
     )
     assert len(records) == 6
     assert all(record.check == "ok" and record.ratio for record in records)

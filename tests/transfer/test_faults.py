@@ -77,7 +77,6 @@ def test_several_rails_carry_one_transfer(world, op):
         assert sum(moved) % (16 * MIB) == 0
 
 
-
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
 @pytest.mark.parametrize("fault", ["cut", "dead", "stall", "corrupt", "drop", "delay"])
 def test_data_survive_a_bad_rail(world, fault, op):

@@ -80,7 +80,9 @@ def two_hosts():
             run("ip", "-n", space, "link", "set", there, "up")
         process = subprocess.Popen(
             ["ip", "netns", "exec", space, sys.executable, "-c", SERVER, SECRET, ",".join(theirs)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
@@ -106,8 +108,12 @@ def measure_plain(host: str, nbytes: int) -> float:
 
 def test_unequal_rails_add_up_and_a_dead_link_costs_no_error():
     with two_hosts() as (ours, theirs, links):
-        config = TransferConfig(secret=SECRET, transports=("tcp",), local_addresses=tuple(ours),
-                                rail_gbps=tuple(rate / 1e3 for rate in RATES_MBIT))
+        config = TransferConfig(
+            secret=SECRET,
+            transports=("tcp",),
+            local_addresses=tuple(ours),
+            rail_gbps=tuple(rate / 1e3 for rate in RATES_MBIT),
+        )
         with TransferEngine(config) as engine:
             segment = engine.open(f"{theirs[0]}:7000", deadline_s=10)
             assert [rail.local.rsplit(":", 1)[0] for rail in segment.rails] == ours

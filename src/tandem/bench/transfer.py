@@ -86,12 +86,12 @@ class _Pair:
         """Move ``size`` bytes over the plain socket."""
         self.socket.sendall(int(op).to_bytes(8, "little") + size.to_bytes(8, "little"))
         if op == Op.READ:
-            view = memoryview(self.scratch)
+            view = self.scratch.data
             done = 0
             while done < size:
                 done += self.socket.recv_into(view[done:size])
         else:
-            self.socket.sendall(memoryview(self.scratch)[:size])
+            self.socket.sendall(self.scratch.data[:size])
             self.socket.recv(1)
 
     def close(self) -> None:
