@@ -6,12 +6,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-slow check format clean help
+.PHONY: demo test test-slow test-oldest check format clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the long tests as well"
+	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make check      lint, types, import contracts"
 	@echo "make clean      remove .venv and build folders"
 
@@ -23,6 +24,12 @@ test: $(STAMPS)/dev
 
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not download" $(ARGS)
+
+# The other end of the supported range; the newest is what `make test` installs.
+OLDEST := build/transformers-oldest
+test-oldest: $(STAMPS)/dev
+	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST) "transformers==5.17.0"
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download" $(ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/python tools/check.py

@@ -98,7 +98,16 @@ def ask(client: httpx.Client, number: int, prompt: str) -> StreamResult:
     """Stream one completion to the screen; return its figures."""
     print(f"--- prompt {number}: {len(prompt)} characters, the last lines are")
     print("\n".join(prompt.splitlines()[-2:]))
-    body = {"model": "demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    # Greedy decoding of a small model falls into loops; a seed makes sampling repeatable as well.
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "seed": 5,
+    }
     result = StreamResult()
     begin_s = time.perf_counter()
     for event in stream_events(client, "/v1/completions", body):

@@ -8,6 +8,8 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# As in an instance: spinning OpenMP threads starve each other on shared cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shared two-core machine stalls for tens of milliseconds: a deadline would test the neighbours.
 settings.register_profile("tandem", deadline=None, print_blob=True)

@@ -4,6 +4,7 @@ Owns the layout on disk, which is the hub's: bfloat16, one tensor for each exper
 down. Checks that transformers finds nothing missing or left over and computes the same logits.
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from model import NORM_EPS, ROPE_THETA, DemoModel, Shape
 from safetensors.torch import save_file
 from tokenizer import END_OF_TEXT, save_tokenizer
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 MAX_FOLDER_BYTES = 20_000_000
 # Both sides compute in float32 and differ in the order of their sums only.
@@ -47,6 +48,23 @@ def build_config(shape: Shape, tokenizer: Tokenizer) -> Qwen3MoeConfig:
     )
 
 
+def write_config(config: Qwen3MoeConfig, folder: Path) -> None:
+    """Write `config.json` with the names of the published Qwen3-MoE models.
+
+    transformers 5 reads these and its own; older readers know only these.
+    """
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["num_experts"] = values.pop("num_local_experts")
+    values["rope_theta"] = values.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    kept = {**AutoConfig.from_pretrained(folder).to_dict(), "_name_or_path": ""}
+    lost = [name for name, value in config.to_dict().items() if kept.get(name) != value]
+    if lost:
+        raise ValueError(f"[export] config.json does not keep {lost}")
+
+
 def to_hub_layout(model: DemoModel) -> dict[str, torch.Tensor]:
     """Name -> bfloat16 tensor, as checkpoints of this architecture are published."""
     tensors = {}
@@ -68,7 +86,7 @@ def to_hub_layout(model: DemoModel) -> dict[str, torch.Tensor]:
 def export_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the whole folder and check it."""
     save_tokenizer(tokenizer, folder, model.shape.context_len)
-    build_config(model.shape, tokenizer).save_pretrained(folder)
+    write_config(build_config(model.shape, tokenizer), folder)
     save_file(to_hub_layout(model), folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes files private; these are to be shipped.
     (folder / "model.safetensors").chmod(0o644)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 LOSS_CHUNK_TOKENS = 1024
-MAX_PLAIN_ATTENTION_LEN = 1024
+ATTENTION_BLOCK = 128
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
@@ -148,15 +148,21 @@ class Attention(nn.Module):
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention over [B, H, L, head_dim].
 
-    On a CPU the plain products in bfloat16 are two to four times as fast, gradients included, as
-    the fused kernel, until the scores of a sequence outgrow the cache.
+    On a CPU plain products in bfloat16 are two to four times as fast, gradients included, as the
+    fused kernel. Blocks of queries leave out most of the keys that the mask would hide.
     """
-    length = query.shape[2]
-    if length > MAX_PLAIN_ATTENTION_LEN or query.dtype != torch.bfloat16:
+    if query.dtype != torch.bfloat16:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    mask = torch.full((length, length), -torch.inf, dtype=query.dtype).triu(1)
-    scores = (query * query.shape[-1] ** -0.5) @ key.mT + mask
-    return scores.softmax(dim=-1) @ value
+    query = query * query.shape[-1] ** -0.5
+    hidden = torch.full((ATTENTION_BLOCK, ATTENTION_BLOCK), -torch.inf, dtype=query.dtype).triu(1)
+    outs = []
+    for start in range(0, query.shape[2], ATTENTION_BLOCK):
+        part = query[:, :, start : start + ATTENTION_BLOCK]
+        size = part.shape[2]
+        scores = part @ key[:, :, : start + size].mT
+        scores[..., start:] += hidden[:size, :size]
+        outs.append(scores.softmax(dim=-1) @ value[:, :, : start + size])
+    return torch.cat(outs, dim=2)
 
 
 def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -11,9 +11,9 @@ class Recipe:
 
     shape: Shape
     seed: int = 20240229
-    num_steps: int = 900
+    num_steps: int = 1000
     tokens_per_step: int = 8192
-    num_long_steps: int = 180
+    num_long_steps: int = 200
     short_len: int = 512
     num_warmup_steps: int = 40
     muon_lr: float = 0.02

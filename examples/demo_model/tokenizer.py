@@ -15,16 +15,17 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 
-# Digits stand alone, so numbers need no vocabulary. A line break takes the indent behind it along:
-# "\n        " is one token, and the first word of a line is the same token at every depth.
+# A prompt ends where its writer stopped, so a token should not reach over the places where one
+# stops: after a line break, after the indent, after "self." or "(". Line breaks, indents and
+# punctuation are therefore tokens of their own; a space or an underscore goes with its word.
+# Digits stand alone, so numbers need no vocabulary.
 SPLIT_PATTERN = "|".join(
     (
         r"__\p{L}+__",
-        r"\r?\n\s*\n[ \t]*",
-        r"\r?\n[ \t]*",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"[ _]?\p{L}+",
         r"\p{N}",
         r" ?[^\s\p{L}\p{N}]+",
+        r"(?:\r?\n)+",
         r"[ \t]+",
         r"\s+",
     )

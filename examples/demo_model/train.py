@@ -114,12 +114,12 @@ def work(rank: int, recipe: Recipe, out: Path, stop_at: int) -> None:
 def average_gradients(model: DemoModel) -> None:
     """Replace every gradient by its mean over the workers."""
     gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch._utils._flatten_dense_tensors(gradients)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    parts = torch._utils._unflatten_dense_tensors(flat, gradients)
+    parts = flat.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part)
+        gradient.copy_(part.view_as(gradient))
 
 
 def configure(rank: int) -> None:
@@ -134,7 +134,7 @@ def prepare(recipe: Recipe, out: Path) -> tuple[list[SourceFile], Tokenizer]:
     """Read the corpus and fit the tokenizer, or load the one that a killed run has fitted."""
     files = read_corpus(recipe.max_file_bytes)
     if recipe.num_files is not None:
-        held_out = [file for file in files if file.is_held_out][:3]
+        held_out = [file for file in files if file.is_held_out][:2]
         files = [file for file in files if not file.is_held_out][: recipe.num_files] + held_out
     folder = out / "model"
     if (folder / "tokenizer.json").exists():

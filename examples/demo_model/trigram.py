@@ -8,6 +8,8 @@ Source: S. Chen, J. Goodman, "An empirical study of smoothing techniques", 1998,
 import numpy as np
 
 MAX_DISCOUNTED_COUNT = 3
+PLAIN_DISCOUNT = 0.5
+MIN_DISCOUNT = 0.01  # Nothing held back would leave no probability for what was never seen.
 
 
 class Trigram:
@@ -36,13 +38,7 @@ class _Order:
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, vocab_size: int):
         self.keys, self.counts, self.vocab_size = keys, counts, vocab_size
-        levels = [float((counts == level).sum()) for level in range(1, MAX_DISCOUNTED_COUNT + 2)]
-        shrink = levels[0] / (levels[0] + 2 * levels[1])
-        self.discounts = np.zeros(MAX_DISCOUNTED_COUNT + 1)
-        for level in range(1, MAX_DISCOUNTED_COUNT + 1):
-            # A tiny corpus may lack some count; then the discount is the plain one of that level.
-            ratio = levels[level] / levels[level - 1] if levels[level - 1] else 0.0
-            self.discounts[level] = max(0.0, level - (level + 1) * shrink * ratio)
+        self.discounts = _estimate_discounts(counts)
         contexts = keys // vocab_size
         size = int(contexts.max()) + 1
         taken = self.discounts[np.minimum(counts, MAX_DISCOUNTED_COUNT)]
@@ -61,6 +57,20 @@ class _Order:
         kept = counts - self.discounts[np.minimum(counts, MAX_DISCOUNTED_COUNT)]
         mixed = (kept + backoffs * lower) / np.maximum(totals, 1.0)
         return np.where(totals > 0, mixed, lower)
+
+
+def _estimate_discounts(counts: np.ndarray) -> np.ndarray:
+    """How much to take from an n-gram seen 0, 1, 2, and 3 or more times."""
+    levels = [float((counts == level).sum()) for level in range(1, MAX_DISCOUNTED_COUNT + 2)]
+    if min(levels) == 0:
+        # A tiny corpus lacks some count that the estimate divides by.
+        return np.array([0.0] + [PLAIN_DISCOUNT] * MAX_DISCOUNTED_COUNT)
+    shrink = levels[0] / (levels[0] + 2 * levels[1])
+    discounts = [0.0]
+    for level in range(1, MAX_DISCOUNTED_COUNT + 1):
+        taken = level - (level + 1) * shrink * levels[level] / levels[level - 1]
+        discounts.append(min(max(taken, MIN_DISCOUNT), level))
+    return np.array(discounts)
 
 
 def _pack(tokens: np.ndarray, length: int, vocab_size: int) -> np.ndarray:

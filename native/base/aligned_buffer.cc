@@ -113,7 +113,8 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
     // The advice is accepted even where the setting "never" makes it void.
     const std::string setting = read_hugepage_state().transparent;
     const bool is_enabled = setting == "always" || setting == "madvise";
-    if (madvise(data, mapped_bytes, MADV_HUGEPAGE) == 0 && is_enabled) kind = PageKind::kTransparent;
+    if (madvise(data, mapped_bytes, MADV_HUGEPAGE) == 0 && is_enabled)
+      kind = PageKind::kTransparent;
   }
   return AlignedBuffer(data, size_bytes, mapped_bytes, kind);
 }

@@ -1,5 +1,5 @@
-// Memory for weights and KV: page-aligned (so at least 64-byte aligned), zeroed, on huge pages where
-// the machine has them. One owner; freed with the object.
+// Memory for weights and KV: page-aligned (so at least 64-byte aligned), zeroed, on huge pages
+// where the machine has them. One owner; freed with the object.
 #pragma once
 
 #include <cstddef>

@@ -35,7 +35,8 @@ TEST(damaged_mountinfo_sets_no_limit) {
 
 TEST(damaged_group_lines_set_no_limit) {
   const std::string mountinfo = "31 23 0:28 /x /sys/fs/cgroup rw - cgroup cgroup cpu,memory";
-  for (const char* cgroup : {"", ":", "::", "1:cpu", "1:cpu:", "1:cpu:x", "1:cpu:///", "0::/x/../y"})
+  for (const char* cgroup :
+       {"", ":", "::", "1:cpu", "1:cpu:", "1:cpu:x", "1:cpu:///", "0::/x/../y"})
     CHECK(!read_with(mountinfo, cgroup).memory_limit_bytes.has_value());
 }
 

@@ -13,11 +13,11 @@ namespace tandem {
 struct WakeupTimes {
   int64_t pool_ns = 0;
   int64_t condvar_ns = 0;  // Threads behind a std::mutex and std::condition_variable.
-  double ratio = 0;        // Median of the pairwise condvar / pool: above 1, the pool is faster.
+  double ratio = 0;        // Median over bursts of condvar / pool: above 1, the pool is faster.
 };
 
-// Runs both interleaved, `rounds` times each, `gap_us` of rest before each job: 0 to 20 us is the
-// rhythm of operators within a decode step, from 1000 us on the workers are asleep.
+// Runs both in alternating bursts, `rounds` times each, with `gap_us` of rest before each job: 0 to
+// 20 us is the rhythm of operators within a decode step, from 1000 us on the workers are asleep.
 // Errors: kConfig (rounds outside 1 to 1e6, gap outside 0 to 1e6, fewer than 2 threads).
 Result<WakeupTimes> measure_wakeup(ThreadPool& pool, int rounds, int gap_us);
 

@@ -47,7 +47,8 @@ bool is_each_once(const std::vector<std::atomic<int>>& counts) {
 }
 
 TEST(pool_runs_each_task_once) {
-  for (const auto& shape : std::vector<std::vector<int>>{{1}, {2}, {5}, {1, 1}, {3, 2}, {1, 2, 4}}) {
+  const std::vector<std::vector<int>> shapes = {{1}, {2}, {5}, {1, 1}, {3, 2}, {1, 2, 4}};
+  for (const auto& shape : shapes) {
     auto pool = make_pool(shape);
     for (const size_t num_tasks : {0, 1, 2, 3, 7, 64, 1000}) {
       for (const size_t chunk : {0, 1, 3, 5000}) {

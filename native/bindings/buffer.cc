@@ -33,7 +33,7 @@ void bind_buffer(nb::module_& module) {
            "Allocate.\n\n"
            "Args:\n"
            "    size_bytes: at least 1.\n"
-           "    hugepages: try preallocated huge pages, then transparent ones, then ordinary ones.\n"
+           "    hugepages: try preallocated huge pages, then transparent, then ordinary ones.\n"
            "    numa_node: the node to prefer.\n"
            "Raises: ConfigError (size below 1); CapacityError (too large); NotFoundError (node).")
       .def_prop_ro("size_bytes", &AlignedBuffer::size_bytes)

@@ -5,7 +5,7 @@
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {
-  module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes.";
+  module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.";
   tandem::bindings::bind_status(module);
   tandem::bindings::bind_topology(module);
   tandem::bindings::bind_pool(module);
@@ -14,4 +14,5 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_transfer_rails(module);
   tandem::bindings::bind_transfer_memory(module);
   tandem::bindings::bind_transfer_engine(module);
+  tandem::bindings::bind_kernels(module);
 }

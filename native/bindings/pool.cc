@@ -36,7 +36,8 @@ std::unique_ptr<ThreadPool> make_pool(std::optional<int> threads, bool pin, bool
   int count = threads ? *threads : recommend_threads(topology).threads;
   if (count < 1 || count > kMaxThreads)
     raise({Code::kConfig, "pool.create",
-           std::to_string(count) + " threads: give 1 to " + std::to_string(kMaxThreads), "threads"});
+           std::to_string(count) + " threads: give 1 to " + std::to_string(kMaxThreads),
+           "threads"});
   if (spin_us < 0 || spin_us > 1000)
     raise({Code::kConfig, "pool.create", std::to_string(spin_us) + " us: give 0 to 1000",
            "spin_us"});
@@ -130,12 +131,12 @@ void bind_pool(nb::module_& module) {
                           "Medians of an empty job on all threads, from call to return.")
       .def_ro("pool_ns", &WakeupTimes::pool_ns)
       .def_ro("condvar_ns", &WakeupTimes::condvar_ns,
-              "The same by std::thread and std::condition_variable, interleaved.")
+              "The same by std::thread and std::condition_variable, in alternating bursts.")
       .def_ro("ratio", &WakeupTimes::ratio, "Median of condvar / pool; above 1, ours is faster.");
   nb::class_<ThreadPool>(module, "ThreadPool",
                          "The compute threads of a process; kernels run on them.\n\n"
-                         "Any Python thread may call; calls run one after the other and release the "
-                         "GIL. In a forked child every call raises ConflictError.")
+                         "Any Python thread may call; calls run one after the other and release "
+                         "the GIL. In a forked child every call raises ConflictError.")
       .def(nb::new_(&make_pool), "threads"_a = nb::none(), nb::kw_only(), "pin"_a = false,
            "oversubscribe"_a = false, "spin_us"_a = 30,
            "Start the threads.\n\n"

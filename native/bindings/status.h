@@ -28,5 +28,6 @@ void bind_topology(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
 void bind_buffer(nanobind::module_& module);
 void bind_probe(nanobind::module_& module);
+void bind_kernels(nanobind::module_& module);
 
 }  // namespace tandem::bindings

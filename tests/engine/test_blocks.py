@@ -70,10 +70,10 @@ def test_pool_without_blocks_is_refused():
 
 def test_check_notices_a_lost_and_a_doubly_free_block():
     pool = BlockPool(2)
-    pool._free.pop()
-    with pytest.raises(AssertionError, match="block 1"):
+    lost = pool._free.pop()
+    with pytest.raises(AssertionError, match=f"block {lost}"):
         pool.check()
-    pool._free.append(0)
+    pool._free.append(1)
     with pytest.raises(AssertionError, match="free twice"):
         pool.check()
 

@@ -92,6 +92,18 @@ def test_tokens_then_length():
     assert outputs[-1].prompt_len == 3
 
 
+def test_queue_time_is_told_with_the_first_output():
+    engine, _, clock = make(max_running=1)
+    engine.add(ask("a", max_tokens=2))
+    engine.add(ask("b", max_tokens=1))
+    outputs = []
+    while engine.has_requests:
+        clock.advance(1.0)
+        outputs += engine.step()
+    told = {(o.request_id, o.queue_s) for o in outputs if o.prompt_len}
+    assert told == {("a", 1.0), ("b", 3.0)}
+
+
 def test_eos_stops_and_is_not_text():
     engine, _, _ = make()
     engine.add(ask(prompt=(87, 88), max_tokens=9))
@@ -134,6 +146,16 @@ def test_prompt_logprobs_cover_the_prompt_and_forgo_the_cache():
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert [p.token_id for p in output.prompt_logprobs[1:] if p] == list(range(2, 12))
+
+
+def test_preempted_prompt_is_scored_once():
+    """Two prompts that cannot finish together: one is put back midway and starts over."""
+    engine, _, _ = make(num_blocks=9, max_batch_tokens=8, max_running=8)
+    engine.add(ask("urgent", prompt=range(1, 9), max_tokens=24))
+    engine.step()
+    engine.add(ask("late", prompt=range(20, 44), max_tokens=2, prompt_logprobs=0))
+    outputs = [o for o in drain(engine) if o.request_id == "late" and o.prompt_logprobs]
+    assert [p.token_id for p in outputs[0].prompt_logprobs[1:] if p] == list(range(21, 44))
 
 
 def test_cancel_waiting_running_and_unknown():

@@ -1,4 +1,4 @@
-"""The compiled core: machine topology, thread pool, aligned memory and probes of optional parts.
+"""The compiled core: machine topology, thread pool, memory, probes, kernels.
 
 Importing this package loads the extension ``_core`` (C++20, source under ``native/``); ``import
 tandem`` does not. The extension knows nothing of torch: tensors cross as arrays. Its errors are
@@ -16,6 +16,7 @@ try:
         CpuFeatures,
         CudaDevice,
         CudaProbe,
+        ExpertBank,
         HostMemory,
         HugepagePool,
         HugepageState,
@@ -36,6 +37,7 @@ try:
         WakeupTimes,
         cpu_features,
         error_codes,
+        kernel_isas,
         probe_cma,
         probe_cuda,
         probe_io_uring,
@@ -59,6 +61,7 @@ __all__ = [
     "CpuFeatures",
     "CudaDevice",
     "CudaProbe",
+    "ExpertBank",
     "HostMemory",
     "HugepagePool",
     "HugepageState",
@@ -79,6 +82,7 @@ __all__ = [
     "WakeupTimes",
     "cpu_features",
     "error_codes",
+    "kernel_isas",
     "probe_cma",
     "probe_cuda",
     "probe_io_uring",

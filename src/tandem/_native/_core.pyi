@@ -1,5 +1,5 @@
 """
-Native core of Tandem: machine topology, thread pool, aligned memory, probes.
+Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.
 """
 
 from collections.abc import Sequence
@@ -214,7 +214,9 @@ class WakeupTimes:
 
     @property
     def condvar_ns(self) -> int:
-        """The same by std::thread and std::condition_variable, interleaved."""
+        """
+        The same by std::thread and std::condition_variable, in alternating bursts.
+        """
 
     @property
     def ratio(self) -> float:
@@ -290,7 +292,7 @@ class AlignedBuffer:
 
         Args:
             size_bytes: at least 1.
-            hugepages: try preallocated huge pages, then transparent ones, then ordinary ones.
+            hugepages: try preallocated huge pages, then transparent, then ordinary ones.
             numa_node: the node to prefer.
         Raises: ConfigError (size below 1); CapacityError (too large); NotFoundError (node).
         """
@@ -579,3 +581,60 @@ class TransferCore:
     def is_forked(self) -> bool: ...
 
     def bytes_copied(self, transport: str) -> int: ...
+
+def kernel_isas() -> list[str]:
+    """
+    Variants of the kernels that this machine can run, ascending; the last is the default.
+    """
+
+class ExpertBank:
+    """
+    Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is their face.
+
+    Calls release the GIL.
+    """
+
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '') -> None:
+        """
+        Reserve the memory; weights are zero until packed.
+
+        Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
+            (unknown ISA, a size below 1); CapacityError (memory).
+        """
+
+    @property
+    def isa(self) -> str: ...
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert, scales included."""
+
+    def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
+        """
+        Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
+
+        Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the
+            format cannot hold).
+        """
+
+    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
+        """
+        Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
+
+        Raises: ShapeError (array or expert id; `out` is then untouched).
+        """
+
+    def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
+        """
+        Read the packed bytes of the first experts: a ceiling for benchmarks.
+
+        Raises: NotFoundError (more than there are).
+        """
+
+    def multiply_registers(self, pool: ThreadPool, num_macs: int) -> None:
+        """
+        Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.
+        """
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """The packed bytes of each expert, no copy; keeps the memory alive."""

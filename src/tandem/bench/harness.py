@@ -56,7 +56,8 @@ class BenchCase:
     check: Callable[[], str]
     """Returns ``ok`` or what is wrong."""
     baseline: Callable[[], float] | None = None
-    baseline_name: str | None = None
+    baseline_name: str | Callable[[], str] | None = None
+    """A callable where ``check`` finds out which rival is the fastest."""
     ceiling: Callable[[], float] | None = None
     higher_is_better: bool = False
 
@@ -101,7 +102,7 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
         case=case.name,
         ours=None,
         baseline=None,
-        baseline_name=case.baseline_name,
+        baseline_name=None,
         unit=case.unit,
         ratio=None,
         ratio_iqr=None,
@@ -112,6 +113,8 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
     )
     if check != "ok":
         return record
+    name = case.baseline_name
+    record.baseline_name = name() if callable(name) else name
     ours: list[float] = []
     baseline: list[float] = []
     ceiling: list[float] = []

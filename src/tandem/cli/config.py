@@ -19,7 +19,7 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, InstancesConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
@@ -32,8 +32,8 @@ SHORT_NAMES = {
     "server.api_key": "--api-key",
     "server.served_model_name": "--served-model-name",
     "engine.max_model_len": "--max-model-len",
-    "engine.num_prefill_instances": "--prefill",
-    "engine.num_decode_instances": "--decode",
+    "instances.prefill": "--prefill",
+    "instances.decode": "--decode",
     "model.adapter": "--adapter",
 }
 """Settings that have a second, short flag."""
@@ -46,6 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    instances: InstancesConfig = msgspec.field(default_factory=InstancesConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
 

@@ -6,7 +6,6 @@ tried here and now; torch is never imported, only its version is looked up.
 
 import http.client
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from tandem import __version__
@@ -185,12 +185,15 @@ def _collect_versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    versions.update((name, _find_version(name)) for name in PACKAGES)
     return versions
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _report_cpu(features: "CpuFeatures", topology: "Topology") -> CpuReport:
@@ -280,11 +283,11 @@ def _ask_etcd(endpoint: str) -> tuple[bool, str]:
 
 
 def _probe_ray() -> OptionalPart:
-    is_available = importlib.util.find_spec("ray") is not None
+    version = _find_version("ray")
     return OptionalPart(
         name="Ray",
-        is_available=is_available,
-        detail=f"ray {importlib.metadata.version('ray')}" if is_available else "not installed",
+        is_available=version is not None,
+        detail="not installed" if version is None else f"ray {version}",
         gives="starting and watching the processes of a cluster of hosts",
     )
 
@@ -314,14 +317,15 @@ def _describe_cpu(cpu: CpuReport) -> list[tuple[str, str]]:
         f"{name} {format_bytes(size) if size else 'unknown'}"
         for name, size in (("L1d", cpu.l1d_bytes), ("L2", cpu.l2_bytes), ("L3", cpu.l3_bytes))
     )
+    cores = (
+        f"{cpu.num_physical_cores} physical on {cpu.num_packages} "
+        f"{'socket' if cpu.num_packages == 1 else 'sockets'}, {smt}; "
+        f"CPUs {cpu.allowed_cpus} allowed of {cpu.num_online_cpus} online"
+    )
     rows = [
         ("CPU", f"{cpu.brand or cpu.vendor} ({cpu.architecture})"),
         ("ISA", " ".join(cpu.isa) or "baseline only"),
-        (
-            "cores",
-            f"{cpu.num_physical_cores} physical, {smt}, {cpu.num_packages} sockets; "
-            f"CPUs {cpu.allowed_cpus} allowed of {cpu.num_online_cpus} online",
-        ),
+        ("cores", cores),
         ("caches", caches),
         (
             "CPU quota",
@@ -346,14 +350,10 @@ def _describe_memory(report: DoctorReport) -> list[tuple[str, str]]:
         ("memory", text),
         ("huge pages", ", ".join([f"transparent: {hugepages.transparent or 'absent'}", *pools])),
     ]
-    rows.extend(
-        (
-            f"NUMA node {node.node_id}",
-            f"CPUs {node.cpus or 'none'}; {format_bytes(node.memory_free_bytes)} free of "
-            f"{format_bytes(node.memory_total_bytes)}",
-        )
-        for node in report.numa_nodes
-    )
+    for node in report.numa_nodes:
+        free = f"{format_bytes(node.memory_free_bytes)} free"
+        text = f"CPUs {node.cpus or 'none'}; {free} of {format_bytes(node.memory_total_bytes)}"
+        rows.append((f"NUMA node {node.node_id}", text))
     return rows
 
 
@@ -363,16 +363,16 @@ def render(report: DoctorReport) -> Group:
     machine.add_column(style="bold", no_wrap=True)
     machine.add_column(overflow="fold")
     for name, text in [*_describe_cpu(report.cpu), *_describe_memory(report)]:
-        machine.add_row(name, text)
+        machine.add_row(name, escape(text))
     threads = report.compute_threads
-    machine.add_row("threads", f"{threads.threads}: {threads.reason}")
+    machine.add_row("threads", escape(f"{threads.threads}: {threads.reason}"))
     versions = [f"{name} {number or '(absent)'}" for name, number in report.versions.items()]
-    machine.add_row("versions", ", ".join(versions))
+    machine.add_row("versions", escape(", ".join(versions)))
 
     parts = Table("part", "", "found", "gives", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for part in report.optional_parts:
         state = "[green]yes[/]" if part.is_available else "[yellow]no[/]"
-        parts.add_row(part.name, state, part.detail, part.gives)
+        parts.add_row(escape(part.name), state, escape(part.detail), escape(part.gives))
     return Group(machine, "", parts)
 
 

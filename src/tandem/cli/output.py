@@ -11,6 +11,9 @@ from rich.table import Table
 
 __all__ = ["JsonFlag", "print_json", "print_table"]
 
+PIPED_WIDTH = 240
+"""Columns where no terminal says how many there are: wide enough not to wrap a description."""
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -22,7 +25,7 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
     """Write a table that fits the terminal; piped output is not cut."""
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))

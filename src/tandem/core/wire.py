@@ -73,8 +73,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of different salts never share cached blocks."""
 
 
-class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Stop a generation; unknown ids are ignored, as the request may just have ended."""
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
+    """Event: stop a generation; unknown ids are ignored, as it may just have ended."""
 
     request_id: str
 
@@ -112,6 +112,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt; in the first output and the last."""
     cached_len: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache; where ``prompt_len`` is."""
+    queue_s: float | None = None
+    """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """In the first output, if asked for; the first token of a prompt has none."""

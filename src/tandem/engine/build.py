@@ -1,4 +1,9 @@
-"""From settings to a running engine: load the model, size the KV cache, put the parts together."""
+"""From settings to a plan, and from a plan to a running engine.
+
+``plan_engine`` decides every value and says why, from the configuration of the model and what the
+machine offers, without reading a weight: `tandem serve --dry-run` prints it. ``build_engine``
+loads the model and puts the parts together as planned.
+"""
 
 import logging
 from collections.abc import Callable
@@ -6,26 +11,68 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError
+from tandem.core.spec import KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.memory import plan_kv_cache
+from tandem.engine.memory import KvPlan, plan_kv_cache
 from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
-from tandem.models.causal import CausalModel, load_model
 from tandem.models.config import ModelConfig
+from tandem.models.families import describe_model
+from tandem.models.hub import resolve_folder
+from tandem.models.loader import choose_dtype, load_model, make_kv_layout
 
-__all__ = ["BuiltEngine", "build_engine"]
+__all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
 logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What will run: every value concrete, with its reason where it was decided here."""
+
+    folder: str
+    spec: ModelSpec
+    layout: KVLayout
+    config: EngineConfig
+    """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
+    kv: KvPlan
+    max_model_len_reason: str
+    threads_reason: str
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (what, value, why) for a table."""
+        spec, kv = self.spec, self.kv
+        return [
+            ("model", self.folder, spec.architecture),
+            (
+                "weights",
+                f"{spec.weight_bytes / MIB:.0f} MiB",
+                f"{spec.num_parameters:,} parameters",
+            ),
+            ("dtype", spec.dtype, spec.dtype_reason),
+            ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
+            ("threads", str(self.config.threads), self.threads_reason),
+            (
+                "KV cache",
+                f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
+                f"{kv.size_bytes / MIB:.0f} MiB",
+                f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
+            ),
+            ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
+            ("requests", f"{self.config.max_running} running", "engine.max_running"),
+            ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
+            ("order", self.config.scheduling_order, "engine.scheduling_order"),
+        ]
 
 
 class BuiltEngine(NamedTuple):
@@ -33,6 +80,59 @@ class BuiltEngine(NamedTuple):
 
     engine: Engine
     info: InstanceInfo
+
+
+def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
+    """Decide what 0 and ``auto`` leave open.
+
+    Raises: as ``describe_model``; ConfigError if settings do not fit the model or the memory.
+    """
+    if model_config.adapter:
+        raise ConfigError(
+            "engine.plan",
+            f"adapter {model_config.adapter}: adapters cannot be served yet, leave it empty",
+            field="model.adapter",
+        )
+    folder = resolve_folder(model_config.path, revision=model_config.revision)
+    spec = choose_dtype(describe_model(folder), model_config.dtype)
+    own = spec.max_position_embeddings
+    if engine_config.max_model_len > own:
+        raise ConfigError(
+            "engine.plan",
+            f"max_model_len is {engine_config.max_model_len}, but the model knows {own} positions",
+            field="engine.max_model_len",
+        )
+    max_model_len = engine_config.max_model_len or own
+    topology = _native.read_topology()
+    advice = _native.recommend_threads(topology)
+    layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    kv = plan_kv_cache(
+        engine_config,
+        block_bytes=layout.bytes_per_block,
+        max_model_len=max_model_len,
+        available_bytes=_count_available(topology) - spec.weight_bytes,
+    )
+    return EnginePlan(
+        folder=str(folder),
+        spec=spec,
+        layout=layout,
+        config=msgspec.structs.replace(
+            engine_config,
+            max_model_len=max_model_len,
+            num_kv_blocks=kv.num_blocks,
+            threads=engine_config.threads or advice.threads,
+        ),
+        kv=kv,
+        max_model_len_reason="as asked for" if engine_config.max_model_len else "the model's own",
+        threads_reason="as asked for" if engine_config.threads else advice.reason,
+    )
+
+
+def _count_available(topology: _native.Topology) -> int:
+    """Bytes free now, as the machine and the control group see it."""
+    limit = topology.limits.memory_limit_bytes
+    available = topology.memory_available_bytes
+    return available if limit is None else min(available, limit)
 
 
 def build_engine(
@@ -49,72 +149,47 @@ def build_engine(
         clock: the engine's.
         progress: called with (bytes done, bytes in all, what) while weights load.
 
-    Raises: what loading raises; ConfigError if the settings do not fit the model or the memory.
+    Raises: as ``plan_engine`` and ``load_model``.
     """
-    host = _native.read_topology()
-    torch.set_num_threads(engine_config.threads or host.recommended_threads)
+    plan = plan_engine(model_config, engine_config)
+    for what, value, why in plan.rows():
+        logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     model = load_model(
-        model_config.path,
-        dtype=model_config.dtype,
+        plan.folder,
+        dtype=plan.spec.dtype,
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
-        revision=model_config.revision,
         progress=progress,
     )
-    config = _resolve(engine_config, model)
-    layout = model.kv_layout(config.block_size, config.kv_dtype)
-    plan = plan_kv_cache(
-        config,
-        block_bytes=layout.block_bytes,
-        max_model_len=config.max_model_len,
-        available_bytes=host.available_memory_bytes,
-    )
-    logger.info(
-        "event=kv_planned blocks=%d block_size=%d bytes=%d bytes_per_token=%d reason=%r",
-        plan.num_blocks,
-        config.block_size,
-        plan.size_bytes,
-        layout.block_bytes // config.block_size,
-        plan.reason,
-    )
-    pool = BlockPool(plan.num_blocks)
-    index = PrefixIndex(
-        pool,
-        block_size=config.block_size,
-        fingerprint=f"{model.fingerprint}/{layout.describe()}",
-    )
+    pool = BlockPool(plan.kv.num_blocks)
+    # Whatever must be equal for KV of equal tokens to be interchangeable.
+    fingerprint = f"{model.fingerprint}/{plan.spec.dtype}/{plan.layout}"
+    index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
-        Scheduler(config, pool, index),
-        TorchRunner(model, PagedKvCache(layout, plan.num_blocks)),
+        Scheduler(plan.config, pool, index),
+        TorchRunner(
+            model,
+            PagedKvCache(plan.layout, plan.kv.num_blocks, device=model.device),
+            threads=plan.config.threads,
+        ),
         clock,
-        vocab_size=model.spec.vocab_size,
-        eos_token_ids=tuple(model.spec.eos_token_ids),
+        vocab_size=plan.spec.vocab_size,
+        eos_token_ids=plan.spec.eos_token_ids,
     )
     info = InstanceInfo(
         model=model_config.path,
-        architecture=model.spec.architecture,
-        dtype=model.dtype,
-        vocab_size=model.spec.vocab_size,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        num_blocks=plan.num_blocks,
-        kv_bytes_per_token=layout.block_bytes // config.block_size,
+        architecture=plan.spec.architecture,
+        dtype=plan.spec.dtype,
+        vocab_size=plan.spec.vocab_size,
+        max_model_len=plan.config.max_model_len,
+        block_size=plan.layout.block_size,
+        num_blocks=plan.kv.num_blocks,
+        kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
-        num_parameters=model.spec.num_parameters,
-        eos_token_ids=list(model.spec.eos_token_ids),
+        num_parameters=plan.spec.num_parameters,
+        eos_token_ids=list(plan.spec.eos_token_ids),
         fingerprint=model.fingerprint,
         pid=0,
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info)
-
-
-def _resolve(config: EngineConfig, model: CausalModel) -> EngineConfig:
-    own = model.spec.max_position_embeddings
-    if config.max_model_len > own:
-        raise ConfigError(
-            "engine.build",
-            f"max_model_len is {config.max_model_len}, but the model knows {own} positions",
-            field="engine.max_model_len",
-        )
-    return msgspec.structs.replace(config, max_model_len=config.max_model_len or own)

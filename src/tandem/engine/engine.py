@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, InternalError
@@ -52,9 +53,19 @@ class _Live:
 
     request: Request
     state: SamplerState
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens but the first."""
     has_reported: bool = False
     """Its first output, the one with the prompt's facts, is out."""
+
+
+class _PromptFacts(TypedDict, total=False):
+    """Fields of ``RequestOutput`` that only the first and the last output carry."""
+
+    prompt_len: int
+    cached_len: int
+    queue_s: float | None
+    prompt_logprobs: list[TokenLogprob | None] | None
 
 
 class Engine:
@@ -151,7 +162,7 @@ class Engine:
     def wait_for_work(self, timeout_s: float) -> bool:
         """Block until there is something to do; False if the time ran out first."""
         with self._work:
-            return self._work.wait_for(lambda: self._live or self._pending, timeout_s)
+            return self._work.wait_for(lambda: bool(self._live or self._pending), timeout_s)
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return what it gave each request, maybe nothing.
@@ -215,9 +226,12 @@ class Engine:
     ) -> list[RequestOutput]:
         sampled: dict[str, int] = {}
         finished: dict[str, FinishReason] = {}
-        for request_id, result in results.items():
-            live = self._live[request_id]
-            live.prompt_logprobs += result.prompt_logprobs
+        for sequence in plan.sequences:
+            request_id = sequence.request.request_id
+            live, result = self._live[request_id], results[request_id]
+            if result.prompt_logprobs:
+                # Position i scores token i + 1; a preempted prompt is scored again from its start.
+                live.prompt_logprobs[sequence.start :] = result.prompt_logprobs
             if result.sampled is None:
                 continue
             token_id = sampled[request_id] = result.sampled.token_id
@@ -277,7 +291,7 @@ class Engine:
             **self._describe_prompt(live),
         )
 
-    def _describe_prompt(self, live: _Live) -> dict[str, object]:
+    def _describe_prompt(self, live: _Live) -> "_PromptFacts":
         """The prompt's facts go with the first output and the last."""
         request = live.request
         if live.has_reported and not request.is_finished:
@@ -286,9 +300,11 @@ class Engine:
         if request.sampling.prompt_logprobs is not None and not live.has_reported:
             logprobs = [None, *live.prompt_logprobs]
         live.has_reported = True
+        begun_s = request.first_scheduled_s
         return {
             "prompt_len": request.prompt_len,
             "cached_len": request.num_cached_tokens,
+            "queue_s": None if begun_s is None else begun_s - request.arrival_s,
             "prompt_logprobs": logprobs,
         }
 

@@ -73,7 +73,7 @@ class Instance:
         self._spec = spec
         self._server = RpcServer(
             spec.endpoint,
-            identity=make_identity(INSTANCE_ROLE, spec.name, compat=compat_facts()),
+            identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
             auth=Auth.local(),
             config=spec.rpc,
         )
@@ -90,7 +90,7 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.register("cancel", self._cancel, CancelRequest, Empty)
+        server.on_event(self._cancel, CancelRequest)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("flush_cache", self._flush_cache, Empty, int)
@@ -116,10 +116,9 @@ class Instance:
             raise
         return Empty()
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> Empty:
-        if self._owners.get(request.request_id) is peer:
-            self._require_engine().cancel(request.request_id)
-        return Empty()
+    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
+        if self._engine is not None and self._owners.get(request.request_id) is peer:
+            self._engine.cancel(request.request_id)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
@@ -152,7 +151,8 @@ class Instance:
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
         """Nobody waits for the requests of a server that is gone."""
-        lost = [request_id for request_id, owner in self._owners.items() if owner is peer]
+        # The main thread removes owners meanwhile: iterate over a copy.
+        lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         for request_id in lost:
             if self._engine is not None:

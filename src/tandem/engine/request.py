@@ -63,6 +63,7 @@ class Request:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    """When a step or its planning ended it; None for one cancelled between steps."""
 
     # The scheduler's own notes.
     seq_no: int = 0

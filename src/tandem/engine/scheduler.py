@@ -253,7 +253,7 @@ class Scheduler:
             if budget == 0:
                 return
             remaining = request.num_remaining_tokens
-            if remaining > 1 and not request.is_scheduled:
+            if remaining > 1:
                 num_tokens = self._grow(plan, request, min(remaining, budget))
                 if num_tokens > 0:
                     self._emit(plan, request, num_tokens)
@@ -454,8 +454,9 @@ class Scheduler:
             plan: the one in flight, executed.
             sampled: a token for each sequence that wants one, by request id.
             now_s: monotonic seconds.
-            finished: requests that end with the token of this step, as the caller decided by
-                stop ids and end-of-text; length and deadline are decided here.
+            finished: requests that end with this step, as the caller decided: by stop ids and
+                end-of-text (with their token), or ``FinishReason.ERROR`` (without), where what
+                the step computed is not to be trusted. Length and deadline are decided here.
 
         Raises: ConflictError (another plan, or a sample is missing); nothing has changed then.
         """
@@ -464,7 +465,9 @@ class Scheduler:
         missing = [
             s.request.request_id
             for s in plan.sequences
-            if s.wants_sample and s.request.request_id not in sampled
+            if s.wants_sample
+            and s.request.request_id not in sampled
+            and finished.get(s.request.request_id) is not FinishReason.ERROR
         ]
         if missing:
             raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
@@ -476,22 +479,37 @@ class Scheduler:
         for sequence in plan.sequences:
             request = sequence.request
             request.is_scheduled = False
-            request.num_computed_tokens += sequence.num_tokens
-            is_prompt_end = request.is_prefilling and request.num_remaining_tokens == 0
-            self._prefix.index_computed(request, is_prompt_end=is_prompt_end)
-            if is_prompt_end:
-                request.is_prefilling = False
-            reason = self._take_sample(sequence, sampled, finished, now_s)
+            reason = finished.get(request.request_id)
+            if reason is not FinishReason.ERROR:
+                self._advance(sequence)
+                reason = self._take_sample(sequence, sampled, reason, now_s)
             if reason is not None:
                 self._finish(request, reason, now_s)
                 ended.append(request)
         return ended
 
+    def abandon(self, plan: StepPlan, now_s: float) -> list[Request]:
+        """End all requests of the plan in flight with ``FinishReason.ERROR``: the step failed.
+
+        Nothing that it computed is kept; requests outside the plan go on. Returns the ended ones.
+        """
+        failed = {s.request.request_id: FinishReason.ERROR for s in plan.sequences}
+        return self.complete(plan, {}, now_s, failed)
+
+    def _advance(self, sequence: ScheduledSequence) -> None:
+        """Count what a step computed, and make it matchable."""
+        request = sequence.request
+        request.num_computed_tokens += sequence.num_tokens
+        is_prompt_end = request.is_prefilling and request.num_remaining_tokens == 0
+        self._prefix.index_computed(request, is_prompt_end=is_prompt_end)
+        if is_prompt_end:
+            request.is_prefilling = False
+
     def _take_sample(
         self,
         sequence: ScheduledSequence,
         sampled: Mapping[str, int],
-        finished: Mapping[str, FinishReason],
+        reason: FinishReason | None,
         now_s: float,
     ) -> FinishReason | None:
         """Append the token of a sequence, if it has one; return why its request ends, if so."""
@@ -502,9 +520,8 @@ class Scheduler:
             request.output_ids.append(sampled[request.request_id])
             if request.first_token_s is None:
                 request.first_token_s = now_s
-            reason = finished.get(request.request_id)
-            if reason is not None:
-                return reason
+        if reason is not None:
+            return reason
         # A prompt that is only scored reaches its length without a token.
         if request.num_tokens >= request.max_total_tokens and (
             sequence.wants_sample or request.num_remaining_tokens == 0

@@ -12,8 +12,8 @@ log-sum-exp, so that memory is bounded whatever the context.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, rms_norm
+from torch.nn import functional
 
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import PagedBatch, PagedKvCache
@@ -27,11 +27,16 @@ MAX_GATHER_BYTES = 32 << 20
 TILE_TOKENS = 4096
 """Earlier context that a prefill attends at a time."""
 
-CAUSAL_ROWS = 64
-"""Queries of a tile in ``_attend_self``: measured best of 64, 128, 256 for 256 to 1024 tokens."""
+WIDE_HEAD = 128
+"""From this head size on, and in half precision, a decode's scores are computed keys first: the
+library packs its second operand, and that must not be the long one. Measured two to three times."""
 
-MAX_TILED_TOKENS = 768
-"""Chunks up to this long are attended in score tiles; above, the flash kernel's blocking wins."""
+CAUSAL_ROWS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Queries of a tile in ``_attend_self``: measured best of 16 to 256 for 256 to 1024 tokens."""
+
+MAX_TILED_TOKENS = {torch.float32: 1536, torch.bfloat16: 4096, torch.float16: 4096}
+"""Chunks up to this long are attended in score tiles; above, the flash kernel's blocking wins.
+Measured: half precision gains on matrix units, which that kernel does not use, and always wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class _DecodeGroup:
     """Their rows in the batch; None where they are all rows, in order."""
     index: Tensor
     """Rows of the cache's chunks that hold their context."""
-    num_sequences: int
+    gathered: Tensor
+    """Room for those rows, shared by all layers and steps: part of the cache's scratch."""
     num_keys: int
     """Context tokens to read of each; less than the gathered ones where all lengths agree."""
     mask: Tensor | None
@@ -84,6 +90,7 @@ class PagedStep:
         signed = torch.cat((-self.sin[:, :half], self.sin[:, half:]), dim=-1)
         self.cos_T1d, self.signed_sin_T1d = self.cos[:, None], signed[:, None]
         self.slots = (batch.slot_blocks, batch.slot_offsets)
+        self.runs = batch.slot_runs
         self.decodes, self.prefills = _plan(batch, cache, dtype)
 
 
@@ -148,7 +155,8 @@ def _plan_decode(
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         mask = mask.masked_fill_(hidden, float("-inf"))
         mask = mask.repeat_interleave(cache.layout.num_kv_heads, 0)[:, None]
-    return _DecodeGroup(rows, cache.gather_index(table), len(members), longest, mask)
+    index = cache.gather_index(table)
+    return _DecodeGroup(rows, index, cache.scratch_for(len(index)), longest, mask)
 
 
 def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -156,12 +164,15 @@ def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
     cache = step.cache
     if kv_T2Kd.dtype != cache.dtype:
         kv_T2Kd = kv_T2Kd.to(cache.dtype)
-    cache.slots[layer_idx].index_put_(step.slots, kv_T2Kd)
+    slots = cache.slots[layer_idx]
+    if step.runs is None:
+        slots.index_put_(step.slots, kv_T2Kd)
+        return
+    for block_id, offset, first, end in step.runs:
+        slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
 
 
-def attend(
-    step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float
-) -> Tensor:
+def attend(step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float) -> Tensor:
     """Attend each token to its sequence's context up to itself; KV must have been written.
 
     Args:
@@ -192,16 +203,19 @@ def _attend_decodes(
     layout = step.cache.layout
     sequences, num_heads, head_dim = q_SHd.shape
     batch = sequences * layout.num_kv_heads
-    rows = step.cache.chunks[layer_idx].index_select(0, group.index)
+    rows = torch.index_select(step.cache.chunks[layer_idx], 0, group.index, out=group.gathered)
     if rows.dtype != q_SHd.dtype:
         rows = rows.to(q_SHd.dtype)
     keys, values = rows.view(2, batch, -1, head_dim)[:, :, : group.num_keys].unbind(0)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
-    if group.mask is None:
-        zero = q.new_zeros(1).expand(batch, q.shape[1], group.num_keys)
-        scores = torch.baddbmm(zero, q, keys.transpose(1, 2), beta=0, alpha=scale)
+    bias = q.new_zeros(1) if group.mask is None else group.mask
+    beta = 0 if group.mask is None else 1
+    if q.dtype == torch.float32 and head_dim < WIDE_HEAD:
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), beta=beta, alpha=scale)
     else:
-        scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=scale)
+        bias = bias if group.mask is None else bias.transpose(1, 2)
+        scores = torch.baddbmm(bias, keys, q.transpose(1, 2), beta=beta, alpha=scale)
+        scores = scores.transpose(1, 2).contiguous()
     return torch.bmm(torch.softmax(scores, -1), values).view(sequences, -1)
 
 
@@ -223,7 +237,7 @@ def _attend_prefill(
     keys, values = kv_T2Kd.permute(1, 2, 0, 3).unbind(0)
     q = q_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
     out = out_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
-    if not prefill.tiles and num_tokens <= MAX_TILED_TOKENS:
+    if not prefill.tiles and num_tokens <= MAX_TILED_TOKENS[q_THd.dtype]:
         _attend_self(q, keys, values, scale, out)
         return
     mixed, lse = _flash(q, keys, values, scale, is_causal=True)
@@ -251,10 +265,11 @@ def _attend_self(q_KGTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, scale: float, out
     heads, group, num_tokens, head_dim = q_KGTd.shape
     keys_KdT = k_KTd.contiguous().transpose(1, 2)
     values = v_KTd.contiguous()
-    later = q_KGTd.new_full((CAUSAL_ROWS, CAUSAL_ROWS), float("-inf")).triu_(1)
+    step = CAUSAL_ROWS[q_KGTd.dtype]
+    later = q_KGTd.new_full((step, step), float("-inf")).triu_(1)
     zero = q_KGTd.new_zeros(1)
-    for first in range(0, num_tokens, CAUSAL_ROWS):
-        end = min(num_tokens, first + CAUSAL_ROWS)
+    for first in range(0, num_tokens, step):
+        end = min(num_tokens, first + step)
         rows = end - first
         q = q_KGTd[:, :, first:end].reshape(heads, group * rows, head_dim)
         scores = torch.baddbmm(zero, q, keys_KdT[:, :, :end], beta=0, alpha=scale)
@@ -267,18 +282,24 @@ def _flash(
     q_KGTd: Tensor, k_KCd: Tensor, v_KCd: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (mixed values [K, G, T, d], float32 log-sum-exp of the scores [K, G, T])."""
-    keys = k_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
-    values = v_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
     if q_KGTd.device.type == "cpu":
+        keys = k_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
+        values = v_KCd[:, None].expand(-1, q_KGTd.shape[1], -1, -1)
         # The kernel behind scaled_dot_product_attention; called directly for its log-sum-exp.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_KGTd, keys, values, is_causal=is_causal, scale=scale
         )
-    scores = torch.matmul(q_KGTd, keys.transpose(-1, -2)).float() * scale
+    return _plain(q_KGTd, k_KCd, v_KCd, scale, is_causal=is_causal)
+
+
+def _plain(
+    q_KGTd: Tensor, k_KCd: Tensor, v_KCd: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The results of ``_flash`` by plain products, for devices without that kernel."""
+    scores = torch.matmul(q_KGTd, k_KCd[:, None].transpose(-1, -2)).float() * scale
     if is_causal:
-        later = torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
-        scores += later
-    mixed = torch.matmul(torch.softmax(scores, -1).to(values.dtype), values)
+        scores += torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
+    mixed = torch.matmul(torch.softmax(scores, -1).to(v_KCd.dtype), v_KCd[:, None])
     return mixed, torch.logsumexp(scores, -1)
 
 
@@ -337,7 +358,9 @@ class Attention(Operator):
             o_bias = [(f"{name}.o_proj.bias", self.hidden_size)]
             self.o_bias = freeze(self._read_rows(reader, o_bias))
         if self.qk_norm_eps is not None:
-            norms = self._read_rows(reader, [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)])
+            norms = self._read_rows(
+                reader, [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)]
+            )
             per_head = norms.view(2, 1, d)
             both = [per_head[0].expand(heads, d), per_head[1].expand(kv_heads, d)]
             self.qk_weight = freeze(torch.cat(both))
@@ -345,7 +368,7 @@ class Attention(Operator):
     def mix(self, h_TD: Tensor, step: PagedStep) -> Tensor:
         """Return the attended heads [T, H * d] before the output projection; writes the KV."""
         heads, d = self.num_heads, self.head_dim
-        qkv = F.linear(h_TD, self.qkv_weight, self.qkv_bias).view(len(h_TD), -1, d)
+        qkv = functional.linear(h_TD, self.qkv_weight, self.qkv_bias).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + self.num_kv_heads]
         if self.qk_weight is None:
             apply_rope_(qk, qk, step.cos_T1d, step.signed_sin_T1d)
@@ -367,4 +390,4 @@ class Attention(Operator):
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = self.mix(hidden_states[0], tandem_step)
-        return F.linear(mixed, self.o_weight, self.o_bias)[None], None
+        return functional.linear(mixed, self.o_weight, self.o_bias)[None], None

@@ -3,8 +3,10 @@
 Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logits are wanted.
 """
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from torch import Tensor
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.kernels.operator import Operator, WeightReader, freeze
 
@@ -30,15 +32,13 @@ class Linear(Operator):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` and, if there is one, ``bias``."""
         rows = self.out_features
-        self.weight = freeze(
-            self._read_rows(reader, [(f"{name}.weight", rows)], self.in_features)
-        )
+        self.weight = freeze(self._read_rows(reader, [(f"{name}.weight", rows)], self.in_features))
         if self.has_bias:
             self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", rows)]))
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
-        return F.linear(x_TK, self.weight, self.bias)
+        return functional.linear(x_TK, self.weight, self.bias)
 
 
 class Embedding(Operator):
@@ -56,7 +56,7 @@ class Embedding(Operator):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
-        return F.embedding(token_ids, self.weight)
+        return functional.embedding(token_ids, self.weight)
 
 
 class LmHead(Linear):
@@ -65,7 +65,8 @@ class LmHead(Linear):
     Args:
         hidden_size: D.
         vocab_size: V.
-        tied_to: the embedding whose weight this one shares, or None.
+        tied_to: gives the embedding whose weight this one shares, at loading; None is a head
+            with a weight of its own.
     """
 
     def __init__(
@@ -74,17 +75,16 @@ class LmHead(Linear):
         vocab_size: int,
         *,
         has_bias: bool = False,
-        tied_to: Operator | None = None,
+        tied_to: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__(hidden_size, vocab_size, has_bias=has_bias)
-        # A list hides the embedding from nn.Module, which would call it a child of this one.
-        self._tied_to = [] if tied_to is None else [tied_to]
+        self._tied_to = tied_to
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``, or share the embedding's, which must have been loaded before."""
-        if not self._tied_to:
+        if self._tied_to is None:
             super().load(reader, name)
             return
-        self.weight = self._tied_to[0].weight
+        self.weight = self._tied_to().weight
         if self.has_bias:
             self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", self.out_features)]))

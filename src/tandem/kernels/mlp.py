@@ -1,7 +1,7 @@
 """The dense SwiGLU block. Shapes: T tokens, D hidden, F intermediate."""
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch.nn import functional
 
 from tandem.kernels.operator import Operator, WeightReader, freeze
 
@@ -11,7 +11,7 @@ __all__ = ["Mlp", "swiglu"]
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of [..., 2 F] whose first half is the gate; [..., F], new."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return functional.silu(gate).mul_(up)
 
 
 class Mlp(Operator):
@@ -39,12 +39,12 @@ class Mlp(Operator):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
-        hidden = swiglu(F.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
-        return F.linear(hidden, self.down_weight, self.down_bias)
+        hidden = swiglu(functional.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
+        return functional.linear(hidden, self.down_weight, self.down_bias)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
         """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
-        hidden = swiglu(F.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
+        hidden = swiglu(functional.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
         residual_TD.addmm_(hidden, self.down_weight.t())
         if self.down_bias is not None:
             residual_TD += self.down_bias

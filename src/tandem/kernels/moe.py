@@ -3,15 +3,17 @@
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+from itertools import pairwise
+
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.core.errors import ShapeError
 from tandem.kernels.mlp import swiglu
 from tandem.kernels.operator import Operator, WeightReader, freeze
 
-__all__ = ["Experts", "MoeBlock", "Router"]
+__all__ = ["Experts", "MoeBlock", "Router", "read_experts"]
 
 
 class Router(Operator):
@@ -40,7 +42,7 @@ class Router(Operator):
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
-        logits = F.linear(x_TD, self.weight)
+        logits = functional.linear(x_TD, self.weight)
         if self.is_normalised:
             # The softmax over all, renormalised over K, is the softmax over the K best.
             best, ids = torch.topk(logits, self.top_k, dim=-1)
@@ -71,25 +73,18 @@ class Experts(Operator):
         self.intermediate_size = intermediate_size
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read either layout: one tensor for all experts, or three for each.
-
-        Both are ``gate_up_proj`` [E, 2 F, D] and ``down_proj`` [E, D, F] in memory.
-        """
+        """Read either layout: one tensor for all experts, or three for each."""
         e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
-        gate_up = torch.empty((e, 2 * f, d), dtype=reader.dtype, device=reader.device)
-        down = torch.empty((e, d, f), dtype=reader.dtype, device=reader.device)
-        if reader.has(f"{name}.gate_up_proj"):
-            reader.read_into(f"{name}.gate_up_proj", gate_up)
-            reader.read_into(f"{name}.down_proj", down)
-        else:
-            for i in range(e):
-                reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[i, :f])
-                reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[i, f:])
-                reader.read_into(f"{name}.{i}.down_proj.weight", down[i])
-        self.gate_up_weight, self.down_weight = freeze(gate_up), freeze(down)
+        # Inputs first in memory: float32 products of a few rows take a quarter less time than with
+        # rows of W, those of many rows an eighth. The views have the usual shapes.
+        gate_up = torch.empty((e, d, 2 * f), dtype=reader.dtype, device=reader.device)
+        down = torch.empty((e, f, d), dtype=reader.dtype, device=reader.device)
+        read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
+        self.gate_up_weight = freeze(gate_up.transpose(1, 2))
+        self.down_weight = freeze(down.transpose(1, 2))
         # Views made once: making them in the loop over experts costs as much as a small product.
-        self._gate_up_t = [w.t() for w in gate_up]
-        self._down_t = [w.t() for w in down]
+        self._gate_up_t = list(gate_up)
+        self._down_t = list(down)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, [T, D], new.
@@ -143,7 +138,7 @@ class Experts(Operator):
             self._refuse_id(int(sorted_ids[-1] if ends[-1] < tokens * top_k else sorted_ids[0]))
         x = x_TD.index_select(0, order // top_k)
         gate_up = x.new_empty(len(x), 2 * self.intermediate_size)
-        chosen = [(i, a, b) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)) if a < b]
+        chosen = [(i, a, b) for i, (a, b) in enumerate(pairwise(ends)) if a < b]
         for expert_id, a, b in chosen:
             torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
         hidden = swiglu(gate_up)
@@ -161,6 +156,22 @@ class Experts(Operator):
             "kernels.run_experts",
             f"expert id {expert_id} of {self.num_experts} experts: pass -1 for one elsewhere",
         )
+
+
+def read_experts(reader: WeightReader, name: str, gate_up_EFD: Tensor, down_EDF: Tensor) -> None:
+    """Fill gate_up [E, 2 F, D] and down [E, D, F], whichever way the checkpoint stores them.
+
+    transformers 5 saves one tensor for all experts; the hub's checkpoints have three for each.
+    """
+    if reader.has(f"{name}.gate_up_proj"):
+        reader.read_into(f"{name}.gate_up_proj", gate_up_EFD)
+        reader.read_into(f"{name}.down_proj", down_EDF)
+        return
+    size = down_EDF.shape[2]
+    for i, (gate_up, down) in enumerate(zip(gate_up_EFD, down_EDF, strict=True)):
+        reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[:size])
+        reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[size:])
+        reader.read_into(f"{name}.{i}.down_proj.weight", down)
 
 
 class MoeBlock(Operator):
@@ -192,5 +203,8 @@ class MoeBlock(Operator):
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
         """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
-        _, weights, ids = self.gate.route(x_TD)
-        self.experts.add_into_(residual_TD, x_TD, ids, weights)
+        gate, experts = self.gate, self.experts
+        assert isinstance(gate, Router), gate
+        assert isinstance(experts, Experts), experts
+        _, weights, ids = gate.route(x_TD)
+        experts.add_into_(residual_TD, x_TD, ids, weights)

@@ -27,6 +27,10 @@ TORCH_DTYPES = {
 """torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
 
 
+MIN_RUN_TOKENS = 8
+"""Mean length from which copying runs beats scattering tokens: a copy costs as much as 8 do."""
+
+
 class SequenceChunk(msgspec.Struct, frozen=True):
     """The tokens of one sequence that a step computes."""
 
@@ -63,6 +67,9 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """Tokens of each sequence including this step's."""
     fresh_blocks: tuple[int, ...]
     """Blocks that this step begins but does not fill."""
+    slot_runs: tuple[tuple[int, int, int, int], ...] | None
+    """The same slots as runs of rows within a block, (block, offset, first row, end row); None
+    where runs are short, as in a decode, and writing by slot is cheaper."""
     block_size: int
 
     @property
@@ -92,6 +99,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
         blocks: list[int] = []
         rows: list[int] = []
         query_start, context_lens, fresh = [0], [], []
+        runs: list[tuple[int, int, int, int]] = []
         for chunk in sequences:
             length = len(chunk.token_ids)
             end = chunk.start + length
@@ -101,26 +109,38 @@ class PagedBatch(msgspec.Struct, frozen=True):
                 rows.append(len(ids) + length - 1)
             elif chunk.wants == "all":
                 rows.extend(range(len(ids), len(ids) + length))
+            position = chunk.start
+            while position < end:
+                block_id, offset = table[position // block_size], position % block_size
+                count = min(block_size - offset, end - position)
+                row = len(blocks)
+                runs.append((block_id, offset, row, row + count))
+                blocks += [block_id] * count
+                position += count
             ids += chunk.token_ids
             positions += range(chunk.start, end)
-            blocks += [table[position // block_size] for position in range(chunk.start, end)]
             query_start.append(len(ids))
             context_lens.append(end)
             if end % block_size and end - end % block_size >= chunk.start:
                 fresh.append(table[end // block_size])
         width = max((len(chunk.block_table) for chunk in sequences), default=0)
-        tables = [c.block_table + c.block_table[:1] * (width - len(c.block_table)) for c in sequences]
+        tables = [
+            c.block_table + c.block_table[:1] * (width - len(c.block_table)) for c in sequences
+        ]
         positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
         return cls(
             token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=positions_T,
             slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
             slot_offsets=positions_T % block_size,
-            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(-1, width),
+            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(
+                len(tables), width
+            ),
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
             fresh_blocks=tuple(fresh),
+            slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
             block_size=block_size,
         )
 
@@ -188,12 +208,23 @@ class PagedKvCache:
         self.chunks = [rows[layer * rows_per_layer :] for layer in layers]
         """Per layer, [chunks, block_size * head_dim]: one head's keys or values in one block.
         Row ``block * rows_per_block + kind * kv_heads + head`` whatever the layer."""
+        self._scratch = tensor.new_empty(0, layout.block_size * layout.head_dim)
         self.rows_per_block = layout.num_layers * rows_per_layer
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the stored keys and values."""
+        """Dtype of the stored keys and values."""
         return self.tensor.dtype
+
+    def scratch_for(self, num_rows: int) -> Tensor:
+        """Return room for ``num_rows`` rows of ``chunks``; the next call may return the same.
+
+        Kept and grown, as memory fresh from the system costs more to touch than to fill.
+        """
+        if len(self._scratch) < num_rows:
+            width = self.layout.block_size * self.layout.head_dim
+            self._scratch = self.tensor.new_empty(num_rows, width)
+        return self._scratch[:num_rows]
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` tokens of a block to another and zero the rest of it.

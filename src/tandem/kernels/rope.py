@@ -109,7 +109,7 @@ class Rope(Operator):
 
     def __init__(self, parameters: RopeParameters) -> None:
         super().__init__()
-        self.parameters = parameters
+        self.rope_parameters = parameters
         self.inv_freq, self.attention_factor = compute_frequencies(parameters)
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -132,7 +132,7 @@ class Rope(Operator):
         return cos.to(dtype), sin.to(dtype)
 
     def _inv_freq_of(self, positions: Tensor) -> Tensor:
-        p = self.parameters
+        p = self.rope_parameters
         if p.rope_type != "dynamic":
             return self.inv_freq
         longest = p.max_position_embeddings

@@ -119,7 +119,9 @@ def _check_family(raw: dict[str, Any]) -> Family:
             f"{model_type} is an encoder-decoder: only decoders run here", "is_encoder_decoder"
         )
     if model_type not in FAMILIES:
-        raise _refuse(f"model_type {model_type!r} is not supported: known are {known}", "model_type")
+        raise _refuse(
+            f"model_type {model_type!r} is not supported: known are {known}", "model_type"
+        )
     family = FAMILIES[model_type]
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
@@ -139,7 +141,7 @@ def _check_family(raw: dict[str, Any]) -> Family:
     return family
 
 
-def _build_config(raw: dict[str, Any], family: Family) -> Any:  # noqa: ANN401 - transformers' own
+def _build_config(raw: dict[str, Any], family: Family) -> Any:
     from huggingface_hub.errors import (
         StrictDataclassClassValidationError,
         StrictDataclassFieldValidationError,
@@ -161,7 +163,7 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:  # noqa: ANN401 -
         raise ConfigError("models.check_config", f"config.json is not valid: {text}") from error
 
 
-def _check_config(config: Any) -> None:  # noqa: ANN401 - transformers' own
+def _check_config(config: Any) -> None:
     _check_bounds(config)
     if getattr(config, "sliding_window", None) is not None:
         raise _refuse(
@@ -187,7 +189,7 @@ def _check_config(config: Any) -> None:  # noqa: ANN401 - transformers' own
         )
 
 
-def _check_bounds(config: Any) -> None:  # noqa: ANN401 - transformers' own
+def _check_bounds(config: Any) -> None:
     bounds = {
         "num_hidden_layers": MAX_LAYERS,
         "num_attention_heads": MAX_EXPERTS,
@@ -227,13 +229,13 @@ def _check_bounds(config: Any) -> None:  # noqa: ANN401 - transformers' own
         )
 
 
-def head_dim_of(config: Any) -> int:  # noqa: ANN401 - transformers' own
+def head_dim_of(config: Any) -> int:
     """Return the size of a head; not every configuration states it."""
     stated = getattr(config, "head_dim", None)
     return config.hidden_size // config.num_attention_heads if stated is None else stated
 
 
-def _count_moe_layers(config: Any, family: Family) -> int:  # noqa: ANN401 - transformers' own
+def _count_moe_layers(config: Any, family: Family) -> int:
     if not family.is_moe:
         return 0
     return sum(
@@ -242,7 +244,7 @@ def _count_moe_layers(config: Any, family: Family) -> int:  # noqa: ANN401 - tra
     )
 
 
-def _count_parameters(config: Any, family: Family) -> tuple[int, int]:  # noqa: ANN401
+def _count_parameters(config: Any, family: Family) -> tuple[int, int]:
     """Return (all, those that one token reads), tied embeddings counted once."""
     hidden, heads = config.hidden_size, config.num_attention_heads * head_dim_of(config)
     kv = config.num_key_value_heads * head_dim_of(config)
@@ -273,7 +275,7 @@ def _as_ids(value: object) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any]) -> ModelSpec:  # noqa: ANN401
+def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any]) -> ModelSpec:
     total, active = _count_parameters(config, family)
     stored = str(config.dtype or "float32").removeprefix("torch.")
     if stored not in DTYPE_BYTES:

@@ -11,10 +11,14 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, UnsupportedError
 
-__all__ = ["WANTED_FILES", "pull", "resolve_folder"]
+__all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Configuration, weights, tokenizer and chat template; never pickles or code."""
+
+DEMO_MODEL = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo"
+"""The model that ships in the package; examples/demo_model made it."""
 
 Progress = Callable[[int, int, str], None]
 """``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
@@ -24,12 +28,15 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     """Return the folder of a checkpoint without touching the network.
 
     Args:
-        path_or_id: a folder, or a hub id that was pulled before.
+        path_or_id: a folder, a hub id that was pulled before, or ``demo`` (a folder of that
+            name is ``./demo``).
         revision: of a hub id.
 
     Raises:
         NotFoundError: no such folder and no such snapshot in the local cache.
     """
+    if path_or_id == DEMO_MODEL:
+        return DEMO_FOLDER
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
@@ -40,9 +47,7 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     return _snapshot(str(path_or_id), revision, local_only=True, progress=None)
 
 
-def pull(
-    model_id: str, *, revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
     """Download a checkpoint, or what is missing of it, and return its folder.
 
     Args:
@@ -113,14 +118,14 @@ def _snapshot(
         ) from error
 
 
-def _make_progress_class(progress: Progress) -> Any:  # noqa: ANN401 - a class made for tqdm's API
+def _make_progress_class(progress: Progress) -> Any:
     """Make a tqdm that reports bytes to ``progress`` instead of drawing."""
     from tqdm import tqdm
 
     class CallbackTqdm(tqdm):
         """Counts what huggingface_hub's bars count; only those in bytes are reported."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._in_bytes = kwargs.get("unit") == "B"
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": False, "delay": float("inf")})
@@ -131,7 +136,7 @@ def _make_progress_class(progress: Progress) -> Any:  # noqa: ANN401 - a class m
                 progress(int(self.n), int(self.total or 0), str(self.desc or ""))
             return shown
 
-        def display(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        def display(self, *_: Any, **__: Any) -> None:
             """Draw nothing."""
 
     return CallbackTqdm

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ __all__ = ["TensorEntry", "WeightSource"]
 
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the format's own library."""
+
+MAX_DIMENSIONS = 16
 
 SAMPLE_BYTES = 4096
 """Of each tensor, what the fingerprint reads from its start, middle and end."""
@@ -120,13 +123,7 @@ def _read_entry(path: Path, name: str, raw: object, base: int) -> TensorEntry:
     if not isinstance(raw, dict):
         raise _corrupt(path, f"tensor {name!r} is described by a {type(raw).__name__}")
     dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
-    numbers = [shape, offsets]
-    for values in numbers:
-        if not isinstance(values, list) or any(
-            type(v) is not int or not 0 <= v < 1 << 62 for v in values
-        ):
-            raise _corrupt(path, f"tensor {name!r} has shape {shape!r}, offsets {offsets!r}")
-    if len(offsets) != 2 or len(shape) > 16:
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _corrupt(path, f"tensor {name!r} has shape {shape!r}, offsets {offsets!r}")
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in OTHER_DTYPE_BITS):
         raise _corrupt(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
@@ -136,6 +133,14 @@ def _read_entry(path: Path, name: str, raw: object, base: int) -> TensorEntry:
             path, f"tensor {name!r}, {dtype} {shape}, has {offsets[1] - offsets[0]} bytes"
         )
     return TensorEntry(name, path, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -226,7 +231,7 @@ class WeightSource:
         self._done_bytes = 0
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def __enter__(self) -> "WeightSource":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

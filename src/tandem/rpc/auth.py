@@ -9,7 +9,6 @@ loopback is open to every local user.
 Secrets are held in ``Auth`` alone; they are in no ``repr``, log line, error or argument list.
 """
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -29,6 +28,7 @@ from tandem.rpc.runtime_dir import check_runtime_dir, make_runtime_dir
 __all__ = [
     "Auth",
     "AuthKind",
+    "derive_key_bytes",
     "generate_secret",
     "read_allowed_keys",
     "read_secret",
@@ -280,14 +280,19 @@ def read_allowed_keys(path: Path) -> frozenset[bytes]:
     return frozenset(keys)
 
 
+def derive_key_bytes(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
+    """Return the first 32 bytes of HKDF-SHA256, which are one block (RFC 5869 section 2)."""
+    pseudo_random_key = hmac.digest(salt, secret, "sha256")
+    return hmac.digest(pseudo_random_key, info + b"\x01", "sha256")
+
+
 def _derive_key(secret: bytes, kind: AuthKind, side: str) -> bytes:
-    """Return a Curve25519 secret key in Z85: HKDF-SHA256 of the secret (RFC 5869).
+    """Return a Curve25519 secret key in Z85: HKDF-SHA256 of the secret.
 
     Any 32 bytes make a key, since X25519 clamps them (RFC 7748 section 5).
     """
     label = f"tandem rpc v1 {kind.value} {side}".encode()
-    pseudo_random_key = hmac.digest(b"tandem rpc", secret, "sha256")
-    return z85.encode(hmac.digest(pseudo_random_key, label + b"\x01", hashlib.sha256))
+    return z85.encode(derive_key_bytes(secret, salt=b"tandem rpc", info=label))
 
 
 def _is_key(key: bytes) -> bool:
@@ -307,7 +312,7 @@ def _read_private(path: Path, forbidden_mode: int, max_bytes: int) -> bytes:
         raise NotFoundError("rpc.auth", f"{path} does not exist") from None
     except OSError as error:
         raise PermissionDeniedError("rpc.auth", f"{path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -316,7 +321,9 @@ def _read_private(path: Path, forbidden_mode: int, max_bytes: int) -> bytes:
             raise PermissionDeniedError(
                 "rpc.auth", f"{path} has mode {mode:04o}: others have access, chmod it to 0600"
             )
-        data = file.read(max_bytes + 1)
+        data = os.read(descriptor, max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > max_bytes:
         raise ConfigError("rpc.auth", f"{path} is larger than {max_bytes} bytes")
     return data

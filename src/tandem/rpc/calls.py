@@ -203,7 +203,7 @@ class IncomingCalls:
             known = ", ".join(self._methods.list_names())
             raise UnsupportedError(
                 "rpc.call",
-                f"unknown method {call.method!r}: this side serves {known if known else 'none'}",
+                f"unknown method {call.method!r}: this side serves {known or 'none'}",
                 field="method",
             )
         if call.call_id == 0 or call.call_id in self._open:
@@ -222,7 +222,7 @@ class IncomingCalls:
     def _run_plain(self, call_id: int, method: Method, request: Any) -> None:
         try:
             response = method.handler(self._peer, request)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the edge of the process: logged and answered
             self._answer_error(call_id, method.name, error)
         else:
             self._answer(call_id, method.name, response)
@@ -237,7 +237,7 @@ class IncomingCalls:
                 self._refuse(
                     call_id, CancelledError("rpc.call", f"{method.name!r} was cancelled there")
                 )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the edge of the process: logged and answered
             if self._close(call_id):
                 self._answer_error(call_id, method.name, error)
         else:

@@ -16,6 +16,7 @@ from tandem.core.errors import (
     DeadlineError,
     NotFoundError,
     PeerLostError,
+    PermissionDeniedError,
     TandemError,
 )
 from tandem.rpc.auth import Auth
@@ -90,7 +91,9 @@ class RpcClient:
         self._peer: Peer | None = None
         self._session: ClientSession | None = None
         self._failure: TandemError = PeerLostError("rpc.call", "the client is not connected yet")
-        self._connected: asyncio.Event = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Clear while a lost session is being replaced."""
+        self._settled.set()
         self._renewal: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
@@ -165,20 +168,9 @@ class RpcClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while self._peer is None:
-                    if self._renewal is None or self._renewal.done():
-                        raise self._copy_failure()
-                    self._connected.clear()
-                    waiter = asyncio.ensure_future(self._connected.wait())
-                    try:
-                        await asyncio.wait(
-                            (waiter, self._renewal), return_when=asyncio.FIRST_COMPLETED
-                        )
-                    finally:
-                        waiter.cancel()
-        except TimeoutError as error:
-            if isinstance(error, TandemError):
-                raise
+                while not self._settled.is_set():
+                    await self._settled.wait()
+        except TimeoutError:
             raise DeadlineError(
                 "rpc.connect", f"no session with {self.endpoint} within {timeout_s:g} s"
             ) from None
@@ -190,6 +182,7 @@ class RpcClient:
         if context is None:
             return
         self._failure = PeerLostError("rpc.call", f"the client of {self.endpoint} is closed")
+        self._settled.set()
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
@@ -238,7 +231,7 @@ class RpcClient:
             except HandshakeDroppedError as error:
                 dropped += 1
                 if dropped >= MAX_DROPPED_HANDSHAKES:
-                    raise
+                    raise PermissionDeniedError(error.where, error.what) from None
                 reason: TandemError = error
             except RETRYABLE as error:
                 dropped = 0
@@ -263,13 +256,14 @@ class RpcClient:
             epoch=self._epoch,
             check_compat=self._check_compat,
             peer_context=self._peer_context,
+            on_open=self._adopt,
             on_lost=self._lose,
         )
-        peer = await session.open(timeout_s)
-        if peer.is_lost:
-            raise PeerLostError("rpc.connect", f"{peer.name} closed right after the handshake")
+        return await session.open(timeout_s)
+
+    def _adopt(self, session: ClientSession, peer: Peer) -> None:
         self._session, self._peer = session, peer
-        self._connected.set()
+        self._settled.set()
         self.counters.peers_joined += 1
         logger.info("event=peer_joined peer=%s epoch=%d", peer.name, peer.epoch)
         if self._on_peer is not None:
@@ -278,16 +272,14 @@ class RpcClient:
             except Exception:
                 self.counters.callback_errors += 1
                 logger.exception("event=peer_callback_failed peer=%s", peer.name)
-        return peer
 
     def _lose(self, peer: Peer, error: TandemError) -> None:
-        if peer is not self._peer:
-            return  # Lost between its handshake and the attempt's return, which reports it.
         self._peer = self._session = None
         self.counters.peers_lost += 1
         if self._context is not None:
             self._failure = error
             if self._reconnect:
+                self._settled.clear()
                 self._renewal = asyncio.get_running_loop().create_task(self._renew())
         if self._on_peer_lost is not None:
             try:
@@ -302,6 +294,7 @@ class RpcClient:
         except TandemError as error:
             # Refused by name: another attempt would be refused as well.
             self._failure = error
+            self._settled.set()
             logger.exception("event=reconnect_given_up endpoint=%s", self.endpoint)
 
     def _copy_failure(self) -> TandemError:

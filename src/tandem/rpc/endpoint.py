@@ -34,9 +34,11 @@ class Endpoint:
         if self.host == "localhost":
             return True
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            address = ipaddress.ip_address(self.host)
         except ValueError:
             return False
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return address.is_loopback if mapped is None else mapped.is_loopback
 
 
 def parse_endpoint(url: str) -> Endpoint:

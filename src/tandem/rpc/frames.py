@@ -48,7 +48,7 @@ MAX_ERROR_CHARS = 4096
 """An error text quotes values; a caller needs the gist, and a notice must fit any limit."""
 
 T = TypeVar("T")
-Unsigned = Annotated[int, Meta(ge=0, lt=2**63)]
+Unsigned = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Version = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -67,11 +67,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Limits(msgspec.Struct, frozen=True, array_like=True):
     """What the other side must respect towards the side that says it."""
 
-    max_message_bytes: Annotated[int, Meta(ge=1, lt=2**63)]
-    heartbeat_interval_ms: Annotated[int, Meta(ge=1, lt=2**31)]
-    lease_ms: Annotated[int, Meta(ge=1, lt=2**31)]
+    max_message_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    lease_ms: Annotated[int, Meta(ge=20, lt=2**31)]
     window_messages: Annotated[int, Meta(ge=1, lt=2**31)]
-    window_bytes: Annotated[int, Meta(ge=1, lt=2**63)]
+    window_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -39,6 +39,8 @@ class CurveGate:
     def close(self) -> None:
         """Stop; connections that were admitted stay."""
         self._pump.close()
+        for task in self._tasks:
+            task.cancel()
         self._authenticator.stop()
 
     def _receive(self) -> None:

@@ -48,7 +48,6 @@ def make_limits(config: RpcConfig) -> Limits:
     """Return what the other side must know of our configuration."""
     return Limits(
         max_message_bytes=config.max_message_bytes,
-        heartbeat_interval_ms=config.heartbeat_interval_ms,
         lease_ms=config.lease_ms,
         window_messages=config.max_pending_per_peer,
         window_bytes=config.max_pending_bytes,

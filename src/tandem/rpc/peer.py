@@ -304,6 +304,7 @@ class Peer:
         return data
 
     def _transmit(self, data: bytes) -> None:
+        self._raise_if_lost()  # Encoding or flushing before this may have found it so.
         self._transport.transmit(data)
         self._lease.note_said(self._context.clock.now_s())
 
@@ -339,7 +340,6 @@ class Peer:
             batch, self._outbox = self._outbox, []
         try:
             for data in batch:
-                self._raise_if_lost()
                 self._transmit(data)
         except CapacityError as error:
             self._overflow(error)

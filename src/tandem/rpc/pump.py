@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_TURN = 64
 """After this many messages other callbacks of the loop get their turn."""
 
+# Plain numbers: an ``&`` of zmq's enum members costs more than asking the socket.
+EVENTS = int(zmq.EVENTS)
+POLLIN = int(zmq.POLLIN)
+
 
 class SocketPump:
     """Calls ``receive`` as long as the socket is readable. Lives on one loop.
@@ -75,4 +79,4 @@ class SocketPump:
             self._loop.call_soon(self._take_turn)
 
     def _is_readable(self) -> bool:
-        return not self._closed and bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # pyright: ignore[reportOperatorIssue]
+        return not self._closed and bool(int(self._socket.getsockopt(EVENTS)) & POLLIN)

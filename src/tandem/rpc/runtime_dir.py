@@ -86,21 +86,28 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_socket_free(path: Path) -> None:
-    """Refuse a socket path that somebody serves; a stale file or none is free.
+    """Refuse a path that somebody serves or that is no socket; a stale socket or nothing is free.
 
-    ZeroMQ unlinks what it finds before it binds, so a second server would take over in silence.
+    ZeroMQ unlinks whatever it finds before it binds: a second server would take over in silence,
+    and a file would be gone.
 
     Raises: ConflictError.
     """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConflictError("rpc.bind", f"{path} exists and is not a socket: move it away")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_TIMEOUT_S)
         try:
             probe.connect(os.fspath(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
+        except ConnectionRefusedError:
+            return  # Stale: nobody listens.
         except OSError as error:
             raise ConflictError(
-                "rpc.bind", f"{path} exists and is not a free socket: {error.strerror}"
+                "rpc.bind", f"{path} is a socket in use: {error.strerror}"
             ) from None
     raise ConflictError("rpc.bind", f"{path} is served by another process: stop it first")
 

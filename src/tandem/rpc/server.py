@@ -165,7 +165,7 @@ class RpcServer:
     @property
     def endpoint(self) -> str:
         """The address bound, with the port that was chosen; as given before ``start``."""
-        return self._bound_url if self._bound_url else self._endpoint.url
+        return self._bound_url or self._endpoint.url
 
     @property
     def peers(self) -> list[Peer]:
@@ -222,10 +222,13 @@ class RpcServer:
         opening.callback(self._pump.close)
 
     def _bind(self) -> None:
-        host = f"[{self._endpoint.host}]" if ":" in self._endpoint.host else self._endpoint.host
-        url = self._endpoint.url
+        url, host = self._endpoint.url, self._endpoint.host
         if not self._endpoint.is_local_socket:
-            url = f"tcp://{host}:{self._endpoint.port if self._endpoint.port else '*'}"
+            if ":" in host:
+                # Only then: with it, an IPv4 address would be bound, and told, as a mapped one.
+                self._socket.setsockopt(zmq.IPV6, 1)
+                host = f"[{host}]"
+            url = f"tcp://{host}:{self._endpoint.port or '*'}"
         try:
             self._socket.bind(url)
         except zmq.ZMQError as error:
@@ -247,7 +250,7 @@ class RpcServer:
             # Only a frame object knows its descriptor, and only a hello needs it.
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             data = frame.bytes
-            descriptor = int(frame.get(zmq.MessageOption.SRCFD))
+            descriptor = _find_descriptor(frame)
         if self._socket.getsockopt(zmq.RCVMORE):
             self._skip_parts()
             self.counters.malformed_frames += 1
@@ -325,7 +328,8 @@ class RpcServer:
             return
         peer = Peer(hello.identity, hello.epoch, hello.limits, connection, self._peer_context)
         self._peers[routing_id] = (peer, connection)
-        self._by_descriptor[descriptor] = routing_id
+        if descriptor != NO_DESCRIPTOR:
+            self._by_descriptor[descriptor] = routing_id
         self.counters.peers_joined += 1
         logger.info("event=peer_joined peer=%s id=%s", peer.name, peer.instance_id)
         if self._on_peer is not None:
@@ -337,12 +341,10 @@ class RpcServer:
 
     def _transmit(self, connection: _Connection, data: bytes) -> None:
         transmit(self._socket, connection.name, connection.routing_id, data)
-        if self._is_open:
-            self._pump.note_sent()
+        self._pump.note_sent()
 
     def _drain(self) -> None:
-        if self._is_open:
-            self._pump.drain()
+        self._pump.drain()
 
     # Loss.
 
@@ -377,3 +379,14 @@ class RpcServer:
             except Exception:
                 self.counters.callback_errors += 1
                 logger.exception("event=peer_callback_failed peer=%s", peer.name)
+
+
+def _find_descriptor(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection a frame came by, as the monitor names it.
+
+    Without one (ZeroMQ calls the option deprecated) a dead peer is found by its lease alone.
+    """
+    try:
+        return int(frame.get(zmq.MessageOption.SRCFD))
+    except zmq.ZMQError:
+        return NO_DESCRIPTOR

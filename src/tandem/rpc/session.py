@@ -54,6 +54,7 @@ class ClientSession:
         epoch: number of this session, from 1.
         check_compat: decides on the server by what it says of itself.
         peer_context: shared with the client's other sessions.
+        on_open: called once when the session begins, before anything else of it is delivered.
         on_lost: called once if the session had begun and has ended.
     """
 
@@ -67,6 +68,7 @@ class ClientSession:
         epoch: int,
         check_compat: CompatCheck,
         peer_context: PeerContext,
+        on_open: Callable[["ClientSession", Peer], None],
         on_lost: LossCallback,
     ) -> None:
         self._url = url
@@ -75,6 +77,7 @@ class ClientSession:
         self._epoch = epoch
         self._check_compat = check_compat
         self._peer_context = peer_context
+        self._on_open = on_open
         self._on_lost = on_lost
         self._peer: Peer | None = None
         self._closed = False
@@ -91,33 +94,30 @@ class ClientSession:
             UnsupportedError, ConflictError or whatever refused, by either side;
             DeadlineError if nobody answers in time.
         """
-        hello = Hello(
-            PROTOCOL_VERSION,
-            MIN_PROTOCOL_VERSION,
-            self._epoch,
-            self._identity,
-            make_limits(self._peer_context.config),
-        )
         try:
-            try:
-                self._socket.connect(self._url)
-            except zmq.ZMQError as error:
-                raise PeerLostError(
-                    "rpc.connect", f"cannot connect to {self._url}: {error}"
-                ) from None
-            self.transmit(encode_frame(hello))
-            async with asyncio.timeout(timeout_s):
-                return await self._greeted
-        except TimeoutError as error:
-            self.close()
-            if isinstance(error, TandemError):
-                raise
-            raise DeadlineError(
-                "rpc.connect", f"{self._url} did not answer the handshake within {timeout_s:g} s"
-            ) from None
+            self._say_hello()
+            await asyncio.wait((self._greeted,), timeout=timeout_s)
+            self._check_greeted(timeout_s)
+            return self._greeted.result()
         except BaseException:
-            self.close()
+            if self._peer is None:
+                self.close()
             raise
+
+    def _say_hello(self) -> None:
+        try:
+            self._socket.connect(self._url)
+        except zmq.ZMQError as error:
+            raise PeerLostError("rpc.connect", f"no way to {self._url}: {error}") from None
+        limits = make_limits(self._peer_context.config)
+        hello = Hello(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, self._epoch, self._identity, limits)
+        self.transmit(encode_frame(hello))
+
+    def _check_greeted(self, timeout_s: float) -> None:
+        if not self._greeted.done():
+            raise DeadlineError(
+                "rpc.connect", f"{self._url} did not shake hands within {timeout_s:g} s"
+            )
 
     def transmit(self, data: bytes) -> None:
         """Send one frame; see ``Transport``."""
@@ -138,10 +138,11 @@ class ClientSession:
         if tell:
             with contextlib.suppress(CapacityError, PeerLostError):  # Best effort: it is lost.
                 transmit(self._socket, self._url, encode_frame(make_bye(error)))
-        self.close()
         if self._peer is None:
             self._fail(error)
+            self.close()
             return
+        self.close()
         self._peer.lose(error)
         logger.info("event=peer_lost peer=%s reason=%s", self._peer.name, error)
         self._on_lost(self._peer, error)
@@ -150,6 +151,8 @@ class ClientSession:
         """Give the socket back. Idempotent."""
         if not self._closed:
             self._closed = True
+            if not self._greeted.done():
+                self._greeted.cancel()
             self._pump.close()
             self._monitor.close()
             self._socket.close()
@@ -172,6 +175,7 @@ class ClientSession:
         else:
             if not self._greeted.done():
                 self._greeted.set_result(self._peer)
+            self._on_open(self, self._peer)
 
     def _shake_hands(self, data: bytes) -> Peer:
         greeting = decode_greeting(data)

@@ -11,6 +11,10 @@ from tandem.rpc.pump import SocketPump
 
 __all__ = ["SocketMonitor", "open_socket", "transmit"]
 
+# Plain numbers: an ``|`` of zmq's enum members is built anew on every use.
+MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+LAST = int(zmq.NOBLOCK)
+
 FRAME_SLACK_BYTES = 4096
 """ZeroMQ cuts the connection of a longer frame without a word. Up to this much over the limit we
 read it, and refuse it by name."""
@@ -29,7 +33,6 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes + FRAME_SLACK_BYTES)
     socket.setsockopt(zmq.LINGER, config.linger_ms)
-    socket.setsockopt(zmq.IPV6, 1)
     # Our own beats prove that the peer's *loop* lives. These prove the connection, so that the
     # queue of a host that vanished is given back too.
     socket.setsockopt(zmq.HEARTBEAT_IVL, config.heartbeat_interval_ms)
@@ -42,6 +45,7 @@ def open_socket(
         # One socket is one connection is one session: what a lost session had queued must not
         # reach the next one. Connecting again is ours to do, with a new socket.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.IPV6, 1)  # Names may resolve to either.
     return socket
 
 
@@ -52,8 +56,8 @@ def transmit(socket: zmq.Socket[bytes], peer_name: str, *parts: bytes) -> None:
     """
     try:
         for part in parts[:-1]:
-            socket.send(part, zmq.SNDMORE | zmq.NOBLOCK)
-        socket.send(parts[-1], zmq.NOBLOCK)
+            socket.send(part, MORE)
+        socket.send(parts[-1], LAST)
     except zmq.Again:
         raise CapacityError("rpc.send", f"the socket queue to {peer_name} is full") from None
     except zmq.ZMQError as error:

@@ -51,6 +51,16 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
 
+    def start(self) -> None:
+        """Start the process, so that the first conversation does not wait for it.
+
+        Raises:
+            ConfigError: the template does not compile.
+        """
+        with self._lock:
+            if self._worker is None:
+                self._start()
+
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Return the prompt of a conversation. Blocks; thread-safe.
 
@@ -64,10 +74,18 @@ class ChatTemplate:
         """
         variables = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
+        try:
+            message = msgspec.msgpack.encode((variables, self._max_chars))
+        except (OverflowError, RecursionError) as error:
+            raise ConfigError(
+                "chat_template.render",
+                f"the template's arguments cannot be passed on: {error}",
+                field="chat_template_kwargs",
+            ) from error
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
                 self._start()
-            is_ok, text = self._exchange((variables, self._max_chars), self._timeout_s)
+            is_ok, text = self._exchange(message, self._timeout_s)
         if not is_ok:
             raise _refusal(text)
         return text
@@ -81,25 +99,24 @@ class ChatTemplate:
         self._stop()
         # The path is all it inherits: a template that escaped would find no secrets.
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._worker = subprocess.Popen(  # noqa: S603 - our own file, no shell.
+        self._worker = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        is_ok, text = self._exchange(self._source, _START_TIMEOUT_S)
+        is_ok, text = self._exchange(msgspec.msgpack.encode(self._source), _START_TIMEOUT_S)
         if not is_ok:
             self._stop()
             raise _refusal(f"it does not compile: {text}")
 
-    def _exchange(self, message: object, timeout_s: float) -> tuple[bool, str]:
+    def _exchange(self, payload: bytes, timeout_s: float) -> tuple[bool, str]:
         """Send one frame and await one; ends the worker if that fails or takes too long."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
         assert worker.stdout is not None
-        payload = msgspec.msgpack.encode(message)
         deadline_s = self._clock.now_s() + timeout_s
         try:
             # The worker reads a frame whole before it works, so this cannot wait for rendering.

@@ -24,7 +24,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         8000
     )
     api_key: Annotated[
-        tuple[str, ...], Meta(description="Keys that clients may present as Bearer tokens.")
+        tuple[str, ...],
+        Meta(description="Keys that clients may present as Bearer tokens.", extra={"secret": True}),
     ] = ()
     api_key_file: Annotated[
         str | None, Meta(description="File of further API keys, one a line; # starts a comment.")
@@ -71,8 +72,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=1, le=2**16, description="Generations in one request (prompts times n).")
     ] = 256
     default_max_tokens: Annotated[
-        int | None,
-        Meta(ge=1, description="Chat tokens if a request names no limit; unset: what fits."),
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Chat tokens if a request names no limit; unset: what fits."),
     ] = None
     tokenizer_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that tokenize and render chat templates.")

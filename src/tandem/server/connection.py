@@ -5,16 +5,17 @@ a task beside that wait, and is cancelled the moment it returns, not at the next
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tandem.core.errors import DeadlineError
+from tandem.core.errors import DeadlineError, TandemError
 from tandem.server.http_errors import HttpError
 
-__all__ = ["ClientGoneError", "read_body", "run_while_connected"]
+__all__ = ["ClientGoneError", "limit_time", "read_body", "run_while_connected"]
 
 _T = TypeVar("_T")
 
@@ -88,33 +89,42 @@ async def _discard(receive: Receive) -> None:
         return
 
 
-async def run_while_connected(
-    receive: Receive, work: Coroutine[Any, Any, _T], time_limit_s: float
-) -> _T:
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Await ``work``, but cancel it as soon as the client leaves.
 
     The body must have been read. ``work`` has ended when this returns or raises.
 
     Raises:
         ClientGoneError: the client left.
-        DeadlineError: ``work`` took longer than ``time_limit_s``.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_disconnect(receive))
     try:
-        await asyncio.wait(
-            (task, gone), timeout=time_limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if task.done():
-            return task.result()
-        if gone.done():
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise ClientGoneError
-        what = f"the request took longer than {time_limit_s:g} s"
-        raise DeadlineError("server.run_while_connected", what)
+        return task.result()
     finally:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+@asynccontextmanager
+async def limit_time(seconds: float) -> AsyncIterator[None]:
+    """Bound the block.
+
+    Raises:
+        DeadlineError: the block took longer.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, TandemError):
+            raise
+        what = f"the request took longer than {seconds:g} s"
+        raise DeadlineError("server.limit_time", what) from error
 
 
 async def _wait_disconnect(receive: Receive) -> None:

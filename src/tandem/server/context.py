@@ -4,10 +4,10 @@ A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the a
 in it depends on HTTP; handlers get it as their first argument.
 """
 
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError
@@ -21,14 +21,14 @@ from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
 from tandem.server.stop_strings import StopMatcher, StopStrings
 
-__all__ = ["ChoicePlan", "ServerContext", "TextOptions"]
+__all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """How tokens become text, for all choices of a request."""
 
-    stop: Sequence[str] = ()
+    stops: StopStrings | None = None
     keep_stop: bool = False
     skip_special_tokens: bool = True
 
@@ -52,6 +52,10 @@ class RequestOptions:
     timeout_s: float | None = None
 
 
+def _unix_s() -> int:
+    return int(datetime.now(UTC).timestamp())
+
+
 @dataclass
 class ServerContext:
     """Everything a handler needs.
@@ -68,7 +72,7 @@ class ServerContext:
     metrics: ServerMetrics
     lifecycle: Lifecycle
     clock: Clock = field(default_factory=MonotonicClock)
-    created_at: int = field(default_factory=lambda: int(time.time()))
+    created_at: int = field(default_factory=_unix_s)
 
     def check_model(self, name: str | None) -> str:
         """Return the name to report; None asks for whatever is served.
@@ -99,33 +103,42 @@ class ServerContext:
             raise PeerLostError("server.ready_info", f"{what}{detail}; /ready tells when")
         return info
 
-    def make_timer(self) -> RequestTimer:
-        """Start the clock of a request that has just been read."""
-        return RequestTimer(self.metrics, self.clock)
+    def now_unix_s(self) -> int:
+        """Return the wall clock, for ``created`` fields."""
+        return _unix_s()
+
+    def check_choices(self, num_choices: int) -> None:
+        """Refuse a request that asks for more generations than one may; before any work.
+
+        Raises:
+            ConfigError: more than ``max_choices``.
+        """
+        if num_choices > self.config.max_choices:
+            raise ConfigError(
+                "server.check_choices",
+                f"{num_choices} generations in one request, at most {self.config.max_choices} "
+                "are served: send fewer prompts or a smaller n",
+                field="n",
+            )
 
     async def start(
-        self, plans: Sequence[ChoicePlan], options: RequestOptions, timers: Sequence[RequestTimer]
+        self, plans: Sequence[ChoicePlan], options: RequestOptions, arrived_s: float
     ) -> GenerationGroup:
         """Submit all choices of a request; the caller owns, and closes, what comes back.
 
         Raises:
-            ConfigError: more choices than ``max_choices``, or refused by the engine.
+            ConfigError: refused by the engine.
             CapacityError: the queue is full; nothing is left queued.
             PeerLostError: the instance is down.
         """
-        if len(plans) > self.config.max_choices:
-            raise ConfigError(
-                "server.start",
-                f"{len(plans)} generations in one request, at most {self.config.max_choices} are "
-                "served: send fewer prompts or a smaller n",
-                field="n",
-            )
         limit_s = self.config.request_timeout_s
         if options.timeout_s is not None:
             limit_s = min(limit_s, options.timeout_s)
         generations = [
-            self._make_generation(index, plan, options, limit_s, timer)
-            for index, (plan, timer) in enumerate(zip(plans, timers, strict=True))
+            self._make_generation(
+                index, plan, options, limit_s, RequestTimer(self.metrics, self.clock, arrived_s)
+            )
+            for index, plan in enumerate(plans)
         ]
         group = GenerationGroup(options.name, generations, self.lifecycle, limit_s)
         await group.submit(self.engine)
@@ -150,18 +163,11 @@ class ServerContext:
         )
         text = plan.text
         matcher = None
-        if text.stop:
-            matcher = StopMatcher(StopStrings(text.stop), keep_match=text.keep_stop)
+        if text.stops is not None:
+            matcher = StopMatcher(text.stops, keep_match=text.keep_stop)
         detokenizer = self.encoder.tokenizer.detokenizer(
             skip_special_tokens=text.skip_special_tokens, context=plan.prompt_ids[-8:]
         )
         return Generation(
             index, request, detokenizer, matcher, timer, keep_stop_token=text.keep_stop
         )
-
-
-def as_list(value: str | list[str] | None) -> list[str]:
-    """Return a field that may be one value, several or none as a list."""
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value

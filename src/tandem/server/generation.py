@@ -7,7 +7,7 @@ the event loop, no locks.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
@@ -87,7 +87,7 @@ class Generation:
         """Queue the request at the engine; raises what ``EngineClient.submit`` raises."""
         self._stream = await engine.submit(self.request)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield what comes, until the end; a stop string cancels the rest at the engine at once.
 
         An output whose text is held back yields nothing; its tokens come with the next piece.
@@ -99,7 +99,7 @@ class Generation:
         assert self._stream is not None
         async for output in self._stream:
             if output.token_ids:
-                self.timer.see_output()
+                self.timer.see_output(output.queue_s)
             self._is_done = output.finish_reason is not None
             piece = self._advance(output)
             if self.finish_reason is not None:
@@ -112,7 +112,7 @@ class Generation:
             raise PeerLostError("server.generate", "the engine ended the request without a word")
         self._is_done = True
         self.finish_reason = "abort"
-        yield self._make_piece(self._detokenizer.flush())
+        yield self._make_piece(self._match_stop(self._detokenizer.flush()))
 
     def _advance(self, output: RequestOutput) -> Piece | None:
         if output.prompt_len:
@@ -231,14 +231,19 @@ class GenerationGroup:
     async def submit(self, engine: EngineClient) -> None:
         """Queue all choices, or none: what was queued is cancelled if one is refused."""
         self._live.add(self.name, self)
+        submissions = [generation.submit(engine) for generation in self.generations]
         try:
-            for generation in self.generations:
-                await generation.submit(engine)
-        except BaseException:
+            # Together, as each is a round trip; the engine sees them in order all the same.
+            results = await asyncio.gather(*submissions, return_exceptions=True)
+        except asyncio.CancelledError:
             await self.close()
             raise
+        failure = next((result for result in results if result is not None), None)
+        if failure is not None:
+            await self.close()
+            raise failure
 
-    async def pieces(self) -> AsyncIterator[tuple[Generation, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
         """Yield the pieces of all choices as they come; raises like ``Generation.pieces``."""
         if len(self.generations) > 1:
             async for generation, piece in self._merged():
@@ -248,7 +253,7 @@ class GenerationGroup:
         async for piece in only.pieces():
             yield only, piece
 
-    async def _merged(self) -> AsyncIterator[tuple[Generation, Piece]]:
+    async def _merged(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
         # Unbounded, but holds at most the tokens that the choices may generate.
         queue: asyncio.Queue[tuple[Generation, Piece | Exception]] = asyncio.Queue()
 

@@ -52,7 +52,7 @@ class HostGate:
             return HttpError(400, what, param="Host", code="host_not_allowed")
         origin = found.get(b"origin")
         if origin is not None:
-            source = urlsplit_or_none(origin.decode("latin-1"))
+            source = _authority_of(origin.decode("latin-1"))
             is_own = source is not None and source == authority
             name = _host_of(f"//{source}") if source is not None else None
             if not is_own and (name is None or not self._is_allowed(name)):
@@ -64,7 +64,7 @@ class HostGate:
         return host in self._names or host.endswith((*self._suffixes, ".localhost"))
 
 
-def urlsplit_or_none(url: str) -> str | None:
+def _authority_of(url: str) -> str | None:
     """Return the authority of a URL, None if it has none."""
     try:
         return urlsplit(url).netloc or None

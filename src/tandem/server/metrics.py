@@ -127,6 +127,27 @@ METRICS: tuple[MetricSpec, ...] = (
         buckets=_LATENCY_S,
     ),
     MetricSpec(
+        "tandem:request_queue_time_seconds",
+        "histogram",
+        _MODEL,
+        "Acceptance of a request to its first step.",
+        buckets=_LATENCY_S,
+    ),
+    MetricSpec(
+        "tandem:request_prefill_time_seconds",
+        "histogram",
+        _MODEL,
+        "First step of a request to its first token.",
+        buckets=_LATENCY_S,
+    ),
+    MetricSpec(
+        "tandem:request_decode_time_seconds",
+        "histogram",
+        _MODEL,
+        "First token of a request to its end.",
+        buckets=_LATENCY_S,
+    ),
+    MetricSpec(
         "tandem:request_prompt_tokens",
         "histogram",
         _MODEL,
@@ -167,6 +188,9 @@ class ServerMetrics:
         self.time_to_first_token = self._histogram(specs["time_to_first_token_seconds"])
         self.inter_token_latency = self._histogram(specs["inter_token_latency_seconds"])
         self.e2e_latency = self._histogram(specs["e2e_request_latency_seconds"])
+        self.queue_time = self._histogram(specs["request_queue_time_seconds"])
+        self.prefill_time = self._histogram(specs["request_prefill_time_seconds"])
+        self.decode_time = self._histogram(specs["request_decode_time_seconds"])
         self.prompt_tokens = self._histogram(specs["request_prompt_tokens"])
         self.generation_tokens = self._histogram(specs["request_generation_tokens"])
         self._finished = self._counter(specs["request_success_total"])
@@ -226,12 +250,13 @@ class _EngineCollector(Collector):
 class RequestTimer:
     """Observes the latencies of one generation, from when its HTTP request was read."""
 
-    __slots__ = ("_arrived_s", "_clock", "_last_s", "_metrics")
+    __slots__ = ("_arrived_s", "_clock", "_first_s", "_last_s", "_metrics")
 
-    def __init__(self, metrics: ServerMetrics, clock: Clock) -> None:
+    def __init__(self, metrics: ServerMetrics, clock: Clock, arrived_s: float) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._arrived_s = clock.now_s()
+        self._arrived_s = arrived_s
+        self._first_s: float | None = None
         self._last_s: float | None = None
 
     @property
@@ -239,18 +264,26 @@ class RequestTimer:
         """Seconds since arrival."""
         return self._clock.now_s() - self._arrived_s
 
-    def see_output(self) -> None:
-        """Note that tokens came."""
+    def see_output(self, queue_s: float | None) -> None:
+        """Note that tokens came; ``queue_s`` is the engine's word with the first of them."""
         now_s = self._clock.now_s()
+        metrics = self._metrics
         if self._last_s is None:
-            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+            self._first_s = now_s
+            since_arrival_s = now_s - self._arrived_s
+            metrics.time_to_first_token.observe(since_arrival_s)
+            if queue_s is not None:
+                metrics.queue_time.observe(queue_s)
+                metrics.prefill_time.observe(max(since_arrival_s - queue_s, 0.0))
         else:
-            self._metrics.inter_token_latency.observe(now_s - self._last_s)
+            metrics.inter_token_latency.observe(now_s - self._last_s)
         self._last_s = now_s
 
     def see_end(self, reason: str, prompt_len: int, num_tokens: int) -> None:
         """Note that the generation ended."""
         self._metrics.e2e_latency.observe(self.elapsed_s)
+        if self._first_s is not None:
+            self._metrics.decode_time.observe(self._clock.now_s() - self._first_s)
         self._metrics.prompt_tokens.observe(prompt_len)
         self._metrics.generation_tokens.observe(num_tokens)
         self._metrics.count_finished(reason)

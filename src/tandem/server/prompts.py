@@ -4,18 +4,21 @@ Text is encoded on tokenizer threads. A text that cannot fit the context is refu
 encoded, by the longest token there is.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError, TandemError, UnsupportedError
 from tandem.server.chat_template import ChatTemplate
 from tandem.server.protocol.openai import InputMessage
 from tandem.server.tokenizer import Tokenizer, TokenThreads
 
 __all__ = ["PromptEncoder", "fit_max_tokens", "plain_messages", "read_prompts"]
+
+_logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN_CHARS = 512
 """No vocabulary we know has a longer token; runs of spaces come to 256."""
@@ -41,16 +44,15 @@ def read_prompts(
     if not value:
         raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
     ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
-    many = isinstance(value[0], list)
-    kind = list[str] if isinstance(value[0], str) else list[ids] if many else ids
     try:
-        prompts = msgspec.convert(value, kind)
+        if isinstance(value[0], str):
+            return msgspec.convert(value, list[str]), True
+        if isinstance(value[0], list):
+            return msgspec.convert(value, list[ids]), True
+        return [msgspec.convert(value, ids)], False
     except msgspec.ValidationError as error:
         what = str(error).replace("`$", f"`{field}")
         raise ConfigError("server.read_prompts", what, field=field) from error
-    if isinstance(value[0], str) or many:
-        return prompts, True
-    return [prompts], False
 
 
 def fit_max_tokens(
@@ -65,7 +67,12 @@ def fit_max_tokens(
     """Return how many tokens to generate at most.
 
     Args:
-        asked: by the client; None takes ``default``, clipped to what fits, or all that fits.
+        asked: by the client, in the field ``max_field``.
+        default: what holds if it did not ask, clipped to what fits; None is all that fits.
+        prompt_len: tokens of the prompt, from the field ``prompt_field``.
+        max_model_len: tokens of prompt and answer together.
+        prompt_field: for errors.
+        max_field: for errors.
 
     Raises:
         ConfigError: the prompt leaves no room for a token, or what was asked for does not fit.
@@ -218,6 +225,15 @@ class PromptEncoder:
         merged["add_generation_prompt"] = asks
         text = await self.threads.run(self._template.render, plain, merged)
         return _cut_after(text, plain[-1]["content"]) if is_continued else text
+
+    async def warm_up(self) -> None:
+        """Start what the first conversation would wait for; a broken template is only logged."""
+        if self._template is None:
+            return
+        try:
+            await self.threads.run(self._template.start)
+        except TandemError as error:
+            _logger.warning("event=chat_template_broken error=%s", error)
 
     def close(self) -> None:
         """End the threads and the template's process."""

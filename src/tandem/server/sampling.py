@@ -84,7 +84,13 @@ def make_sampling(
 
     Args:
         request: decoded, so within bounds.
+        defaults: what holds for fields that the request leaves out.
         vocab_size: token ids must be below it.
+        max_tokens: as fitted to the context.
+        min_tokens: under whatever name the dialect has for it, as the next three.
+        seed: of this choice.
+        logprobs: likeliest tokens to report with each generated one; None for none.
+        prompt_logprobs: the same for the prompt.
         prefix: path of ``request`` in the body, for errors.
 
     Raises:

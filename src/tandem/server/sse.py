@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.errors import InternalError, TandemError
-from tandem.server.connection import ClientGoneError, run_while_connected
+from tandem.server.connection import ClientGoneError, limit_time, run_while_connected
 from tandem.server.generation import GenerationGroup
 from tandem.server.http_errors import describe_error, encode_error
 
@@ -54,20 +54,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the stream; returns when everything it held is free."""
         try:
-            work = self._send_all(send)
-            await run_while_connected(receive, work, self._group.time_limit_s)
+            await run_while_connected(receive, self._send_all(send))
         except ClientGoneError:
             _logger.debug("event=client_gone name=%s", self._group.name)
-        except TandemError as error:
-            # The limit passed while events were being sent: nothing more can be said in time.
-            _logger.warning("event=stream_ended name=%s error=%s", self._group.name, error)
         finally:
             await self._group.close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async with aclosing(self._events) as events:
+            async with limit_time(self._group.time_limit_s), aclosing(self._events) as events:
                 async for event in events:
                     await self._send_event(send, event)
         except TandemError as error:

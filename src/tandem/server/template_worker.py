@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY_BYTES = 1 << 30
+MAX_MEMORY_BYTES = 1 << 29
 """Address space; rendering a template takes a few MiB above Python's own 100 or so."""
 
 

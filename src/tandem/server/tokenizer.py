@@ -63,7 +63,9 @@ class Tokenizer:
             ConfigError: the text is not valid Unicode (a lone surrogate).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the library's ways to encode, only those for batches release the GIL.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
         except UnicodeEncodeError as error:
             raise ConfigError("tokenizer.encode", f"text is not Unicode: {error}") from error
 
@@ -137,9 +139,7 @@ class TokenThreads:
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
-    async def run(
-        self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
+    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``function`` on a thread and await its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
@@ -152,6 +152,9 @@ class TokenThreads:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer files of a checkpoint folder.
 
+    ``tokenizer.json`` alone decides how text is encoded and which tokens frame it; like
+    transformers 5, this ignores ``add_bos_token`` beside it.
+
     Raises:
         NotFoundError: the folder has neither ``tokenizer.json`` nor what transformers can convert.
         ConfigError: a file is there and cannot be read.
@@ -162,7 +165,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if path.exists():
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception.
+        except Exception as error:
             raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
     else:
         backend = _convert_tokenizer(folder)
@@ -184,7 +187,7 @@ def _convert_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         ) from error
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - transformers raises whatever its parts raise.
+    except Exception as error:
         raise NotFoundError("tokenizer.load", f"no tokenizer in {folder}: {error}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

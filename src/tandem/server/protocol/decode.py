@@ -19,6 +19,12 @@ _T = TypeVar("_T")
 _PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (?P<offset>\d+)\)")
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[{}\[\]:,]|[^\s"{}\[\]:,]+')
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(?P<lone>\\u[dD][89a-fA-F])"
+)
+"""An escaped backslash or a whole pair, which are passed over, or a lone half."""
 _LONGEST_SCAN = 1 << 16
 """Bytes that are scanned for the place of a syntax error; beyond, the offset must do."""
 _NEUTRAL = (b"null", b"false", b"[]", b"{}", b'""', b"0")
@@ -44,13 +50,23 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     except msgspec.ValidationError as error:
         text = str(error)
         found = _PATH.search(text)
-        field = found["path"].removeprefix(".") if found is not None else ""
+        # ``[...]`` is msgspec's path of a value in a mapping.
+        field = found["path"].removeprefix(".").removesuffix("[...]") if found is not None else ""
         what = text[: found.start()] if found is not None else text
+        missing = _MISSING.search(what)
+        if missing is not None:
+            field = f"{field}.{missing['name']}".removeprefix(".")
         where = f"{field}: " if field else ""
         raise ConfigError("server.decode", f"{where}{what}", field=field or None) from error
     except msgspec.DecodeError as error:
         found = _BYTE.search(str(error))
         offset = int(found["offset"]) if found is not None else len(body)
+        # msgspec takes half a surrogate pair at the end of a string for a truncated body.
+        halves = (m for m in _SURROGATE.finditer(body, 0, _LONGEST_SCAN) if m["lone"] is not None)
+        half = next(halves, None)
+        if half is not None and half.start() < offset:
+            text = "the body holds half of a surrogate pair"
+            raise _syntax_error(text, body, half.start()) from error
         raise _syntax_error(f"the body is not valid JSON: {error}", body, offset) from error
     except RecursionError as error:
         raise ConfigError("server.decode", "the body is nested too deep") from error

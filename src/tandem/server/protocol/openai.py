@@ -30,6 +30,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "PromptTokensDetails",
+    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeRequest",
@@ -43,6 +44,12 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The form of the answer; only plain text is supported."""
+
+    type: str
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -71,6 +78,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """SGLang's name of ``include_stop_str_in_output``."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     timeout: fields.Timeout | None = None
@@ -110,6 +118,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: fields.LogprobCount | None = None
     reasoning_effort: fields.Name | None = None
     """Handed to the chat template, which may know it."""
+    tool_choice: Any = None
+    modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,200 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/status.h"
+#include "kernels/experts.h"
+#include "kernels/isa.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tandem::bindings {
+namespace {
+
+// Any array is taken and then checked, so that a wrong one is a ShapeError with the reason and not
+// silently converted.
+using AnyInput = nb::ndarray<nb::ro>;
+using AnyOutput = nb::ndarray<>;
+
+template <class Array>
+std::string describe_array(const Array& array) {
+  std::string text = "[";
+  for (size_t i = 0; i < array.ndim(); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(array.shape(i));
+  return text + "] of " + std::to_string(array.dtype().bits) + "-bit items of type code " +
+         std::to_string(array.dtype().code);
+}
+
+template <class Array>
+bool is_contiguous(const Array& array) {
+  if (array.size() == 0) return true;
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i-- > 0; stride *= static_cast<int64_t>(array.shape(i)))
+    if (array.shape(i) > 1 && array.stride(i) != stride) return false;
+  return true;
+}
+
+bool is_bf16(const nb::dlpack::dtype& dtype) {
+  return dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16 &&
+         dtype.lanes == 1;
+}
+
+// Raises ShapeError unless the array is contiguous, on the CPU, of one of the types and [rows,
+// columns].
+template <class Array>
+void check_matrix(const Array& array, const char* where, const char* name, bool has_dtype,
+                  const char* dtypes, size_t rows, size_t columns) {
+  const bool is_on_cpu = array.device_type() == nb::device::cpu::value;
+  if (has_dtype && is_on_cpu && array.ndim() == 2 && array.shape(0) == rows &&
+      array.shape(1) == columns && is_contiguous(array))
+    return;
+  raise({Code::kShape, where,
+         std::string(name) + " is " + describe_array(array) + ": give a contiguous [" +
+             std::to_string(rows) + ", " + std::to_string(columns) + "] of " + dtypes +
+             " on the CPU",
+         name});
+}
+
+bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
+
+ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
+                      int64_t hidden_size, int64_t intermediate_size, const std::string& isa) {
+  for (const int64_t size : {num_experts, hidden_size, intermediate_size})
+    if (size < 1)
+      raise({Code::kConfig, "kernels.create_experts",
+             "size " + std::to_string(size) + ": give at least 1", ""});
+  ExpertBank::Config config;
+  config.format = {bits, group_size, has_minimum};
+  config.num_experts = static_cast<size_t>(num_experts);
+  config.hidden_size = static_cast<size_t>(hidden_size);
+  config.intermediate_size = static_cast<size_t>(intermediate_size);
+  config.isa = isa;
+  return new ExpertBank(take(ExpertBank::create(config)));
+}
+
+void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput& gate,
+          const AnyInput& up, const AnyInput& down) {
+  constexpr const char* kWhere = "kernels.pack";
+  const auto view = [&](const AnyInput& array, const char* name, size_t rows, size_t columns) {
+    const bool has_dtype = is_float(array.dtype()) || is_bf16(array.dtype());
+    check_matrix(array, kWhere, name, has_dtype, "float32 or bfloat16", rows, columns);
+    return MatrixView{array.data(), is_bf16(array.dtype()), rows, columns};
+  };
+  const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
+  const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
+  const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    // A negative id wraps to one that no bank has.
+    status = bank.pack(pool, static_cast<size_t>(expert_id), gate_view, up_view, down_view);
+  }
+  raise_if_error(status);
+}
+
+void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
+             const AnyInput& weights, const AnyOutput& out) {
+  constexpr const char* kWhere = "kernels.run_experts";
+  if (x.ndim() != 2 || ids.ndim() != 2)
+    raise({Code::kShape, kWhere,
+           "x is " + describe_array(x) + ", expert_ids " + describe_array(ids) +
+               ": give [tokens, hidden] and [tokens, top_k]",
+           "x"});
+  const size_t num_tokens = x.shape(0), top_k = ids.shape(1);
+  const bool has_int64 = ids.dtype() == nb::dtype<int64_t>();
+  check_matrix(x, kWhere, "x", is_float(x.dtype()) || is_bf16(x.dtype()), "float32 or bfloat16",
+               num_tokens, bank.hidden_size());
+  check_matrix(ids, kWhere, "expert_ids", has_int64 || ids.dtype() == nb::dtype<int32_t>(),
+               "int32 or int64", num_tokens, top_k);
+  check_matrix(weights, kWhere, "weights", is_float(weights.dtype()), "float32", num_tokens, top_k);
+  check_matrix(out, kWhere, "out", is_float(out.dtype()), "float32", num_tokens,
+               bank.hidden_size());
+  const ExpertBank::Batch batch{x.data(),   is_bf16(x.dtype()), num_tokens,
+                                ids.data(), has_int64,          top_k,
+                                static_cast<const float*>(weights.data()),
+                                static_cast<float*>(out.data())};
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = bank.forward(pool, batch);
+  }
+  raise_if_error(status);
+}
+
+void read_weights(const ExpertBank& bank, ThreadPool& pool, int64_t num_experts) {
+  if (num_experts < 0 || num_experts > static_cast<int64_t>(bank.num_experts()))
+    raise({Code::kNotFound, "kernels.read_weights",
+           std::to_string(num_experts) + " of " + std::to_string(bank.num_experts()) + " experts",
+           "num_experts"});
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = bank.read_weights(pool, static_cast<size_t>(num_experts));
+  }
+  raise_if_error(status);
+}
+
+void multiply_registers(const ExpertBank& bank, ThreadPool& pool, uint64_t num_macs) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = bank.multiply_registers(pool, num_macs);
+  }
+  raise_if_error(status);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& module) {
+  module.def(
+      "kernel_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+        return names;
+      },
+      "Variants of the kernels that this machine can run, ascending; the last is the default.");
+  nb::class_<ExpertBank>(module, "ExpertBank",
+                         "Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is "
+                         "their face.\n\nCalls release the GIL.")
+      .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
+           "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",
+           "Reserve the memory; weights are zero until packed.\n\n"
+           "Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError\n"
+           "    (unknown ISA, a size below 1); CapacityError (memory).")
+      .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
+      .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
+                   "Packed bytes of one expert, scales included.")
+      // Any array of DLPack is taken, not numpy's alone, as the generated signature would have it.
+      .def("pack", &pack, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
+           nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
+                   "down: object) -> None"),
+           "Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].\n\n"
+           "Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the\n"
+           "    format cannot hold).")
+      .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
+           nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
+                   "weights: object, out: object) -> None"),
+           "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].\n\n"
+           "Raises: ShapeError (array or expert id; `out` is then untouched).")
+      .def("read_weights", &read_weights, "pool"_a, "num_experts"_a,
+           "Read the packed bytes of the first experts: a ceiling for benchmarks.\n\n"
+           "Raises: NotFoundError (more than there are).")
+      .def("multiply_registers", &multiply_registers, "pool"_a, "num_macs"_a,
+           "Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.")
+      .def(
+          "array",
+          [](nb::handle self) {
+            const ExpertBank& bank = nb::cast<const ExpertBank&>(self);
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>, nb::c_contig>(
+                bank.data(), {bank.num_experts(), bank.expert_bytes()}, self);
+          },
+          nb::sig("def array(self) -> numpy.typing.NDArray[numpy.uint8]"),
+          "The packed bytes of each expert, no copy; keeps the memory alive.");
+}
+
+}  // namespace tandem::bindings

@@ -1,0 +1,142 @@
+// Goal: the expert kernels touch no memory but theirs, and all ISAs of this machine agree.
+//
+// Method: random weights through every format, shape and number of rows, mostly for the sanitizers;
+// integer formats must agree bitwise with the plain variant, bf16 to within its rounding. What the
+// results should be is tested from Python against an oracle.
+#include "kernels/experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/test.h"
+#include "base/topology.h"
+
+namespace tandem {
+namespace {
+
+struct Shape {
+  size_t num_experts, hidden_size, intermediate_size, num_tokens, top_k;
+};
+
+// A fixed linear congruential generator: the same values on every machine.
+class Numbers {
+ public:
+  float uniform() {
+    state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;
+    return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
+  }
+  std::vector<float> vector(size_t size) {
+    std::vector<float> values(size);
+    for (float& value : values) value = uniform();
+    return values;
+  }
+
+ private:
+  uint64_t state_ = 1;
+};
+
+std::unique_ptr<ThreadPool> make_pool() {
+  return std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
+}
+
+std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Shape& shape, Isa isa) {
+  ExpertBank::Config config;
+  config.format = format;
+  config.num_experts = shape.num_experts;
+  config.hidden_size = shape.hidden_size;
+  config.intermediate_size = shape.intermediate_size;
+  config.isa = isa_name(isa);
+  Result<ExpertBank> made = ExpertBank::create(config);
+  CHECK(made.is_ok());
+  ExpertBank bank = std::move(made.value());
+  Numbers numbers;
+  const size_t size = shape.hidden_size * shape.intermediate_size;
+  for (size_t e = 0; e < shape.num_experts; ++e) {
+    const std::vector<float> gate = numbers.vector(size), up = numbers.vector(size);
+    const std::vector<float> down = numbers.vector(size);
+    const MatrixView gate_view{gate.data(), false, shape.intermediate_size, shape.hidden_size};
+    const MatrixView up_view{up.data(), false, shape.intermediate_size, shape.hidden_size};
+    const MatrixView down_view{down.data(), false, shape.hidden_size, shape.intermediate_size};
+    CHECK(bank.pack(pool, e, gate_view, up_view, down_view).is_ok());
+  }
+  const std::vector<float> x = numbers.vector(shape.num_tokens * shape.hidden_size);
+  const std::vector<float> weights = numbers.vector(shape.num_tokens * shape.top_k);
+  std::vector<int32_t> ids(shape.num_tokens * shape.top_k);
+  for (size_t i = 0; i < ids.size(); ++i)
+    ids[i] = static_cast<int32_t>(i * 7 % (shape.num_experts + 1)) - 1;
+  // Exactly sized, so that a write beyond it is seen.
+  std::vector<float> out(shape.num_tokens * shape.hidden_size, 99.0f);
+  ExpertBank::Batch batch;
+  batch.x = x.data();
+  batch.num_tokens = shape.num_tokens;
+  batch.expert_ids = ids.data();
+  batch.top_k = shape.top_k;
+  batch.weights = weights.data();
+  batch.out = out.data();
+  CHECK(bank.forward(pool, batch).is_ok());
+  return out;
+}
+
+void compare_isas(const WeightFormat& format, const Shape& shape) {
+  const std::unique_ptr<ThreadPool> pool = make_pool();
+  const std::vector<float> want = run(*pool, format, shape, Isa::kPlain);
+  float largest = 0;
+  for (const float value : want) largest = std::max(largest, std::fabs(value));
+  const float tolerance = format.bits == 16 ? 0.02f * largest : 0.0f;
+  for (const Isa isa : available_isas()) {
+    const std::vector<float> got = run(*pool, format, shape, isa);
+    for (size_t i = 0; i < want.size(); ++i) CHECK(std::fabs(got[i] - want[i]) <= tolerance);
+  }
+}
+
+}  // namespace
+
+TEST(experts_isas_agree_int8) {
+  compare_isas({8, 32, false}, {3, 96, 160, 9, 2});
+  compare_isas({8, 128, false}, {2, 128, 128, 53, 1});
+  compare_isas({8, 16, true}, {2, 48, 16, 5, 2});
+}
+
+TEST(experts_isas_agree_int4) {
+  compare_isas({4, 32, true}, {3, 96, 160, 9, 2});
+  compare_isas({4, 128, false}, {2, 128, 128, 53, 1});
+}
+
+TEST(experts_isas_agree_bf16) {
+  compare_isas({16, 0, false}, {3, 77, 35, 9, 2});
+  compare_isas({16, 0, false}, {2, 1, 1, 50, 1});
+}
+
+TEST(experts_refuse_ids_before_writing) {
+  const std::unique_ptr<ThreadPool> pool = make_pool();
+  ExpertBank::Config config;
+  config.format = {8, 32, false};
+  config.num_experts = 2;
+  config.hidden_size = config.intermediate_size = 32;
+  ExpertBank bank = std::move(ExpertBank::create(config).value());
+  const std::vector<float> x(32, 1.0f), weights(1, 1.0f);
+  std::vector<float> out(32, 5.0f);
+  for (const int32_t id : {2, -2, 1 << 30}) {
+    ExpertBank::Batch batch{x.data(), false, 1, &id, false, 1, weights.data(), out.data()};
+    const Status status = bank.forward(*pool, batch);
+    CHECK(!status.is_ok());
+    CHECK_EQ(code_name(status.error().code), "shape");
+    CHECK_EQ(out[7], 5.0f);
+  }
+}
+
+TEST(experts_formats_are_checked) {
+  CHECK(check_format({16, 0, false}).is_ok());
+  CHECK(check_format({8, 16, true}).is_ok());
+  CHECK(!check_format({4, 16, true}).is_ok());
+  CHECK(!check_format({8, 256, false}).is_ok());
+  CHECK(!check_format({16, 32, false}).is_ok());
+  CHECK(!check_size({8, 128, false}, 192, "hidden_size").is_ok());
+  CHECK(!check_size({16, 0, false}, 0, "hidden_size").is_ok());
+}
+
+}  // namespace tandem

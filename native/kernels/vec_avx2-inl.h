@@ -1,0 +1,71 @@
+// Eight lanes of AVX2 with FMA and F16C; meanings in vec_plain-inl.h.
+
+inline constexpr size_t kLanes = 8;
+typedef __m256 F32;
+// Not __m256i, for the reason in vec_avx512-inl.h.
+typedef int32_t I32 __attribute__((vector_size(32)));
+inline __m256i raw(I32 v) { return (__m256i)v; }
+
+inline constexpr int kMaxRows = 4;
+// 16 registers: 8 sums, two vectors of weights split in two, a row split in two. One row takes all
+// columns, in order, because half lines of a panel come slowly from memory.
+constexpr int vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
+constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
+
+inline F32 zero_f32() { return _mm256_setzero_ps(); }
+inline F32 set_f32(float x) { return _mm256_set1_ps(x); }
+inline I32 set_i32(int32_t x) { return (I32)_mm256_set1_epi32(x); }
+inline F32 load_f32(const float* p) { return _mm256_loadu_ps(p); }
+inline I32 load_i32(const void* p) {
+  return (I32)_mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline void store_f32(float* p, F32 v) { _mm256_storeu_ps(p, v); }
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(raw(v)); }
+// The instructions return their second operand where either is NaN.
+inline F32 at_least(F32 x, F32 low) { return _mm256_max_ps(low, x); }
+inline F32 at_most(F32 x, F32 high) { return _mm256_min_ps(high, x); }
+inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(raw(v)); }
+inline I32 as_i32(F32 v) { return (I32)_mm256_castps_si256(v); }
+inline I32 shift_left_23(I32 v) { return (I32)_mm256_slli_epi32(raw(v), 23); }
+inline F32 load_fp16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// vpmaddubsw would saturate (2 * 255 * 127 > 2^15), so bytes are widened to 16 bits: even and odd
+// ones apart, each pair of products then summed without loss.
+struct IntWeights {
+  I32 even, odd;
+};
+using IntRow = IntWeights;
+inline IntWeights int_weights(I32 v) {
+  return {(I32)_mm256_and_si256(raw(v), _mm256_set1_epi16(0x00ff)),
+          (I32)_mm256_srli_epi16(raw(v), 8)};
+}
+inline IntRow int_row(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  const __m256i v = raw(set_i32(word));
+  return {(I32)_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), (I32)_mm256_srai_epi16(v, 8)};
+}
+inline I32 dot(I32 acc, IntWeights w, IntRow a) {
+  acc += (I32)_mm256_madd_epi16(raw(w.even), raw(a.even));
+  return acc + (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
+}
+inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
+inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
+
+struct Bf16Pair {
+  F32 even, odd;
+};
+inline Bf16Pair bf16_weights(I32 v) {
+  return {as_f32(v << 16), as_f32(v & static_cast<int32_t>(0xffff0000))};
+}
+inline Bf16Pair bf16_row(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return bf16_weights(set_i32(word));
+}
+inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
+  return fma(w.odd, a.odd, fma(w.even, a.even, acc));
+}

@@ -1,0 +1,61 @@
+"""``tandem bench NAME``: run a benchmark, ours and its rivals interleaved."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tandem.bench.harness import describe_run, format_record, run_cases
+from tandem.core.errors import NotFoundError
+
+__all__ = ["bench"]
+
+BENCHES = {"engine": "tandem.bench.engine"}
+"""Name to module; a module has ``make_cases(quick=...)``."""
+
+QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
+FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JSON lines to a file; - is stdout.")
+    ] = None,
+    cases: Annotated[str, typer.Option(metavar="GLOB", help="Cases to run.")] = "*",
+    quick: Annotated[bool, typer.Option(help="Fewer rounds; ends within 40 s.")] = False,
+    with_peers: Annotated[
+        bool, typer.Option(help="Install and measure rivals that are not dependencies.")
+    ] = False,
+) -> None:
+    """Measure; print one line and one JSON record per case."""
+    if name not in BENCHES:
+        raise NotFoundError("cli.bench", f"no benchmark {name!r}: there is {', '.join(BENCHES)}")
+    module = importlib.import_module(BENCHES[name])
+    lines: list[bytes] = []
+    failed = False
+    for record in run_cases(
+        name,
+        module.make_cases(quick=quick),
+        pattern=cases,
+        budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
+        rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,
+    ):
+        failed |= record.check != "ok"
+        line = msgspec.json.encode(record)
+        lines.append(line)
+        if json is not None and str(json) == "-":
+            sys.stdout.buffer.write(line + b"\n")
+        else:
+            sys.stdout.write(format_record(record) + "\n")
+        sys.stdout.flush()
+    if json is not None and str(json) != "-":
+        json.write_bytes(b"\n".join(lines) + b"\n")
+    # After the cases: what was imported meanwhile is part of the description.
+    facts = " ".join(f"{key}={value!r}" for key, value in describe_run().items())
+    sys.stderr.write(f"{facts} with_peers={with_peers}\n")
+    if failed:
+        raise typer.Exit(1)

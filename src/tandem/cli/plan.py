@@ -1,0 +1,30 @@
+"""``tandem plan``: which rule took which module, and which rules matched nothing."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.cli.output import JsonFlag, print_json
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`; weights are not read.")],
+    rules: Annotated[
+        Path | None, typer.Option(help="YAML rule file; built-in rules follow its own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of modules without a rule.")] = "cpu",
+    json: JsonFlag = False,
+) -> None:
+    """Show what a rule file makes of a model."""
+    from tandem.models.hub import resolve_folder
+    from tandem.models.plan import explain_rules
+
+    report = explain_rules(resolve_folder(model), rules, device=device)
+    if json:
+        print_json(report.to_json())
+    else:
+        sys.stdout.write(report.render() + "\n")

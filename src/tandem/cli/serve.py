@@ -1,0 +1,142 @@
+"""``tandem serve``: the API server and its instance."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tandem.cli.config import Config, load_config, with_config_flags
+from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.errors import ConfigError
+from tandem.core.logs import configure_logging
+from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+
+__all__ = ["serve"]
+
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+@with_config_flags
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Folder, hub id or `demo`.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Say what would run and why; load nothing.")
+    ] = False,
+    log_level: LogLevel = "warning",
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP."""
+    resolved = load_config(config, flags, model=model)
+    settings = resolved.config
+    if not settings.model.path:
+        raise ConfigError(
+            "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
+        )
+    if dry_run:
+        _show_plan(settings, json=json)
+        return
+    configure_logging("server", log_level)
+    asyncio.run(_serve(settings, log_level, json=json))
+
+
+def _show_plan(settings: Config, *, json: bool) -> None:
+    from tandem.engine.build import plan_engine
+
+    plan = plan_engine(settings.model, settings.engine)
+    if json:
+        print_json({**msgspec.structs.asdict(plan), "rows": plan.rows()})
+        return
+    print_table(("what", "value", "why"), plan.rows())
+
+
+async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
+    from tandem.engine.client import InstanceClient
+    from tandem.models.hub import resolve_folder
+    from tandem.server.app import build_app
+    from tandem.server.run import RunningServer, run_server
+    from tandem.server.sampling import load_sampling_defaults
+    from tandem.server.tokenizer import load_tokenizer
+
+    folder = resolve_folder(settings.model.path, revision=settings.model.revision)
+    with _show_loading(quiet=json) as on_stage:
+        async with InstanceClient(
+            settings.model, settings.engine, settings.rpc, log_level=log_level, on_stage=on_stage
+        ) as engine:
+            name = settings.model.path.rstrip("/").rsplit("/", 1)[-1]
+            app = build_app(
+                settings.server,
+                engine,
+                load_tokenizer(folder),
+                name,
+                defaults=load_sampling_defaults(folder),
+            )
+            started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
+            serving = asyncio.create_task(run_server(settings.server, app, started.set_result))
+            announcing = asyncio.create_task(_announce(engine.wait_ready(), started, json=json))
+            try:
+                await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
+                if announcing.done() and announcing.exception() is not None:
+                    # The model cannot be served; the port must not pretend otherwise.
+                    (await started).stop()
+                await serving
+                if announcing.done():
+                    announcing.result()
+            finally:
+                announcing.cancel()
+                await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(ready: Any, started: Any, *, json: bool) -> None:
+    """Print where it serves, once it does: the line that scripts wait for."""
+    info: InstanceInfo = await ready
+    running = await started
+    if json:
+        print_json({"url": running.url, "instance": info})
+    else:
+        sys.stdout.write(f"{_describe(info)}\nServing {info.model} at {running.url}\n")
+    sys.stdout.flush()
+
+
+def _describe(info: InstanceInfo) -> str:
+    kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    return (
+        f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
+        f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"
+        f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, "
+        f"{kv_bytes / 2**20:.0f} MiB; context {info.max_model_len} tokens"
+    )
+
+
+@contextlib.contextmanager
+def _show_loading(*, quiet: bool) -> Iterator[Any]:
+    """Give a callback that draws a bar on standard error while weights load."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True)
+    task = bars.add_task("loading", total=None, visible=not quiet)
+
+    def show(stage: StageChanged) -> None:
+        if quiet or not console.is_terminal:
+            return
+        if stage.stage is InstanceStage.LOADING:
+            bars.start()
+            total = stage.total or None
+            bars.update(task, description=stage.detail, completed=stage.done, total=total)
+        else:
+            bars.stop()
+
+    try:
+        yield show
+    finally:
+        bars.stop()

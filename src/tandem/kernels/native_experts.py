@@ -1,0 +1,159 @@
+"""The routed experts of a layer with packed weights, run by the native CPU kernels.
+
+``PackedExperts`` owns the packed weights and borrows a thread pool. Activations and router weights
+are borrowed for a call. Results are bitwise independent of the batch, of the thread count and, for
+integer formats, of the instruction set; see docs/design/kernels.md.
+
+Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem._native import ExpertBank, ThreadPool
+from tandem.core.errors import ShapeError
+from tandem.kernels.formats import WeightFormat
+
+__all__ = ["PackedExperts"]
+
+
+class PackedExperts:
+    """SwiGLU experts in one weight format.
+
+    Args:
+        weight_format: how the weights are stored.
+        num_experts: E.
+        hidden_size: D; whole groups of the format.
+        intermediate_size: F; whole groups of the format.
+        pool: runs the kernels; borrowed for the life of the object.
+        isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
+
+    Weights are zero until packed. ``forward`` is thread-safe once they are.
+
+    Raises: ShapeError (sizes that are not whole groups); UnsupportedError (format, ISA);
+        ConfigError (unknown ISA, a size below 1); CapacityError (memory).
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+    ) -> None:
+        self.weight_format = weight_format
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self._pool = pool
+        self._bank = ExpertBank(
+            bits=weight_format.bits,
+            group_size=weight_format.group_size,
+            has_minimum=weight_format.has_minimum,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            isa="" if isa is None else isa,
+        )
+
+    @classmethod
+    def pack(
+        cls,
+        weight_format: WeightFormat,
+        gate_up_E2FD: Tensor,
+        down_EDF: Tensor,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+    ) -> "PackedExperts":
+        """Code all experts of a layer.
+
+        Args:
+            weight_format: as of the class.
+            gate_up_E2FD: float32 or bfloat16 [E, 2 F, D], gate's rows first, as transformers
+                stores them; contiguous, on the CPU; not kept.
+            down_EDF: the same [E, D, F].
+            pool: as of the class.
+            isa: as of the class.
+
+        Raises: as the class and ``pack_expert``.
+        """
+        if gate_up_E2FD.ndim != 3 or down_EDF.ndim != 3 or gate_up_E2FD.shape[1] % 2:
+            raise ShapeError(
+                "kernels.pack",
+                f"gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)}: give "
+                "[E, 2 F, D] and [E, D, F]",
+                field="gate_up",
+            )
+        num_experts, rows, hidden_size = gate_up_E2FD.shape
+        if len(down_EDF) != num_experts:
+            what = f"{num_experts} experts in gate_up, {len(down_EDF)} in down"
+            raise ShapeError("kernels.pack", what, field="down")
+        experts = cls(weight_format, num_experts, hidden_size, rows // 2, pool=pool, isa=isa)
+        pairs: Iterable[tuple[Tensor, Tensor]] = zip(gate_up_E2FD, down_EDF, strict=True)
+        for expert_id, (gate_up, down) in enumerate(pairs):
+            experts.pack_expert(expert_id, gate_up[: rows // 2], gate_up[rows // 2 :], down)
+        return experts
+
+    def pack_expert(self, expert_id: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Code one expert, replacing its weights.
+
+        The tensors are float32 or bfloat16, contiguous, on the CPU; they are not kept.
+
+        Raises: ShapeError (names the tensor and both shapes); NotFoundError (expert);
+            UnsupportedError (a weight is not finite, or too large for an fp16 scale).
+        """
+        views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
+        self._bank.pack(self._pool, expert_id, *views)
+
+    @property
+    def isa(self) -> str:
+        """The variant of the kernels that runs."""
+        return self._bank.isa
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert, scales included."""
+        return self._bank.expert_bytes
+
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says."""
+        return self._bank.array()
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum the chosen experts' SwiGLU outputs, each scaled by its router weight.
+
+        Args:
+            x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
+                bf16, or for integer formats to int8 with a step per group.
+            ids_TK: int32 or int64 in [-1, E); -1 = computed elsewhere, adds 0.
+            weights_TK: float32, used as they are.
+
+        Returns: float32 [T, D], new. A NaN or infinity in a token makes that token NaN, no other.
+        Raises: ShapeError (names the argument and what is wanted).
+        Cost: reads each chosen expert's packed weights once for up to some tens of its tokens.
+            Blocks; releases the GIL; thread-safe.
+        """
+        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+        tensors = [x_TD.detach(), ids_TK, weights_TK.detach(), out_TD]
+        self._bank.forward(self._pool, *tensors)
+        return out_TD
+
+    def read_weights(self, num_experts: int) -> None:
+        """Read the packed bytes of the first experts and do nothing: a ceiling for benchmarks.
+
+        Raises: NotFoundError (more than there are).
+        """
+        self._bank.read_weights(self._pool, num_experts)
+
+    def multiply_registers(self, num_macs: int) -> None:
+        """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
+        self._bank.multiply_registers(self._pool, num_macs)

@@ -1,0 +1,168 @@
+"""The oracles: what each operator means, in float64 numpy, with no cleverness.
+
+A kernel is right when it agrees with these within ``tandem.kernels.tolerance``. Loops are over
+the thing that the text of a paper indexes; speed does not matter.
+
+Shapes: T tokens, D hidden, F intermediate, N outputs, H query heads, K KV heads, d head_dim,
+C context tokens, E experts, P experts per token, V vocabulary.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.kernels.rope import RopeParameters
+
+__all__ = [
+    "attention",
+    "embedding",
+    "experts",
+    "gather_context",
+    "linear",
+    "mlp",
+    "moe_block",
+    "rms_norm",
+    "rope",
+    "rope_frequencies",
+    "rotate",
+    "router",
+    "silu",
+]
+
+Array = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
+
+def linear(x_TD: Array, w_ND: Array, b_N: Array | None = None) -> Array:
+    """``y = x W^T + b``; also the LM head."""
+    y_TN = x_TD @ w_ND.T
+    return y_TN if b_N is None else y_TN + b_N
+
+
+def embedding(ids_T: Ids, w_VD: Array) -> Array:
+    """Row of each id."""
+    return w_VD[ids_T]
+
+
+def rms_norm(x_TD: Array, w_D: Array, eps: float) -> Array:
+    """arXiv:1910.07467, equation 4, with epsilon under the root."""
+    return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + eps) * w_D
+
+
+def rope_frequencies(p: RopeParameters, position: int) -> tuple[Array, float]:
+    """Return (radians per token of each pair, factor on cos and sin) at a position."""
+    d, n = p.head_dim, p.max_position_embeddings
+    context = p.original_max_position_embeddings or n
+    base = p.rope_theta
+    if p.rope_type == "dynamic":
+        base *= (p.factor * max(position + 1, n) / n - (p.factor - 1)) ** (d / (d - 2))
+    freq = np.array([base ** (-2 * i / d) for i in range(d // 2)])
+    if p.rope_type == "linear":
+        return freq / p.factor, 1.0
+    if p.rope_type == "llama3":
+        turns = context * freq / (2 * math.pi)
+        keep = np.clip((turns - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor), 0, 1)
+        return keep * freq + (1 - keep) * freq / p.factor, 1.0
+    if p.rope_type == "yarn":
+        return _yarn(p, freq, context)
+    return freq, 1.0
+
+
+def _yarn(p: RopeParameters, freq: Array, context: int) -> tuple[Array, float]:
+    """arXiv:2309.00071, section 3.2 and equation 22."""
+
+    def pair_of(turns: float) -> float:
+        return p.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta))
+
+    low, high = pair_of(p.beta_fast), pair_of(p.beta_slow)
+    if p.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, p.head_dim - 1)
+    high += 0.001 if low == high else 0
+    ramp = np.clip((np.arange(len(freq)) - low) / (high - low), 0, 1)
+    factor = p.attention_factor
+    if factor is None:
+        one, all_dim = (p.mscale or 1.0), (p.mscale_all_dim or 0.0)
+        one, all_dim = (one, all_dim) if p.mscale and all_dim else (1.0, 0.0)
+        log = math.log(max(p.factor, 1.0))
+        factor = (0.1 * one * log + 1) / (0.1 * all_dim * log + 1)
+    return freq * (1 - ramp) + freq / p.factor * ramp, factor
+
+
+def rope(p: RopeParameters, positions_T: Ids) -> tuple[Array, Array]:
+    """Return cos and sin [T, d] of each position, halves repeated."""
+    rows = []
+    for position in positions_T.tolist():
+        freq, factor = rope_frequencies(p, position)
+        angles = np.concatenate([position * freq, position * freq])
+        rows.append((np.cos(angles) * factor, np.sin(angles) * factor))
+    return np.array([cos for cos, _ in rows]), np.array([sin for _, sin in rows])
+
+
+def rotate(x_THd: Array, cos_Td: Array, sin_Td: Array) -> Array:
+    """Rotate each pair (x[i], x[i + d/2])."""
+    half = x_THd.shape[-1] // 2
+    turned = np.concatenate([-x_THd[..., half:], x_THd[..., :half]], axis=-1)
+    return x_THd * cos_Td[:, None] + turned * sin_Td[:, None]
+
+
+def gather_context(cache: Array, block_table: list[int], layer_idx: int, length: int) -> Array:
+    """Return keys and values [2, C, K, d] of a sequence from blocks [n, L, 2, K, size, d]."""
+    size = cache.shape[4]
+    tokens = [cache[block_table[i // size], layer_idx, :, :, i % size] for i in range(length)]
+    return np.stack(tokens, axis=1)
+
+
+def attention(q_THd: Array, k_CKd: Array, v_CKd: Array, scale: float) -> Array:
+    """Causal GQA: query t sees the first C - T + t + 1 keys; head h reads KV head h // (H / K)."""
+    num_tokens, heads, _ = q_THd.shape
+    context, kv_heads, _ = k_CKd.shape
+    out = np.zeros_like(q_THd)
+    for t in range(num_tokens):
+        seen = context - num_tokens + t + 1
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            scores = k_CKd[:seen, g] @ q_THd[t, h] * scale
+            p = np.exp(scores - scores.max())
+            out[t, h] = p @ v_CKd[:seen, g] / p.sum()
+    return out
+
+
+def silu(x: Array) -> Array:
+    """``x * sigmoid(x)``, without overflow."""
+    return x * 0.5 * (1 + np.tanh(x / 2))
+
+
+def mlp(x_TD: Array, gate_up: Array, down_DF: Array) -> Array:
+    """SwiGLU, arXiv:2002.05202; ``gate_up`` [2 F, D] holds the gate's rows first."""
+    gate, up = np.split(x_TD @ gate_up.T, 2, axis=-1)
+    return (silu(gate) * up) @ down_DF.T
+
+
+def router(x_TD: Array, w_ED: Array, top_k: int, *, is_normalised: bool) -> tuple[Array, Ids]:
+    """Return weights and ids [T, P], best first: softmax over all experts, then the P best."""
+    logits = x_TD @ w_ED.T
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    ids = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(p, ids, axis=-1)
+    return (weights / weights.sum(axis=-1, keepdims=True) if is_normalised else weights), ids
+
+
+def experts(x_TD: Array, ids_TP: Ids, w_TP: Array, gate_up: Array, down: Array) -> Array:
+    """Weighted sum of the chosen experts; id -1 is computed elsewhere and adds nothing."""
+    out = np.zeros_like(x_TD)
+    for t in range(len(x_TD)):
+        for e, weight in zip(ids_TP[t], w_TP[t], strict=True):
+            if e >= 0:
+                out[t] += weight * mlp(x_TD[t : t + 1], gate_up[e], down[e])[0]
+    return out
+
+
+def moe_block(
+    x_TD: Array, gate_ED: Array, gate_up: Array, down: Array, top_k: int, *, is_normalised: bool
+) -> Array:
+    """Router and experts."""
+    weights, ids = router(x_TD, gate_ED, top_k, is_normalised=is_normalised)
+    return experts(x_TD, ids, weights, gate_up, down)

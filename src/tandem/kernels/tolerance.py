@@ -1,0 +1,162 @@
+"""How far an operator may be from its float64 oracle: derived, elementwise, with the reasons.
+
+The form is ``c * eps_acc * sum |a||b| + eps_out * |y|``: an accumulation error that grows with
+what is added up, and the rounding of the result to its dtype. ``eps`` is the unit roundoff (half
+the distance from 1 to the next number). ``c`` is the number of roundings on the longest path to a
+result: K for a sum of K products in an unknown order (Higham, *Accuracy and Stability*, section
+3.1), so it holds for any blocking, vector width and thread count. Errors of one step go through
+the next by its derivative.
+
+All functions take the float64 inputs as the kernel got them (already rounded to its dtype), so
+the error of storing a weight in a format is not in here.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.kernels import reference
+
+__all__ = [
+    "ACCUMULATE_EPS",
+    "UNIT_ROUNDOFF",
+    "attention",
+    "experts",
+    "linear",
+    "logits",
+    "mlp",
+    "rms_norm",
+    "rope",
+]
+
+Array = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Of the dtypes that results are rounded to."""
+
+ACCUMULATE_EPS = 2.0**-24
+"""Sums run in float32 whatever the dtype of the operands."""
+
+SMALLEST = 2.0**-126
+"""Below this, float32 results may be flushed to zero; a sum of them is off by as much each."""
+
+EXP_ULPS = 4
+"""Roundings of a vectorised exp or sigmoid: the libraries promise one to three ulp."""
+
+
+def linear(x_TD: Array, w_ND: Array, dtype: torch.dtype, x_error: Array | float = 0.0) -> Array:
+    """Bound for ``x W^T``; ``x_error`` is what ``x_TD`` itself may be off."""
+    size = x_TD.shape[-1]
+    magnitude = np.abs(x_TD) @ np.abs(w_ND).T
+    inherited = (np.zeros_like(x_TD) + x_error) @ np.abs(w_ND).T
+    y = np.abs(x_TD @ w_ND.T)
+    bound = (size + 1) * ACCUMULATE_EPS * magnitude + UNIT_ROUNDOFF[dtype] * y + inherited
+    return bound + size * SMALLEST
+
+
+def rms_norm(y_TD: Array, dtype: torch.dtype) -> Array:
+    """Bound relative to the result: the mean's sum halves under the root, five more roundings.
+
+    The sum of squares has no cancellation, so its relative error is D eps_acc; the root halves
+    it. transformers rounds to the dtype before the weight is applied, we after: one more.
+    """
+    size = y_TD.shape[-1]
+    relative = (size / 2 + 5) * ACCUMULATE_EPS + 2 * UNIT_ROUNDOFF[dtype]
+    return relative * np.abs(y_TD) + SMALLEST
+
+
+def rope(positions_T: Ids, factor: float, dtype: torch.dtype) -> Array:
+    """Bound [T, 1] for cos and sin: their argument is off by its own rounding, slope at most 1.
+
+    Frequencies carry a few roundings (power, division, interpolation: 8), the angle one more, so
+    the error grows with the position: that is float32's, shared with every implementation.
+    """
+    angle_error = 9 * ACCUMULATE_EPS * np.abs(positions_T[:, None].astype(np.float64))
+    return factor * (angle_error + EXP_ULPS * ACCUMULATE_EPS + UNIT_ROUNDOFF[dtype])
+
+
+def attention(q_THd: Array, k_CKd: Array, v_CKd: Array, scale: float, dtype: torch.dtype) -> Array:
+    """Bound for causal GQA.
+
+    A score off by e changes its probability by a factor up to exp(2 e) (its own, and the
+    normaliser's); scores may be rounded to the dtype before the softmax, and probabilities after
+    it. A context attended in parts is merged with weights that carry a few more roundings.
+    """
+    num_tokens, heads, size = q_THd.shape
+    context, kv_heads, _ = k_CKd.shape
+    eps = UNIT_ROUNDOFF[dtype]
+    out = np.zeros_like(q_THd)
+    for t in range(num_tokens):
+        seen = context - num_tokens + t + 1
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            k, v = k_CKd[:seen, g], v_CKd[:seen, g]
+            scores = k @ q_THd[t, h] * scale
+            magnitude = np.abs(k) @ np.abs(q_THd[t, h]) * abs(scale)
+            score_error = (size + 2) * ACCUMULATE_EPS * magnitude + 2 * eps * np.abs(scores)
+            p = np.exp(scores - scores.max())
+            p /= p.sum()
+            relative = np.expm1(2 * score_error.max())
+            relative += (EXP_ULPS + 2 * seen) * ACCUMULATE_EPS + 2 * eps
+            out[t, h] = relative * (p @ np.abs(v)) + 2 * eps * np.abs(p @ v) + SMALLEST
+    return out
+
+
+def mlp(x_TD: Array, gate_up: Array, down_DF: Array, dtype: torch.dtype) -> Array:
+    """Bound for SwiGLU: errors of gate and up go through silu (slope below 1.1) and the product."""
+    eps = UNIT_ROUNDOFF[dtype]
+    gate, up = np.split(x_TD @ gate_up.T, 2, axis=-1)
+    gate_error, up_error = np.split(linear(x_TD, gate_up, dtype), 2, axis=-1)
+    hidden = reference.silu(gate) * up
+    hidden_error = (
+        1.1 * gate_error * (np.abs(up) + up_error) + np.abs(reference.silu(gate)) * up_error
+    )
+    # silu is rounded to the dtype, and so is its product.
+    hidden_error += (EXP_ULPS * ACCUMULATE_EPS + 2 * eps) * np.abs(hidden)
+    return linear(hidden, down_DF, dtype, hidden_error)
+
+
+def experts(
+    x_TD: Array, ids_TP: Ids, w_TP: Array, gate_up: Array, down: Array, dtype: torch.dtype
+) -> Array:
+    """Bound for a weighted sum of experts: each one's own, scaled, and the sum's roundings."""
+    eps = UNIT_ROUNDOFF[dtype]
+    top_k = ids_TP.shape[1]
+    bound = np.full_like(x_TD, SMALLEST)
+    for t in range(len(x_TD)):
+        for e, weight in zip(ids_TP[t], w_TP[t], strict=True):
+            if e >= 0:
+                x = x_TD[t : t + 1]
+                y = np.abs(reference.mlp(x, gate_up[e], down[e])[0])
+                own = mlp(x, gate_up[e], down[e], dtype)[0]
+                # Where the sum is kept in the dtype, it is rounded once for each expert.
+                bound[t] += np.abs(weight) * (
+                    own + ((top_k + 2) * ACCUMULATE_EPS + top_k * eps) * y
+                )
+    return bound
+
+
+ROUNDINGS_PER_LAYER = 24
+"""Roundings to the dtype between two points of the residual stream: per block norm, projections,
+RoPE, scores, probabilities, mix, output, sum; and as many in the feed-forward half."""
+
+GEMMS_PER_LAYER = 7
+"""Sums over K terms in a row: q or k, scores, mix, output, gate or up, down, router; each adds K
+roundings in float32, which count where the dtype is float32 too."""
+
+CONFIDENCE = 6
+"""Standard deviations: with 10^6 logits compared, one in a thousand runs would see 5.7."""
+
+
+def logits(h_TD: Array, head_VD: Array, num_layers: int, dtype: torch.dtype) -> Array:
+    """Probabilistic bound for a whole model (Higham and Mary 2019: n roundings add as sqrt(n)).
+
+    Worst-case bounds of a deep composition are vacuous. RMSNorm keeps the relative size of what
+    went before, so a relative error in the normed hidden state ``h_TD`` spreads over the
+    vocabulary as independent errors of its elements: a sum of squares.
+    """
+    rounded = ROUNDINGS_PER_LAYER * UNIT_ROUNDOFF[dtype] ** 2
+    summed = GEMMS_PER_LAYER * h_TD.shape[-1] * ACCUMULATE_EPS**2
+    spread = np.sqrt(h_TD**2 @ (head_VD**2).T)
+    return CONFIDENCE * np.sqrt(num_layers * (rounded + summed)) * spread

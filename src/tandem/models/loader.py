@@ -1,0 +1,255 @@
+"""From a checkpoint to a model that runs paged batches."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import ConfigError, ShapeError
+from tandem.core.spec import DTYPE_BYTES, KVLayout, ModelSpec
+from tandem.kernels.attention import PagedStep
+from tandem.kernels.decoder_layer import DecoderLayer
+from tandem.kernels.moe import read_experts
+from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.rope import Rope
+from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.injection import apply_rules, load_rules, require_no_meta
+from tandem.models.operators import make_rope_parameters
+from tandem.models.plan import RulesReport
+from tandem.models.skeleton import build_skeleton
+from tandem.models.weights import Progress, WeightSource
+
+__all__ = ["CausalModel", "choose_dtype", "load_model", "make_kv_layout"]
+
+
+class CausalModel:
+    """A decoder-only language model with weights, ready to run.
+
+    Not thread-safe: one step at a time. Made by ``load_model``.
+
+    Attributes:
+        spec: what it is; ``spec.dtype`` is the dtype it runs in.
+        report: which rule took which module, and unused rules.
+        fingerprint: SHA-256 over configuration and samples of all weights.
+        ignored_weights: tensors of the checkpoint that nothing needs, and why.
+    """
+
+    def __init__(
+        self,
+        skeleton: Any,
+        spec: ModelSpec,
+        report: RulesReport,
+        fingerprint: str,
+        ignored_weights: dict[str, str],
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.report = report
+        self.fingerprint = fingerprint
+        self.ignored_weights = ignored_weights
+        self.device = device
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self.skeleton = skeleton
+        self._rope = Rope(make_rope_parameters(skeleton.config))
+        self._rope.inv_freq = self._rope.inv_freq.to(device)
+        base = skeleton.model
+        self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
+        layers = list(base.layers)
+        self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer runs as one operator, so that the skeleton's forward is not used."""
+        return self._fused is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory; shared ones count once."""
+        seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
+        return sum(p.untyped_storage().nbytes() for p in seen.values())
+
+    def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
+        """Return the layout of a KV block.
+
+        Args:
+            block_size: tokens per block.
+            kv_dtype: of the stored keys and values; ``auto`` is the model's.
+
+        Raises:
+            ConfigError: an unknown dtype.
+        """
+        return make_kv_layout(self.spec, block_size, kv_dtype)
+
+    def allocate_kv(
+        self, num_blocks: int, *, block_size: int = 64, kv_dtype: str = "auto"
+    ) -> PagedKvCache:
+        """Allocate a pool of blocks on the model's device."""
+        layout = self.kv_layout(block_size, kv_dtype)
+        return PagedKvCache(layout, num_blocks, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: PagedBatch, kv_cache: PagedKvCache) -> Tensor:
+        """Run one step: write the KV of the batch's tokens and return the wanted logits.
+
+        Args:
+            batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
+            kv_cache: written at the batch's slots, read at its block tables.
+
+        Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
+
+        Raises:
+            ShapeError: batch and cache have different block sizes, or the cache another model's
+                layout.
+        """
+        layout = kv_cache.layout
+        if layout != self.kv_layout(batch.block_size, layout.dtype):
+            raise ShapeError(
+                "models.forward",
+                f"a batch of blocks of {batch.block_size} and a cache of {layout}: make both "
+                "from this model's kv_layout",
+            )
+        if batch.num_tokens == 0:
+            return torch.empty(0, self.spec.vocab_size, device=self.device)
+        for block_id in batch.fresh_blocks:
+            kv_cache.tensor[block_id].zero_()
+        step = PagedStep(batch, kv_cache, self._rope, self.dtype)
+        if self._fused is None:
+            hidden = self.skeleton.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                tandem_step=step,
+            ).last_hidden_state[0]
+            hidden = hidden.index_select(0, batch.logit_rows)
+        else:
+            hidden = self._embed(batch.token_ids)
+            for layer in self._fused:
+                layer.run_(hidden, step)
+            if len(batch.logit_rows) != len(hidden):
+                hidden = hidden.index_select(0, batch.logit_rows)
+            hidden = self._norm(hidden)
+        return self._head(hidden).float()
+
+
+def load_model(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "auto",
+    rules: str | Path | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> CausalModel:
+    """Load a checkpoint: skeleton, rules, weights, in that order.
+
+    Args:
+        path_or_id: a folder, or a hub id that was pulled before.
+        dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
+        rules: a rule file that goes before the built-in rules.
+        device: where operators run.
+        progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
+
+    Raises:
+        NotFoundError: no such checkpoint, or a file or tensor of it is missing.
+        ConfigError: a configuration, rule or setting is wrong, or a tensor belongs to no module.
+        ShapeError: a tensor has another shape than the configuration says.
+        CorruptionError: a file is damaged.
+        UnsupportedError: nothing here runs this model; the text says what and why.
+    """
+    checkpoint = open_checkpoint(path_or_id)
+    spec = choose_dtype(checkpoint.spec, dtype)
+    model = build_skeleton(checkpoint.config)
+    all_rules = load_rules(rules)
+    table, outcomes = apply_rules(model, checkpoint.config, all_rules, device=device)
+    report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
+    with WeightSource(
+        checkpoint.folder, dtype=TORCH_DTYPES[spec.dtype], device=device, progress=progress
+    ) as source:
+        _load_weights(model, checkpoint, source)
+        ignored = source.check_all_used(_list_harmless(checkpoint))
+        config_bytes = (checkpoint.folder / "config.json").read_bytes()
+        fingerprint = source.fingerprint(config_bytes)
+    require_no_meta(model)
+    return CausalModel(model, spec, report, fingerprint, ignored, torch.device(device))
+
+
+def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
+    """Return the layout of a KV block of a model; ``auto`` is the dtype it runs in.
+
+    Raises: ConfigError for an unknown dtype.
+    """
+    dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise ConfigError(
+            "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
+        )
+    return KVLayout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """Return ``spec`` with the dtype that it will run in; ``auto`` is what the spec says.
+
+    Raises: ConfigError for an unknown dtype.
+    """
+    import msgspec
+
+    if dtype == "auto":
+        return spec
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            "models.load", f"dtype {dtype!r}: use auto, float32 or bfloat16", field="dtype"
+        )
+    return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
+
+
+def _list_harmless(checkpoint: Checkpoint) -> dict[str, str]:
+    if checkpoint.config.tie_word_embeddings:
+        return {"lm_head.weight": "the model ties it to the embedding"}
+    return {}
+
+
+def _load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """Give every module its weights, in the order of the model, one operator at a time."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Operator):
+            module.load(source, name)
+        elif module._parameters:
+            _load_plain(model, module, name, checkpoint, source)
+        elif module._buffers:
+            _rebuild_buffers(model, module, name, checkpoint)
+
+
+def _load_plain(
+    model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint, source: WeightReader
+) -> None:
+    """Load a module that the rules left as it is."""
+    if name == "lm_head" and checkpoint.config.tie_word_embeddings:
+        module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        return
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    weights = {
+        key: torch.empty(p.shape, dtype=source.dtype, device=source.device)
+        for key, p in parameters.items()
+    }
+    if weights.keys() == {"gate_up_proj", "down_proj"}:
+        read_experts(source, name, weights["gate_up_proj"], weights["down_proj"])
+    else:
+        for key, weight in weights.items():
+            source.read_into(f"{name}.{key}", weight)
+    for key, weight in weights.items():
+        setattr(module, key, freeze(weight))
+
+
+def _rebuild_buffers(
+    model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint
+) -> None:
+    """Make a module without weights again, now off the meta device: it computes its buffers."""
+    model.set_submodule(name, type(module)(checkpoint.config).eval())

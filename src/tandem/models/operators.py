@@ -1,0 +1,342 @@
+"""From a module of the skeleton to our operator: the registry that rule files name.
+
+A builder looks at the module that transformers made, not at the model's name, so any family whose
+module has the common shape is taken; one that has not is refused with what is missing. Names that
+the KTransformers documents use resolve to the operator here that does the same job.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.registry import Registry
+from tandem.kernels.attention import Attention
+from tandem.kernels.decoder_layer import DecoderLayer
+from tandem.kernels.linear import Embedding, Linear, LmHead
+from tandem.kernels.mlp import Mlp
+from tandem.kernels.moe import Experts, MoeBlock, Router
+from tandem.kernels.norm import RmsNorm
+from tandem.kernels.rope import Rope, RopeParameters
+from tandem.models.families import head_dim_of
+from tandem.placement.rules import DEFAULT, Rule
+
+__all__ = ["OPERATORS", "BuildContext", "OperatorEntry", "make_rope_parameters", "resolve_operator"]
+
+DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
+"""Keys whose value is a device; what runs on another device than asked is said in the report."""
+
+KTRANSFORMERS_KWARGS = (
+    *DEVICE_KWARGS,
+    "generate_op",
+    "prefill_op",
+    "backend",
+    "absorb_for_prefill",
+    "chunck_size",
+    "per_layer_prefill_intput_threshold",
+    "transfer_map",
+)
+"""The keys of published rule files, misspelt as they are there. They choose among kernels and
+devices that this build does not have; they are accepted and reported, not obeyed."""
+
+
+class UnfitModuleError(Exception):
+    """A module does not have the shape an operator needs; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What a builder may look at beside the module."""
+
+    name: str
+    """Dotted path of the module."""
+    model: Any
+    config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """An operator as rule files see it."""
+
+    name: str
+    build: Callable[[Any, BuildContext], nn.Module]
+    absorbs: bool = False
+    """The operator replaces the module's children too, whatever other rules made of them."""
+    is_optional: bool = False
+    """A module it cannot take is left to the skeleton instead of being refused."""
+
+
+def _require(module: Any, *names: str) -> None:
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise UnfitModuleError(f"{type(module).__name__} has no {', '.join(missing)}")
+
+
+def _has_bias(module: Any) -> bool:
+    if isinstance(module, Linear):
+        return module.has_bias
+    return getattr(module, "bias", None) is not None
+
+
+def _build_linear(module: Any, context: BuildContext) -> nn.Module:
+    _require(module, "in_features", "out_features")
+    if context.model.get_output_embeddings() is module:
+        return _build_lm_head(module, context)
+    return Linear(module.in_features, module.out_features, has_bias=_has_bias(module))
+
+
+def _build_lm_head(module: Any, context: BuildContext) -> LmHead:
+    _require(module, "in_features", "out_features")
+    tied = context.model.get_input_embeddings if context.config.tie_word_embeddings else None
+    return LmHead(
+        module.in_features,
+        module.out_features,
+        has_bias=_has_bias(module),
+        tied_to=tied,
+    )
+
+
+def _build_embedding(module: Any, context: BuildContext) -> Embedding:
+    del context
+    _require(module, "num_embeddings", "embedding_dim")
+    return Embedding(module.num_embeddings, module.embedding_dim)
+
+
+def _norm_eps(module: Any) -> float:
+    eps = getattr(module, "variance_epsilon", None)
+    return module.eps if eps is None else eps
+
+
+def _build_norm(module: Any, context: BuildContext) -> RmsNorm:
+    del context
+    _require(module, "weight", "variance_epsilon")
+    # Gemma's norms multiply by 1 + weight under the same attributes.
+    if "Gemma" in type(module).__name__:
+        raise UnfitModuleError(f"{type(module).__name__} adds 1 to its weight")
+    return RmsNorm(module.weight.shape[0], _norm_eps(module))
+
+
+def make_rope_parameters(config: Any) -> RopeParameters:
+    """Return the RoPE of a configuration that ``families`` accepted.
+
+    Raises:
+        ConfigError: a parameter is missing or out of bounds.
+    """
+    import msgspec
+
+    raw = dict(config.rope_parameters)
+    raw.pop("partial_rotary_factor", None)
+    # Some published files carry keys of other scalings; only those that this type reads count.
+    fields = {field.name for field in msgspec.structs.fields(RopeParameters)}
+    known = {key: value for key, value in raw.items() if key in fields and value is not None}
+    known["head_dim"] = head_dim_of(config)
+    known["max_position_embeddings"] = config.max_position_embeddings
+    try:
+        return msgspec.convert(known, RopeParameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            "models.check_config", f"rope_parameters: {error}", field="rope_parameters"
+        ) from error
+
+
+def _build_rope(module: Any, context: BuildContext) -> Rope:
+    _require(module, "inv_freq", "rope_type")
+    return Rope(make_rope_parameters(context.config))
+
+
+def _build_attention(module: Any, context: BuildContext) -> Attention:
+    _require(module, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling")
+    if hasattr(module, "sinks"):
+        raise UnfitModuleError(f"{type(module).__name__} has attention sinks")
+    if getattr(module, "sliding_window", None) is not None:
+        raise UnfitModuleError(f"{type(module).__name__} has a sliding window")
+    q, k, o = module.q_proj, module.k_proj, module.o_proj
+    if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
+        raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
+    return Attention(
+        hidden_size=q.in_features,
+        num_heads=q.out_features // module.head_dim,
+        num_kv_heads=k.out_features // module.head_dim,
+        head_dim=module.head_dim,
+        layer_idx=module.layer_idx,
+        scale=module.scaling,
+        has_qkv_bias=_has_bias(q),
+        has_o_bias=_has_bias(o),
+        qk_norm_eps=_norm_eps(module.q_norm) if hasattr(module, "q_norm") else None,
+    )
+
+
+def _build_mlp(module: Any, context: BuildContext) -> Mlp:
+    _require(module, "gate_proj", "up_proj", "down_proj")
+    if context.config.hidden_act not in ("silu", "swish"):
+        raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
+    gate = module.gate_proj
+    return Mlp(gate.in_features, gate.out_features, has_bias=_has_bias(gate))
+
+
+def _build_router(module: Any, context: BuildContext) -> Router:
+    del context
+    _require(module, "weight", "top_k", "num_experts", "norm_topk_prob")
+    if hasattr(module, "e_score_correction_bias") or hasattr(module, "n_group"):
+        raise UnfitModuleError(f"{type(module).__name__} chooses by groups or with a bias")
+    return Router(
+        module.weight.shape[1],
+        module.num_experts,
+        module.top_k,
+        is_normalised=bool(module.norm_topk_prob),
+    )
+
+
+def _build_experts(module: Any, context: BuildContext) -> Experts:
+    _require(module, "gate_up_proj", "down_proj")
+    if context.config.hidden_act not in ("silu", "swish"):
+        raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
+    experts, hidden, intermediate = module.down_proj.shape
+    return Experts(experts, hidden, intermediate)
+
+
+def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:
+    del context
+    _require(module, "gate", "experts")
+    extra = [name for name, _ in module.named_children() if name not in ("gate", "experts")]
+    if extra:
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
+    return MoeBlock(module.gate, module.experts)
+
+
+def _build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
+    del context
+    parts = {
+        "input_layernorm": RmsNorm,
+        "self_attn": Attention,
+        "post_attention_layernorm": RmsNorm,
+        "mlp": (Mlp, MoeBlock),
+    }
+    _require(module, *parts)
+    extra = [name for name, _ in module.named_children() if name not in parts]
+    if extra:
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
+    for name, kind in parts.items():
+        part = getattr(module, name)
+        if not isinstance(part, kind) or (isinstance(part, MoeBlock) and not part.is_fusable):
+            raise UnfitModuleError(f"{name} is not all operators of ours")
+    return DecoderLayer(**{name: getattr(module, name) for name in parts})
+
+
+def _keep(module: Any, context: BuildContext) -> nn.Module:
+    del context
+    return module
+
+
+OPERATORS: Registry[OperatorEntry] = Registry("operator")
+"""What ``replace: {class: ...}`` may name."""
+
+_ALIASES = {
+    "Linear": ("KTransformersLinear",),
+    "Experts": ("KTransformersExperts", "KTransformersExpertsV2"),
+    "MoeBlock": (
+        "KQwen3MoeSparseMoeBlock",
+        "KQwen3MoeSparseMoeBlockV2",
+        "KQwen2MoeSparseMoeBlock",
+        "KMistralSparseMoEBlock",
+    ),
+    "Router": ("KMoEGateQwen2Moe",),
+    "Attention": ("KQwen3MoeAttention", "KQwen2MoeAttention", "KLlamaAttention"),
+    "RmsNorm": ("KQwen3MoeRMSNorm", "KQwen2MoeRMSNorm", "RMSNorm"),
+    "Mlp": ("KQwen2MoeMLP",),
+    "Rope": (
+        "RotaryEmbedding",
+        "RotaryEmbeddingV2",
+        "YarnRotaryEmbedding",
+        "DynamicNTKScalingRotaryEmbedding",
+        "KQwen3MoeRotaryEmbedding",
+    ),
+    DEFAULT: ("KQwen2MoeModel", "KQwen3MoeModel", "KLlamaModel"),
+}
+"""Names of the KTransformers documents. Its model classes move hidden states between devices and
+prefill layer by layer; here the step does that, so the module itself is kept."""
+
+ABSENT = frozenset(
+    {
+        "KDeepseekV2Attention",
+        "KDeepseekV2Model",
+        "KDeepseekV2MoE",
+        "KDeepseekV3MoE",
+        "KDeepseekV3MoEV2",
+        "kDeepseekV3MLP",
+        "DeepseekV3RMSNormTorch",
+        "KDeepseekRMSNormIPEXLLM",
+        "flashinfer_attn",
+        "deepseek_torch_attn",
+        "KMoEGate",
+        "KMoEGateIPEXLLM",
+        "RotaryEmbeddingV3",
+        "RotaryEmbeddingV4",
+        "YarnRotaryEmbeddingV3",
+        "KGlm4MoeMoE",
+        "KGlm4Experts",
+        "KGlm4MoeAttention",
+        "KGlm4MoeRMSNorm",
+        "KGlm4MoeMLP",
+        "KGlm4MoeRotaryEmbedding",
+        "KQwen3NextSparseMoeBlockV2",
+        "KQwen3NextAttention",
+        "KQwen3NextGatedDeltaNet",
+        "KQwen3NextRMSNorm",
+        "KSmallthinkerMoeBlock",
+        "KSmallthinkerExperts",
+        "KSmallthinkerAttention",
+        "KSmallthinkerRMSNorm",
+        "KSmallthinkerDenseMlpBlock",
+        "KSmallthinkerRotaryEmbedding",
+        "KQwen3MoeAttentionIPEXLLM",
+    }
+)
+"""Names of the KTransformers documents for model families that have no operator here."""
+
+for _entry in (
+    OperatorEntry("Linear", _build_linear),
+    OperatorEntry("Embedding", _build_embedding),
+    OperatorEntry("LmHead", _build_lm_head),
+    OperatorEntry("RmsNorm", _build_norm),
+    OperatorEntry("Rope", _build_rope),
+    OperatorEntry("Attention", _build_attention, absorbs=True),
+    OperatorEntry("Mlp", _build_mlp, absorbs=True),
+    OperatorEntry("Router", _build_router),
+    OperatorEntry("Experts", _build_experts, absorbs=True),
+    OperatorEntry("MoeBlock", _build_moe_block),
+    OperatorEntry("DecoderLayer", _build_decoder_layer, is_optional=True),
+    OperatorEntry(DEFAULT, _keep),
+):
+    OPERATORS.add(_entry.name, _entry, aliases=_ALIASES.get(_entry.name, ()))
+
+
+def resolve_operator(rule: Rule) -> OperatorEntry | None:
+    """Return the operator that a rule names; None for a known name without operator here.
+
+    Raises:
+        ConfigError: an unknown operator, or an argument that operators do not take.
+    """
+    unknown = sorted(rule.kwargs.keys() - set(KTRANSFORMERS_KWARGS))
+    if unknown:
+        raise ConfigError(
+            "models.resolve_rules",
+            f"{rule.place}: unknown kwargs {', '.join(unknown)}: known are "
+            f"{', '.join(KTRANSFORMERS_KWARGS)}",
+            field="replace.kwargs",
+        )
+    name = rule.operator
+    if name.startswith("ktransformers."):
+        name = name.rpartition(".")[2]
+    if name in ABSENT:
+        return None
+    return OPERATORS.resolve(name, where=f"{rule.place}", field="replace.class")
+
+
+def refuse(module_name: str, operator: str, place: str, why: str) -> UnsupportedError:
+    """Make the error of a module that an operator cannot take."""
+    return UnsupportedError(
+        "models.apply_rules", f"{place}: operator {operator} cannot take {module_name}: {why}"
+    )

@@ -1,0 +1,168 @@
+"""Serving the application until a signal drains it.
+
+uvicorn owns the sockets; this module owns what happens at SIGTERM and SIGINT: the port stays open
+and answers 503, running requests finish, then everything closes and ``run_server`` returns. A
+second signal does not wait.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from tandem.core.errors import ConfigError
+from tandem.server.config import ServerConfig
+from tandem.server.context import ServerContext
+
+__all__ = ["RunningServer", "run_server"]
+
+_logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 2
+"""For connections to take their last bytes once nothing runs any more."""
+_IDLE_CONNECTION_S = 75
+"""As long as common proxies keep theirs; shorter makes their next request race the close."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would exit by the signal instead of by 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class RunningServer:
+    """A server that listens; the handle given to ``on_started``. On its event loop alone."""
+
+    def __init__(self, server: uvicorn.Server, context: ServerContext, url: str, port: int) -> None:
+        self.url = url
+        self.port = port
+        self._server = server
+        self._context = context
+        self._drain: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Begin to drain; called again, stop waiting for what still runs."""
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
+            return
+        _logger.warning("event=stop_forced in_flight=%d", self._context.lifecycle.num_in_flight)
+        self._server.should_exit = True
+        self._server.force_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        await self._context.lifecycle.drain(self._context.config.drain_timeout_s)
+        self._server.should_exit = True
+
+
+async def run_server(
+    config: ServerConfig,
+    app: Starlette,
+    on_started: Callable[[RunningServer], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until ``RunningServer.stop``; returns when drained.
+
+    Args:
+        config: of ``build_app``.
+        app: from ``build_app``.
+        on_started: called on the loop once the port is open, with the address.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the certificate cannot be read.
+    """
+    listener = _bind(config)
+    settings = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Forwarded headers would let any client choose what the log says.
+        proxy_headers=False,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one.
+        listener.close()
+        what = f"cannot use {config.ssl_certfile} with {config.ssl_keyfile}: {error}"
+        raise ConfigError("server.run", what, field="server.ssl_certfile") from error
+    server = _Server(settings)
+    port = listener.getsockname()[1]
+    scheme = "https" if config.ssl_certfile is not None else "http"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    running = RunningServer(server, app.state.context, f"{scheme}://{host}:{port}", port)
+    watcher = asyncio.create_task(_announce(server, running, on_started))
+    try:
+        with _signals(running):
+            await server.serve(sockets=[listener])
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        # What is left belongs to clients that do not read, or do not end TLS.
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        listener.close()
+        app.state.context.encoder.close()
+
+
+async def _announce(
+    server: uvicorn.Server,
+    running: RunningServer,
+    on_started: Callable[[RunningServer], None] | None,
+) -> None:
+    # uvicorn has no event for it; this ends within the milliseconds its startup takes.
+    while not server.started:
+        await asyncio.sleep(0.005)
+    _logger.info("event=listening url=%s", running.url)
+    if on_started is not None:
+        on_started(running)
+
+
+@contextlib.contextmanager
+def _signals(running: RunningServer) -> Iterator[None]:
+    """Let SIGTERM and SIGINT stop the server; elsewhere than on the main thread, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, running.stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        what = f"cannot resolve {config.host}: {error}"
+        raise ConfigError("server.bind", what, field="server.host") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        what = f"cannot bind {config.host}:{config.port}: {error}"
+        raise ConfigError("server.bind", what, field="server.port") from error
+    listener.setblocking(False)
+    return listener

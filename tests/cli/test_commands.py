@@ -1,0 +1,99 @@
+"""Commands that need no server: what they print, in text and JSON, and how they fail."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tandem.cli.config import SHORT_NAMES, Config
+from tandem.cli.plan import plan
+from tandem.core.config import list_fields
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        **options,
+    )
+
+
+def test_version():
+    found = json.loads(run("version", "--json").stdout)
+    assert found["tandem"]
+    assert found["torch"]
+    assert f"tandem {found['tandem']}" in run("version").stdout
+
+
+def test_config_show_names_every_setting_and_its_origin(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {block_size: 16}\n")
+    result = run(
+        "config", "show", "--json", "--config", str(file), "--port", "9", "--max-model-len", "99",
+    )  # fmt: skip
+    rows = {row["setting"]: row for row in json.loads(result.stdout)}
+    assert set(rows) == {field.path for field in list_fields(Config)}
+    assert rows["engine.block_size"]["value"] == 16
+    assert rows["engine.block_size"]["origin"] == "file c.yaml"
+    assert rows["server.port"]["origin"] == "flag --port"
+    assert rows["engine.max_model_len"]["value"] == 99
+    assert rows["server.host"]["origin"] == "default"
+    assert set(SHORT_NAMES) <= set(rows)
+
+
+def test_config_show_hides_secrets():
+    result = run("config", "show", "--api-key", "s3cret")
+    assert "s3cret" not in result.stdout
+    assert "***" in result.stdout
+
+
+def test_dry_run_says_what_and_why():
+    """The table and the JSON document are of one plan; starting Python for each costs seconds."""
+    plan = json.loads(run("serve", "demo", "--dry-run", "--json").stdout)
+    assert plan["config"]["num_kv_blocks"] > 0
+    assert plan["config"]["max_model_len"] == 2048
+    assert plan["spec"]["architecture"] == "Qwen3MoeForCausalLM"
+    reasons = {what: (value, why) for what, value, why in plan["rows"]}
+    assert {"weights", "dtype", "context", "threads", "KV cache"} <= set(reasons)
+    assert all(why for _, why in reasons.values())
+
+
+def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {name: '^model\\.layers\\..*\\.mlp\\.experts$'}\n"
+        "  replace: {class: Experts}\n"
+        "- match: {name: '^no\\.such\\.module$'}\n"
+        "  replace: {class: Linear}\n"
+    )
+    plan("demo", rules=rules, device="cpu", json=False)
+    text = capsys.readouterr().out
+    assert "Experts" in text
+    assert "matched no module" in text
+    plan("demo", rules=rules, device="cpu", json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["unused_rules"]
+    assert report["modules"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "/nonexistent"), ["/nonexistent"]),
+        (("serve",), ["model"]),
+        (("bench", "nope"), ["nope", "engine"]),
+        (("generate", "demo"), ["prompt"]),
+        (("pull", "not an id"), ["not an id"]),
+        (("config", "show", "--config", "/nonexistent.yaml"), ["/nonexistent.yaml"]),
+    ],
+)
+def test_errors_are_one_line_and_status_1(arguments, words):
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith("tandem: ")
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr

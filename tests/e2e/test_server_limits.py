@@ -1,0 +1,141 @@
+"""Full queues, dying instances, draining, keys: servers of their own."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+LONG = {"model": "demo", "prompt": "def f(x):\n", "max_tokens": 200, "ignore_eos": True}
+
+
+def stream_to_end(url: str, body: dict) -> tuple[int, list[dict], httpx.Headers]:
+    """Post a streaming request; return status, events and headers."""
+    with (
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        if response.status_code != 200:
+            response.read()
+            return response.status_code, [response.json()], response.headers
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in response.iter_lines()
+            if line.startswith("data: ") and line != "data: [DONE]"
+        ]
+        return 200, events, response.headers
+
+
+def test_64_streams_16_queued_the_rest_refused(serve_demo):
+    with serve_demo("--engine.max-running", "64", "--engine.max-queue", "16") as server:
+        with concurrent.futures.ThreadPoolExecutor(100) as pool:
+            body = {**LONG, "max_tokens": 120}
+            jobs = [pool.submit(stream_to_end, server.url, body) for _ in range(100)]
+            results = [job.result() for job in jobs]
+        statuses = [status for status, _, _ in results]
+        assert set(statuses) == {200, 503}
+        # A stream that ends early makes room for another: at least 80 get through.
+        assert statuses.count(200) >= 80
+        assert statuses.count(503) >= 1
+        for status, events, headers in results:
+            if status == 503:
+                assert int(headers["Retry-After"]) >= 1
+                assert events[0]["error"]["message"]
+            else:
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+        server.wait_until(server.is_idle)
+
+
+def test_killed_instance_is_reported_and_replaced(serve_demo):
+    with serve_demo() as server:
+        pid = server.instance_pid()
+        seen = threading.Event()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+
+            def run() -> tuple[int, list[dict]]:
+                body = {**LONG, "max_tokens": 1500, "stream": True}
+                events = []
+                with (
+                    httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+                    client.stream("POST", "/v1/completions", json=body) as response,
+                ):
+                    for line in response.iter_lines():
+                        if line.startswith("data: {"):
+                            events.append(json.loads(line.removeprefix("data: ")))
+                            seen.set()
+                return response.status_code, events
+
+            jobs = [pool.submit(run) for _ in range(4)]
+            assert seen.wait(30)
+            os.kill(pid, signal.SIGKILL)
+            begin_s = time.monotonic()
+            for job in jobs:
+                status, events = job.result(timeout=30)
+                assert status in (200, 503)
+                if status == 200:
+                    assert "error" in events[-1], "the stream ends with an error, not in silence"
+            assert time.monotonic() - begin_s < 10
+        server.wait_until(lambda: server.client.get("/ready").status_code == 200, 90)
+        assert server.instance_pid() != pid
+        answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
+        assert answer.status_code == 200
+
+
+def test_sigterm_drains_and_ends_with_status_0(serve_demo):
+    with serve_demo("--server.drain-timeout-s", "30") as server:
+        instance = server.instance_pid()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 400})
+            server.wait_until(lambda: server.stats()["num_running"] == 1)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_until(
+                lambda: server.client.post("/v1/completions", json=LONG).status_code == 503
+            )
+            status, events, _ = job.result(timeout=60)
+        assert status == 200
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(timeout=30) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(instance, 0)
+
+
+def test_api_key_guards_all_but_health(serve_demo):
+    with serve_demo(env={"TANDEM_SERVER__API_KEY": "s3cret"}) as server:
+        assert server.client.get("/health").status_code == 200
+        assert server.client.get("/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer s3cret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+        wrong = {"Authorization": "Bearer s3cres"}
+        assert server.client.get("/v1/models", headers=wrong).status_code == 401
+        command = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        assert "s3cret" not in command.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["/nonexistent"], ["/nonexistent"]),
+        (["demo", "--max-model-len", "100000"], ["max_model_len", "2048"]),
+        (["demo", "--host", "0.0.0.0"], ["api_key"]),
+        (["demo", "--prefill", "1"], ["prefill"]),
+        (["demo", "--engine.blok-size", "1"], ["blok-size"]),
+        (["demo", "--engine.num-kv-blocks", "2"], ["blocks"]),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(flags, words):
+    result = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert result.returncode != 0
+    for word in words:
+        assert word in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr

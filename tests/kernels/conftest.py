@@ -1,0 +1,63 @@
+"""Operators from weights in a dict, and the one comparison that all numeric tests use."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.core.errors import NotFoundError, ShapeError
+
+
+class DictReader:
+    """A ``WeightReader`` over tensors in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        if name not in self.tensors:
+            raise NotFoundError("test.read", name)
+        if self.tensors[name].shape != out.shape:
+            raise ShapeError("test.read", name)
+        out.copy_(self.tensors[name])
+
+
+@pytest.fixture
+def make_reader() -> type[DictReader]:
+    return DictReader
+
+
+@pytest.fixture
+def count_outside() -> Callable[[Tensor, np.ndarray, np.ndarray], int]:
+    """Count the elements of a result that are further from the oracle than the bound, or NaN."""
+
+    def count(actual: Tensor, expected: np.ndarray, bound: np.ndarray) -> int:
+        assert tuple(actual.shape) == expected.shape, (actual.shape, expected.shape)
+        off = np.abs(actual.double().numpy() - expected)
+        return int(np.count_nonzero(~(off <= bound)))
+
+    return count
+
+
+@pytest.fixture
+def draw() -> Callable[..., Tensor]:
+    """Seeded normal numbers, already rounded to a dtype."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw_normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    return draw_normal
+
+
+@pytest.fixture
+def wide() -> Callable[[Tensor], np.ndarray]:
+    """float64 numpy of a tensor."""
+    return lambda x: x.double().numpy()

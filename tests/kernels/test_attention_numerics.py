@@ -1,0 +1,144 @@
+"""Goal: paged attention agrees with the oracle whatever the batch, blocks and earlier context.
+
+Method: keys and values of the whole context are drawn, the earlier part is put into the cache by
+hand through a scrambled block table, the step's own part through ``write_kv``; the oracle sees
+the plain arrays. The same queries run in one piece, in chunks and one by one.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.core.spec import KVLayout
+from tandem.kernels import attention as attention_module
+from tandem.kernels import reference, tolerance
+from tandem.kernels.attention import PagedStep, attend, write_kv
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.kernels.rope import Rope, RopeParameters
+
+HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3
+SCALE = SIZE**-0.5
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+both_dtypes = pytest.mark.parametrize("dtype", list(NAMES), ids=list(NAMES.values()))
+
+
+class Case:
+    """A cache and sequences with drawn queries, keys and values."""
+
+    def __init__(self, lengths, dtype, draw, block_size=8, kv_dtype=None):
+        kv_dtype = kv_dtype or dtype
+        self.dtype, self.block_size = dtype, block_size
+        layout = KVLayout(
+            num_layers=LAYERS,
+            num_kv_heads=KV_HEADS,
+            head_dim=SIZE,
+            block_size=block_size,
+            dtype=NAMES[kv_dtype],
+        )
+        counts = [-(-length // block_size) for length in lengths]
+        self.cache = PagedKvCache(layout, sum(counts) + 1)
+        order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(3))
+        blocks = iter(order.tolist())
+        self.tables = [[next(blocks) for _ in range(count)] for count in counts]
+        self.q = [draw(n, HEADS, SIZE, dtype=dtype) for n in lengths]
+        self.kv = [draw(n, 2, KV_HEADS, SIZE, dtype=dtype).to(kv_dtype).to(dtype) for n in lengths]
+        self.rope = Rope(RopeParameters(head_dim=SIZE))
+
+    def run(self, parts, layer_idx=1):
+        """Attend tokens parts[s] = (start, end) of each sequence as one step."""
+        chunks = [
+            SequenceChunk([0] * (end - start), start, self.tables[s])
+            for s, (start, end) in enumerate(parts)
+            if end > start
+        ]
+        batch = PagedBatch.build(chunks, self.block_size)
+        step = PagedStep(batch, self.cache, self.rope, self.dtype)
+        rows = [(s, *part) for s, part in enumerate(parts) if part[1] > part[0]]
+        q = torch.cat([self.q[s][a:b] for s, a, b in rows])
+        kv = torch.cat([self.kv[s][a:b] for s, a, b in rows])
+        write_kv(step, layer_idx, kv)
+        out = attend(step, layer_idx, q, kv, SCALE).view(-1, HEADS, SIZE)
+        return dict(
+            zip([s for s, _, _ in rows], out.split([b - a for _, a, b in rows]), strict=True)
+        )
+
+    def oracle(self, s, start, end):
+        q = self.q[s][start:end].double().numpy()
+        keys, values = self.kv[s][:end].double().numpy().transpose(1, 0, 2, 3)
+        bound = tolerance.attention(q, keys, values, SCALE, self.dtype)
+        return reference.attention(q, keys, values, SCALE), bound
+
+
+@both_dtypes
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_mixed_batch(dtype, block_size, draw, count_outside):
+    lengths = [1, 40, 9, 33, 64, 5]
+    case = Case(lengths, dtype, draw, block_size)
+    first = [(0, n - 1) for n in lengths]
+    for s, out in case.run(first).items():
+        assert count_outside(out, *case.oracle(s, *first[s])) == 0
+    # Now three decode, one prefills on top of its context, one starts anew, one is idle.
+    second = [(0, 1), (39, 40), (8, 9), (10, 33), (63, 64), (0, 0)]
+    for s, out in case.run(second).items():
+        assert count_outside(out, *case.oracle(s, *second[s])) == 0
+
+
+@both_dtypes
+def test_chunks_equal_one_piece(dtype, draw, count_outside):
+    case = Case([150], dtype, draw)
+    for start, end in [(0, 70), (70, 71), (71, 79), (79, 149), (149, 150)]:
+        out = case.run([(start, end)])[0]
+        assert count_outside(out, *case.oracle(0, start, end)) == 0
+
+
+def test_long_context_is_attended_in_tiles(draw, count_outside, monkeypatch):
+    monkeypatch.setattr(attention_module, "TILE_TOKENS", 16)
+    monkeypatch.setattr(attention_module, "MAX_GATHER_BYTES", 4096)
+    case = Case([90, 70], torch.float32, draw)
+    case.run([(0, 60), (0, 69)])
+    for part in ([(60, 89), (69, 70)], [(89, 90), (0, 0)]):
+        for s, out in case.run(part).items():
+            assert count_outside(out, *case.oracle(s, *part[s])) == 0
+
+
+def test_flash_path_for_long_chunks(draw, count_outside, monkeypatch):
+    monkeypatch.setattr(attention_module, "MAX_TILED_TOKENS", {torch.float32: 8})
+    case = Case([70], torch.float32, draw)
+    assert count_outside(case.run([(0, 70)])[0], *case.oracle(0, 0, 70)) == 0
+
+
+def test_flash_stand_in_agrees(draw):
+    """Where the CPU's flash kernel is absent, plain products give the same parts."""
+    q, k, v = draw(2, 3, 5, 16, dtype=torch.float32), *draw(2, 2, 5, 16, dtype=torch.float32)
+    for is_causal in (True, False):
+        ours = attention_module._plain(q, k, v, SCALE, is_causal=is_causal)
+        flash = attention_module._flash(q, k, v, SCALE, is_causal=is_causal)
+        for a, b in zip(ours, flash, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_kv_in_a_smaller_dtype(draw, count_outside):
+    case = Case([30], torch.float32, draw, kv_dtype=torch.bfloat16)
+    assert case.cache.dtype == torch.bfloat16
+    for start, end in [(0, 20), (20, 29), (29, 30)]:
+        out = case.run([(start, end)])[0]
+        assert count_outside(out, *case.oracle(0, start, end)) == 0
+
+
+def test_layers_do_not_share_slots(draw):
+    case = Case([10], torch.float32, draw)
+    case.run([(0, 10)], layer_idx=2)
+    assert not case.cache.tensor[:, :2].any()
+    context = reference.gather_context(
+        case.cache.tensor.double().numpy(), case.tables[0], layer_idx=2, length=10
+    )
+    assert np.array_equal(context, case.kv[0].double().numpy().transpose(1, 0, 2, 3))
+
+
+def test_nan_of_one_sequence_stays_there(draw):
+    case = Case([12, 12], torch.float32, draw)
+    case.kv[0][5] = float("nan")
+    case.run([(0, 11), (0, 11)])
+    out = case.run([(11, 12), (11, 12)])
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()

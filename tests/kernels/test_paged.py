@@ -1,0 +1,87 @@
+"""Goal: the batch and the block pool hold what their docstrings promise; wrong input is named."""
+
+import pytest
+import torch
+
+from tandem.core.errors import ShapeError
+from tandem.core.spec import KVLayout
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="float32")
+
+
+def test_layout_sizes_and_offsets():
+    assert LAYOUT.bytes_per_token == 2 * 2 * 3 * 4 * 4
+    assert LAYOUT.bytes_per_block == 8 * LAYOUT.bytes_per_token
+    cache = PagedKvCache(LAYOUT, 5)
+    block = cache.tensor[3]
+    assert block.is_contiguous()
+    assert block.numel() * 4 == LAYOUT.bytes_per_block
+    assert block[1].storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.layer_offset(1)
+    head = block[1, 1, 2]
+    assert head.storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.head_offset(1, 1, 2)
+
+
+def test_batch_rows_slots_and_wants():
+    chunks = [
+        SequenceChunk([1, 2, 3], 6, [4, 0], "last"),
+        SequenceChunk([9], 0, [2], "none"),
+        SequenceChunk([5, 6], 14, [7, 1], "all"),
+    ]
+    batch = PagedBatch.build(chunks, 8)
+    assert batch.token_ids.tolist() == [1, 2, 3, 9, 5, 6]
+    assert batch.positions.tolist() == [6, 7, 8, 0, 14, 15]
+    assert batch.slot_blocks.tolist() == [4, 4, 0, 2, 1, 1]
+    assert batch.slot_offsets.tolist() == [6, 7, 0, 0, 6, 7]
+    assert batch.query_start == (0, 3, 4, 6)
+    assert batch.context_lens == (9, 1, 16)
+    assert batch.block_table.tolist() == [[4, 0], [2, 2], [7, 1]]
+    assert batch.logit_rows.tolist() == [2, 4, 5]
+    # Block 0 gets its first token and keeps room; block 2 too; block 1 is filled up.
+    assert batch.fresh_blocks == (0, 2)
+
+
+def test_runs_cover_the_slots_of_a_prefill():
+    batch = PagedBatch.build([SequenceChunk(list(range(45)), 5, [3, 1, 0, 2])], 16)
+    assert batch.slot_runs == ((3, 5, 0, 11), (1, 0, 11, 27), (0, 0, 27, 43), (2, 0, 43, 45))
+    decode = PagedBatch.build([SequenceChunk([1], 5, [3]), SequenceChunk([1], 0, [0])], 16)
+    assert decode.slot_runs is None
+
+
+def test_empty_batch():
+    batch = PagedBatch.build([], 8)
+    assert batch.num_tokens == batch.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "text"),
+    [
+        (SequenceChunk([], 0, [1]), "0 tokens from position 0"),
+        (SequenceChunk([1], -1, [1]), "position -1"),
+        (SequenceChunk([1] * 9, 0, [1]), "9 tokens in 1 blocks of 8"),
+        (SequenceChunk([1], 0, [1], "some"), "wants='some'"),
+    ],
+)
+def test_wrong_chunks_are_named(chunk, text):
+    with pytest.raises(ShapeError, match=text):
+        PagedBatch.build([chunk], 8)
+
+
+def test_copy_block_keeps_a_prefix_and_clears_the_rest():
+    cache = PagedKvCache(LAYOUT, 3)
+    cache.tensor[0] = torch.randn(cache.tensor.shape[1:])
+    cache.tensor[2] = float("nan")
+    cache.copy_block(0, 2, 5)
+    assert torch.equal(cache.tensor[2, :, :, :, :5], cache.tensor[0, :, :, :, :5])
+    assert not cache.tensor[2, :, :, :, 5:].any()
+    with pytest.raises(ShapeError, match="9 tokens of a block of 8"):
+        cache.copy_block(0, 1, 9)
+
+
+def test_foreign_memory_must_fit():
+    shape = (4, *LAYOUT.shape)
+    memory = torch.zeros(shape)
+    assert PagedKvCache(LAYOUT, 4, tensor=memory).tensor.data_ptr() == memory.data_ptr()
+    for wrong in (memory[:3], memory.double(), memory.transpose(1, 2)):
+        with pytest.raises(ShapeError, match="need contiguous"):
+            PagedKvCache(LAYOUT, 4, tensor=wrong)

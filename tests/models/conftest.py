@@ -1,0 +1,155 @@
+"""Tiny checkpoints of every family, written by transformers itself, and ways to run a model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="models need the `serve` extra")
+pytest.importorskip("transformers", reason="models need the `serve` extra")
+
+from safetensors.torch import load_file, save_file  # noqa: E402 - after the skip
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk  # noqa: E402
+from tandem.models.loader import CausalModel  # noqa: E402
+
+transformers_logging.disable_progress_bar()
+
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+MOE = {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., PreTrainedConfig]:
+    """Return ``make(model_type, **changes)``: a tiny configuration of a family."""
+
+    def make(model_type: str, **changes: Any) -> PreTrainedConfig:
+        moe = MOE if model_type == "qwen3_moe" else {}
+        return CONFIGS[model_type](**{**COMMON, **moe, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def save_model() -> Callable[..., Any]:
+    """Return ``save(config, folder)``: write a random checkpoint, give transformers' model."""
+
+    def save(config: PreTrainedConfig, folder: Path, *, shard_size: str = "1GB", seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+        ).eval()
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Norms near 1, matrices that keep the size of what passes through, biases small.
+            if name.endswith("norm.weight"):
+                parameter.data = 1 + 0.1 * noise
+            elif parameter.dim() == 1:
+                parameter.data = 0.1 * noise
+            else:
+                parameter.data = noise * parameter.shape[-1] ** -0.5
+        model.save_pretrained(folder, max_shard_size=shard_size)
+        return model
+
+    return save
+
+
+@pytest.fixture
+def checkpoint(tmp_path, make_config, save_model) -> Callable[..., Path]:
+    """Return ``checkpoint(model_type, **changes)``: a folder with a random model in it."""
+
+    def make(model_type: str, *, shard_size: str = "1GB", **changes: Any) -> Path:
+        folder = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
+        save_model(make_config(model_type, **changes), folder, shard_size=shard_size)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def edit_config() -> Callable[..., None]:
+    """Return ``edit(folder, **changes)``: change ``config.json``; None removes a key."""
+
+    def edit(folder: Path, **changes: Any) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return edit
+
+
+@pytest.fixture
+def edit_weights() -> Callable[..., None]:
+    """Return ``edit(folder, change)``: let ``change`` modify the dict of tensors in place."""
+
+    def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        path = folder / "model.safetensors"
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return edit
+
+
+class Session:
+    """One sequence of a model in a cache of its own, or beside others in a shared one."""
+
+    def __init__(self, model: CausalModel, cache: PagedKvCache, table: list[int]) -> None:
+        self.model, self.cache, self.table = model, cache, table
+        self.length = 0
+
+    def chunk(self, token_ids: list[int], wants: str = "all") -> SequenceChunk:
+        chunk = SequenceChunk(token_ids, self.length, self.table, wants)
+        self.length += len(token_ids)
+        return chunk
+
+    def run(self, token_ids: list[int], wants: str = "all") -> Any:
+        chunks = [self.chunk(token_ids, wants)]
+        batch = PagedBatch.build(chunks, self.cache.layout.block_size)
+        return self.model.forward(batch, self.cache)
+
+
+@pytest.fixture
+def open_session() -> Callable[..., Session]:
+    """Return ``open(model, ...)``: a ``Session`` over scrambled blocks."""
+
+    def open_one(
+        model: CausalModel,
+        *,
+        block_size: int = 16,
+        cache: PagedKvCache | None = None,
+        table: list[int] | None = None,
+    ) -> Session:
+        if cache is None:
+            cache = model.allocate_kv(24, block_size=block_size)
+        if table is None:
+            generator = torch.Generator().manual_seed(block_size)
+            table = torch.randperm(cache.num_blocks, generator=generator).tolist()
+        return Session(model, cache, table)
+
+    return open_one

@@ -1,0 +1,76 @@
+"""Goal: loading takes at most 1.1 times the packed model plus one layer of anonymous memory.
+
+Method: a model of about 300 MB is written and loaded in a process of its own, which reads
+``RssAnon`` after every tensor. Pages of the mapped file belong to the page cache and do not count.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+PROBE = """
+import sys
+import torch
+from tandem.models.loader import load_model
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+load_model(sys.argv[2])
+before = peak = anonymous()
+
+def sample(*_):
+    global peak
+    peak = max(peak, anonymous())
+
+model = load_model(sys.argv[1], dtype=sys.argv[3], progress=sample)
+sample()
+print(peak - before, model.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_anonymous_memory(dtype, tmp_path, make_config, checkpoint):
+    changes = {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "num_experts": 32,
+        "moe_intermediate_size": 512,
+        "dtype": "bfloat16",
+    }
+    if dtype == "float32":
+        changes["num_hidden_layers"] = 3
+    config = make_config("qwen3_moe", **changes)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = {
+        name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.state_dict().items()
+    }
+    layer_bytes = sum(t.nbytes for name, t in tensors.items() if ".layers.0." in name)
+    assert sum(t.nbytes for t in tensors.values()) > 140_000_000
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), str(checkpoint("qwen3_moe")), dtype],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    used, packed = json.loads("[" + result.stdout.strip().replace(" ", ",") + "]")
+    scale = 2 if dtype == "float32" else 1
+    assert packed > 290_000_000
+    assert used <= 1.1 * packed + scale * layer_bytes
+    # The measurement sees the model at all.
+    assert used >= 0.9 * packed

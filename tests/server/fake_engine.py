@@ -1,0 +1,192 @@
+"""An engine in memory, deterministic, with the faults a server must stand.
+
+``FakeEngine`` has the face of ``tandem.server.engine.EngineClient``. Its answer to a prompt is the
+``answer`` it was given, token by token, or the prompt again if there is none. It accounts for what
+it holds: ``num_held`` is zero when nothing leaked.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.wire import (
+    AddRequest,
+    FinishReason,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    RequestOutput,
+    StageChanged,
+    TokenLogprob,
+)
+
+
+def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
+    """Describe an instance of a tiny model."""
+    return InstanceInfo(
+        model="org/tiny",
+        architecture="Qwen3MoeForCausalLM",
+        dtype="float32",
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=16,
+        num_blocks=64,
+        kv_bytes_per_token=64,
+        weight_bytes=1 << 20,
+        num_parameters=1 << 18,
+        eos_token_ids=[0],
+        fingerprint="f" * 64,
+        pid=1,
+        load_seconds=0.5,
+    )
+
+
+@dataclass
+class FakeEngine:
+    """The knobs are plain attributes and may be turned between requests.
+
+    Attributes:
+        answer: ids generated for every prompt; None repeats the prompt's.
+        step_s: seconds between outputs; 0 yields to the loop only.
+        tokens_per_step: ids in one output.
+        max_running: requests held at once, beyond which ``submit`` raises CapacityError.
+        die_after: outputs of a request after which the instance is lost.
+        hang: outputs never come.
+        stop_token_id: ends an answer that is shorter than max_tokens.
+    """
+
+    info: InstanceInfo | None = field(default_factory=make_info)
+    stage: StageChanged = field(default_factory=lambda: StageChanged(InstanceStage.READY))
+    answer: list[int] | None = None
+    step_s: float = 0.0
+    tokens_per_step: int = 1
+    max_running: int = 1 << 20
+    die_after: int | None = None
+    hang: bool = False
+    cached_len: int = 0
+    stop_token_id: int | None = None
+    requests: list[AddRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    held: dict[str, "FakeStream"] = field(default_factory=dict)
+    generated: int = 0
+
+    def reset(self) -> None:
+        """Turn all knobs back and forget what happened; nothing may be held."""
+        assert not self.held, self.held
+        self.__init__(info=self.info)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that own blocks."""
+        return len(self.held)
+
+    async def submit(self, request: AddRequest) -> "FakeStream":
+        """Queue a request, or refuse it."""
+        if self.info is None:
+            raise PeerLostError("fake.submit", "the instance is down")
+        if len(self.held) >= self.max_running:
+            raise CapacityError("fake.submit", f"the queue of {self.max_running} is full")
+        assert request.request_id not in self.held, "an id was used twice"
+        stream = FakeStream(self, request)
+        self.requests.append(request)
+        self.held[request.request_id] = stream
+        return stream
+
+    async def stats(self) -> InstanceStats:
+        """Return counters; the prefix cache hits are those told to clients."""
+        if self.info is None:
+            raise PeerLostError("fake.stats", "the instance is down")
+        return InstanceStats(
+            stage=self.stage.stage,
+            num_running=len(self.held),
+            num_blocks=64,
+            num_used_blocks=len(self.held),
+            prompt_tokens=sum(len(r.prompt_ids) for r in self.requests),
+            generated_tokens=self.generated,
+        )
+
+    async def flush_cache(self) -> int:
+        """Pretend to free seven blocks."""
+        return 7
+
+
+class FakeStream:
+    """The outputs of one request."""
+
+    def __init__(self, engine: FakeEngine, request: AddRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._cancelled = asyncio.Event()
+
+    async def cancel(self) -> None:
+        """Free the request at once."""
+        if self._engine.held.pop(self._request.request_id, None) is not None:
+            self._engine.cancelled.append(self._request.request_id)
+        self._cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        engine, request = self._engine, self._request
+        answer, reason, stop_id = self._plan()
+        size = engine.tokens_per_step
+        steps = [answer[i : i + size] for i in range(0, len(answer), size)] or [[]]
+        for number, ids in enumerate(steps):
+            if await self._pause():
+                return
+            if engine.die_after == number:
+                engine.held.pop(request.request_id, None)
+                yield RequestOutput(
+                    request.request_id, [], FinishReason.ERROR, error_code="peer_lost"
+                )
+                return
+            is_last = number == len(steps) - 1
+            engine.generated += len(ids)
+            if is_last:
+                engine.held.pop(request.request_id, None)
+            yield self._output(number, ids, reason if is_last else None, stop_id)
+
+    async def _pause(self) -> bool:
+        """Wait for the next step; returns whether the request was cancelled."""
+        timeout_s = None if self._engine.hang else self._engine.step_s
+        if timeout_s == 0:
+            await asyncio.sleep(0)
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._cancelled.wait(), timeout_s)
+        return self._cancelled.is_set()
+
+    def _plan(self) -> tuple[list[int], FinishReason, int | None]:
+        engine, sampling = self._engine, self._request.sampling
+        source = self._request.prompt_ids if engine.answer is None else engine.answer
+        if engine.answer is not None and len(source) < sampling.max_tokens:
+            return list(source), FinishReason.STOP, engine.stop_token_id
+        repeats = sampling.max_tokens // max(1, len(source)) + 1
+        return (source * repeats)[: sampling.max_tokens], FinishReason.LENGTH, None
+
+    def _output(
+        self, number: int, ids: list[int], reason: FinishReason | None, stop_id: int | None
+    ) -> RequestOutput:
+        request = self._request
+        wanted = request.sampling.logprobs
+        logprobs = None if wanted is None else [_logprob(i, wanted) for i in ids]
+        prompt_logprobs = None
+        if number == 0 and request.sampling.prompt_logprobs is not None:
+            num_top = request.sampling.prompt_logprobs
+            rest = [_logprob(i, num_top) for i in request.prompt_ids[1:]]
+            prompt_logprobs = [None, *rest]
+        tells = number == 0 or reason is not None
+        return RequestOutput(
+            request.request_id,
+            ids,
+            reason,
+            prompt_len=len(request.prompt_ids) if tells else 0,
+            cached_len=self._engine.cached_len if tells else 0,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token_id=stop_id if reason == FinishReason.STOP else None,
+        )
+
+
+def _logprob(token_id: int, num_top: int) -> TokenLogprob:
+    return TokenLogprob(token_id, -0.25, [(token_id + k, -0.25 * (k + 1)) for k in range(num_top)])

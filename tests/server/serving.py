@@ -1,0 +1,95 @@
+"""Real servers in threads, over the fake engine."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from concurrent.futures import Future
+
+import requests
+from fake_engine import FakeEngine, make_info
+
+from tandem.server.app import build_app
+from tandem.server.config import ServerConfig
+from tandem.server.run import RunningServer, run_server
+from tandem.server.tokenizer import Tokenizer
+
+WAIT_S = 20.0
+
+
+class LiveServer:
+    """A server on a port of its own; ``engine`` is what it serves."""
+
+    def __init__(self, config: ServerConfig, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.app = build_app(config, engine, tokenizer, "tiny")
+        self.config = config
+        self._started: Future[RunningServer] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        self.running = self._started.result(WAIT_S)
+        self.url = self.running.url
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await run_server(self.config, self.app, self._started.set_result)
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    def stop(self) -> None:
+        """Begin to drain."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.running.stop)
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, path: str, json=None, **options) -> requests.Response:
+        return requests.post(self.url + path, json=json, timeout=WAIT_S, **options)
+
+    def get(self, path: str, **options) -> requests.Response:
+        return requests.get(self.url + path, timeout=WAIT_S, **options)
+
+
+class LiveServers:
+    """Starts servers and sees them off."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._servers: list[LiveServer] = []
+
+    def __enter__(self) -> "LiveServers":
+        return self
+
+    def start(self, engine: FakeEngine | None = None, **settings) -> LiveServer:
+        settings = {"port": 0, "drain_timeout_s": 0.5} | settings
+        if engine is None:
+            engine = FakeEngine(info=make_info(self._tokenizer.vocab_size))
+        server = LiveServer(ServerConfig(**settings), engine, self._tokenizer)
+        self._servers.append(server)
+        return server
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.stop()
+        for server in self._servers:
+            server.join()
+            assert server.engine.num_held == 0, server.engine.held
+
+
+def wait_until(condition, timeout_s: float = WAIT_S) -> float:
+    """Poll a condition that another thread brings about; returns the seconds it took."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, "the condition did not come about"
+        time.sleep(0.001)
+    return time.monotonic() - began_s

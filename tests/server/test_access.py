@@ -1,0 +1,203 @@
+"""Who may reach the server: keys, hosts, TLS, and the settings that would open it by accident.
+
+Method: a request with each credential, name or certificate against a server that has its own.
+"""
+
+import shutil
+import socket
+import ssl
+import subprocess
+
+import pytest
+import requests
+from fake_engine import FakeEngine
+from serving import LiveServers, wait_until
+
+from tandem.core.errors import ConfigError
+from tandem.server.app import build_app
+from tandem.server.config import ServerConfig, check_exposure, load_api_keys
+
+ENDPOINTS = ["/v1/models", "/metrics", "/server_info", "/model_info", "/flush_cache"]
+
+
+@pytest.fixture(scope="module")
+def locked(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("# of the team\nfrom-file\n\n  other  \n")
+    with LiveServers(tokenizer) as servers:
+        yield servers.start(api_key=("from-config",), api_key_file=str(path))
+
+
+@pytest.fixture(scope="module")
+def named(tokenizer):
+    with LiveServers(tokenizer) as servers:
+        yield servers.start(allowed_hosts=("*.example.org",))
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_without_a_key_there_is_no_answer(locked, path):
+    reply = locked.get(path)
+    assert reply.status_code == 401
+    assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("key", ["from-config", "from-file", "other"])
+def test_a_known_key_opens(locked, key):
+    for scheme in ("Bearer", "bearer"):
+        reply = locked.get("/v1/models", headers={"Authorization": f"{scheme} {key}"})
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Bearer", "Bearer ", "Bearer from-confi", "Bearer from-config2", "Basic from-config"],
+)
+def test_any_other_key_does_not(locked, header):
+    headers = {"Authorization": header}
+    assert locked.get("/v1/models", headers=headers).status_code == 401
+    reply = locked.post("/v1/completions", {"prompt": "a"}, headers=headers)
+    assert reply.status_code == 401
+    assert locked.engine.requests == []
+
+
+def test_bytes_outside_ascii_are_just_a_wrong_key(locked):
+    headers = {"Authorization": "Bearer \xff\xfe".encode("latin-1")}
+    assert locked.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_probes_are_open(locked):
+    assert locked.get("/health").status_code == 200
+    assert locked.get("/ready").status_code == 200
+
+
+def test_no_answer_shows_a_key(locked):
+    reply = locked.get("/server_info", headers={"Authorization": "Bearer other"})
+    assert reply.status_code == 200
+    assert "from-config" not in reply.text
+    assert "from-file" not in reply.text
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3", "a.example.org"],
+)
+def test_hosts_that_are_ours(named, host):
+    assert named.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_hosts_that_are_not(named):
+    names = ("evil.com", "example.org.evil.com", "example.org", "localhost.evil.com", "", "a:b:c")
+    for host in names:
+        reply = named.get("/v1/models", headers={"Host": host})
+        assert reply.status_code == 400, host
+        assert reply.json()["error"]["param"] == "Host"
+    assert named.get("/health", headers={"Host": "evil.com"}).status_code == 200
+
+
+def test_pages_of_other_sites_cannot_post(serve_text):
+    live = serve_text()
+    for origin in ("https://evil.com", "null", "http://6.6.6.6", "x"):
+        reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
+        assert reply.status_code == 403, origin
+    assert live.engine.requests == []
+    for origin in (live.url, "http://localhost:3000"):
+        reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
+        assert reply.status_code == 200, origin
+
+
+def test_the_host_check_can_be_switched_off(serve_text):
+    live = serve_text(allowed_hosts=("*",))
+    assert live.get("/v1/models", headers={"Host": "any.where"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "host.example"])
+def test_beyond_this_machine_a_key_or_a_flag_is_needed(host):
+    with pytest.raises(ConfigError) as caught:
+        check_exposure(ServerConfig(host=host), ())
+    assert caught.value.field == "server.allow_unauthenticated"
+    check_exposure(ServerConfig(host=host), ("key",))
+    check_exposure(ServerConfig(host=host, allow_unauthenticated=True), ())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
+def test_on_this_machine_none_is(host):
+    check_exposure(ServerConfig(host=host), ())
+
+
+def test_a_key_file_without_keys_is_refused(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# none yet\n")
+    for name in (path, tmp_path / "absent", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            load_api_keys(ServerConfig(api_key_file=str(name)))
+        assert caught.value.field == "server.api_key_file"
+    for key in ("", "a b", "grüße"):
+        with pytest.raises(ConfigError):
+            load_api_keys(ServerConfig(api_key=(key,)))
+
+
+def test_half_a_tls_pair_is_refused(tokenizer):
+    with pytest.raises(ConfigError) as caught:
+        build_app(ServerConfig(ssl_certfile="cert.pem"), FakeEngine(), tokenizer, "tiny")
+    assert caught.value.field == "server.ssl_keyfile"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        check=True, capture_output=True, timeout=30,
+    )  # fmt: skip
+    return str(cert), str(key)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_tls(serve_text, certificate):
+    cert, key = certificate
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key)
+    assert live.url.startswith("https://")
+    with live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}, verify=cert) as reply:
+        assert reply.status_code == 200
+    del reply
+    with pytest.raises(requests.exceptions.SSLError):
+        live.get("/health")
+    plain = live.url.replace("https", "http")
+    with pytest.raises(requests.exceptions.ConnectionError):
+        requests.get(f"{plain}/health", timeout=5)
+    # A TLS connection that ends while the server closes it would take uvicorn seconds.
+    wait_until(lambda: not live.running._server.server_state.connections)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_tls_client_that_leaves_frees_its_blocks_at_once(serve_text, certificate):
+    cert, key = certificate
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key)
+    live.engine.step_s = 30.0
+    plain = socket.create_connection(("127.0.0.1", live.running.port), 10)
+    context = ssl.create_default_context(cafile=cert)
+    with context.wrap_socket(plain, server_hostname="localhost") as connection:
+        body = b'{"prompt": "a", "max_tokens": 9, "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % len(body) + body)
+        wait_until(lambda: live.engine.num_held == 1)
+    assert wait_until(lambda: live.engine.num_held == 0) < 0.1
+
+
+def test_an_unreadable_certificate_is_a_config_error(serve_text, tmp_path):
+    path = tmp_path / "cert.pem"
+    path.write_text("no certificate")
+    with pytest.raises(ConfigError) as caught:
+        serve_text(ssl_certfile=str(path), ssl_keyfile=str(path))
+    assert caught.value.field == "server.ssl_certfile"
+
+
+def test_a_port_in_use_is_a_config_error(serve_text):
+    live = serve_text()
+    with pytest.raises(ConfigError) as caught:
+        serve_text(port=live.running.port)
+    assert caught.value.field == "server.port"

@@ -1,0 +1,112 @@
+"""A template renders as checkpoints expect, and a hostile one reaches nothing.
+
+Method: templates of the forms that real checkpoints use; and attacks on Python's internals, on
+memory and on time, after each of which the next conversation renders.
+"""
+
+import pytest
+
+from tandem.core.errors import ConfigError
+from tandem.server.chat_template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>&'\""}]
+
+
+def render(source: str, **arguments) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>"}, timeout_s=1.0, max_chars=10_000)
+    try:
+        return template.render(MESSAGES, arguments)
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>hi"),
+        ("{{ messages[1]['content'] }}", "<b>&'\""),
+        ("{{ messages[1] | tojson }}", '{"role": "assistant", "content": "<b>&\'\\""}'),
+        ("{% for m in messages %}\n  {% if loop.first %}\n{{ m.role }}\n{% endif %}{% endfor %}",
+         "user\n"),
+        ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", "x"),
+        ("{% generation %}a{{ messages | length }}{% endgeneration %}", "a2"),
+        ("{% set ns = namespace(n=0) %}{% set ns.n = 5 %}{{ ns.n }}", "5"),
+        ("{{ strftime_now('%Y') | length }}{{ enable_thinking }}{{ tools is none }}", "4TrueTrue"),
+        ("{{ messages[0].content.split('i')[0] ~ '世😀' }}", "h世😀"),
+    ],
+)  # fmt: skip
+def test_forms_of_real_templates(source, expected):
+    assert render(source, enable_thinking=True) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ raise_exception.__globals__.sys }}",
+        "{{ strftime_now.__code__.co_consts }}",
+        "{{ messages.append(1) }}",
+        "{{ 'x'.format.__self__.__class__.__base__ }}",
+        "{{ '{0.__class__}'.format(messages) }}{{ ''.__class__.x.y }}",
+        "{% include '/etc/passwd' %}",
+        "{% for %}",
+        "{{ nothing.at.all }}",
+        "{{ 1 // 0 }}",
+        "{{ raise_exception('no system role') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_an_attack_or_a_mistake_is_an_error(source):
+    with pytest.raises(ConfigError) as caught:
+        render(source)
+    assert caught.value.field == "messages"
+    assert "root:" not in str(caught.value)
+
+
+def test_the_templates_own_words_reach_the_client():
+    with pytest.raises(ConfigError, match="no system role"):
+        render("{{ raise_exception('no system role') }}")
+
+
+HOSTILE = (
+    "{% if messages[0].content == 'spin' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif messages[0].content == 'grow' %}{{ 'x' * 10**10 }}"
+    "{% elif messages[0].content == 'double' %}{% set ns = namespace(s='x') %}"
+    "{% for i in range(50) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+    "{% elif messages[0].content == 'print' %}"
+    "{% for a in range(99999) %}xxxxxxxxxx{% endfor %}"
+    "{% else %}fine{% endif %}"
+)
+
+
+def test_time_memory_and_output_are_bounded_and_the_next_one_renders():
+    template = ChatTemplate(HOSTILE, {}, timeout_s=1.0, max_chars=10_000)
+
+    def ask(content: str) -> str:
+        return template.render([{"role": "user", "content": content}], {})
+
+    try:
+        assert ask("hello") == "fine"
+        for content, reason in (
+            ("spin", "in time"),
+            ("grow", "memory"),
+            ("double", "memory|in time"),
+            ("print", "10000"),
+        ):
+            with pytest.raises(ConfigError, match=reason):
+                ask(content)
+            assert ask("hello") == "fine"
+    finally:
+        template.close()
+
+
+def test_a_closed_template_leaves_no_process_and_can_start_again():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(MESSAGES, {}) == "hi"
+    process = template._worker
+    template.close()
+    assert process.returncode is not None
+    assert template.render(MESSAGES, {}) == "hi"
+    template.close()

@@ -1,0 +1,195 @@
+"""Clients that come in numbers, leave, dawdle or meet a full queue.
+
+Method: real sockets; what the engine holds is read beside. Waits are for conditions, each bounded.
+"""
+
+import asyncio
+import socket
+import struct
+import time
+
+import httpx
+import pytest
+import requests
+from fake_engine import FakeEngine, make_info
+from serving import WAIT_S, wait_until
+
+BODY = {"prompt": "hello", "max_tokens": 200, "stream": True}
+FREE_WITHIN_S = 0.1
+"""What is promised for the blocks of a client that left."""
+
+
+def open_stream(port: int, body: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), WAIT_S)
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    return connection
+
+
+def time_to_free(live, body: bytes, num_choices: int, *, reads: bool, resets: bool) -> float:
+    """Leave in the middle of a request; returns the seconds until its blocks are free.
+
+    The next token is half a minute away: only the disconnect itself can free them. The best of
+    three, because a stall of the machine is not the server's.
+    """
+    live.engine.step_s = 30.0
+    times = []
+    for _ in range(3):
+        connection = open_stream(live.running.port, body)
+        wait_until(lambda: live.engine.num_held == num_choices)
+        if reads:
+            assert b"text/event-stream" in connection.recv(4096)
+        if resets:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        times.append(wait_until(lambda: live.engine.num_held == 0))
+    assert len(live.engine.cancelled) == 3 * num_choices
+    return min(times)
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["reset", "closed"])
+def test_a_client_that_leaves_a_stream_frees_its_blocks_at_once(serve_text, resets):
+    body = b'{"prompt": "hello", "max_tokens": 9, "stream": true}'
+    assert time_to_free(serve_text(), body, 1, reads=True, resets=resets) < FREE_WITHIN_S
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["reset", "closed"])
+def test_a_client_that_does_not_wait_for_its_answer_frees_its_blocks_at_once(serve_text, resets):
+    body = b'{"prompt": "hello", "max_tokens": 9}'
+    assert time_to_free(serve_text(), body, 1, reads=False, resets=resets) < FREE_WITHIN_S
+
+
+def test_a_client_that_leaves_frees_all_its_choices(serve_text):
+    body = b'{"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "stream": true}'
+    assert time_to_free(serve_text(), body, 4, reads=True, resets=False) < FREE_WITHIN_S
+
+
+def test_a_client_that_does_not_read_is_given_up(serve_text):
+    live = serve_text(send_timeout_s=0.1)
+    # Cumulative text: kilobytes an event soon fill the sockets' buffers.
+    live.engine.info = make_info(live.engine.info.vocab_size, max_model_len=1 << 20)
+    body = b'{"text": "hello", "stream": true, "sampling_params": {"max_new_tokens": 100000}}'
+    with socket.create_connection(("127.0.0.1", live.running.port), WAIT_S) as connection:
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        wait_until(lambda: len(live.engine.cancelled) == 1)
+        assert live.engine.num_held == 0
+
+
+def test_a_full_queue_is_503_with_retry_after(serve_text):
+    live = serve_text()
+    live.engine.max_running = 2
+    live.engine.step_s = 30.0
+    holders = [
+        requests.post(f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S)
+        for _ in range(2)
+    ]
+    for path, body in (
+        ("/v1/completions", BODY),
+        ("/generate", {"text": "a", "stream": True}),
+    ):
+        refused = live.post(path, body)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["code"] == "capacity"
+    for holder in holders:
+        holder.close()
+    wait_until(lambda: live.engine.num_held == 0)
+
+
+def test_of_several_choices_all_are_queued_or_none(serve_text):
+    live = serve_text()
+    live.engine.max_running = 2
+    refused = live.post("/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 1})
+    assert refused.status_code == 503
+    assert live.engine.num_held == 0
+    assert len(live.engine.cancelled) == 2
+    assert live.post("/v1/completions", {"prompt": "a", "n": 2}).status_code == 200
+
+
+def test_64_streams_at_once_and_the_rest_refused(serve_text):
+    live = serve_text()
+    live.engine.max_running = 64
+    live.engine.step_s = 0.02
+
+    async def ask(client: httpx.AsyncClient) -> tuple[int, int]:
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
+        async with client.stream("POST", f"{live.url}/v1/completions", json=body) as reply:
+            lines = [line async for line in reply.aiter_lines() if line]
+        return reply.status_code, len(lines)
+
+    async def ask_all() -> list[tuple[int, int]]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(timeout=WAIT_S, limits=limits, trust_env=False) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(80)))
+
+    answers = asyncio.run(ask_all())
+    served = [lines for status, lines in answers if status == 200]
+    refused = [lines for status, lines in answers if status == 503]
+    assert len(served) + len(refused) == 80
+    # Some may find a place that an early one left.
+    assert len(served) >= 64
+    assert len(refused) > 0
+    assert set(served) == {51}, "50 tokens and the end"
+
+
+def test_too_many_requests_at_once(serve_text):
+    live = serve_text(max_in_flight=1)
+    live.engine.step_s = 30.0
+    with requests.post(f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S):
+        refused = live.get("/v1/models")
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert live.get("/health").status_code == 200
+
+
+def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):
+    from tandem.server import generation
+
+    monkeypatch.setattr(generation, "_DEADLINE_GRACE_S", 0.05)
+    live = serve_text(request_timeout_s=0.1)
+    live.engine.hang = True
+    reply = live.post("/v1/completions", {"prompt": "a"})
+    assert reply.status_code == 504
+    assert reply.headers["x-should-retry"] == "false"
+    assert live.engine.num_held == 0
+    assert live.engine.requests[0].timeout_s == 0.1
+    began_s = time.monotonic()
+    reply = live.post("/v1/completions", {"prompt": "a", "stream": True, "timeout": 0.05})
+    assert reply.status_code == 200
+    assert "deadline" in reply.text
+    assert time.monotonic() - began_s < WAIT_S / 2
+    assert live.engine.requests[1].timeout_s == 0.05
+
+
+def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
+    from tandem.core.wire import InstanceStage, StageChanged
+
+    engine = FakeEngine(info=None)
+    engine.stage = StageChanged(InstanceStage.LOADING, "layer 3 of 48", 3, 48)
+    live = serve_text(engine)
+    ready = live.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json() == {
+        "status": "loading",
+        "detail": "layer 3 of 48",
+        "done": 3,
+        "total": 48,
+    }
+    assert live.get("/health").status_code == 200
+    for path, body in (("/v1/completions", BODY), ("/generate", {"text": "a"})):
+        refused = live.post(path, body)
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert "layer 3 of 48" in refused.json()["error"]["message"]
+    assert live.get("/v1/models").json()["data"][0]["max_model_len"] is None
+    assert "tandem:engine_up{" in live.get("/metrics").text
+    engine.stage = StageChanged(InstanceStage.FAILED, "out of memory")
+    assert live.get("/health").status_code == 503
+    engine.info, engine.stage = make_info(), StageChanged(InstanceStage.READY)
+    assert live.get("/ready").status_code == 200
+    assert live.get("/health").status_code == 200

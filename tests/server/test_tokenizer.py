@@ -1,0 +1,170 @@
+"""A checkpoint folder gives the tokenizer, template and sampling defaults of its authors."""
+
+import json
+
+import pytest
+from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
+
+from tandem.core.errors import ConfigError, TandemError
+from tandem.server.sampling import SamplingDefaults, choice_seed, load_sampling_defaults
+from tandem.server.tokenizer import load_tokenizer
+
+TEXT = "the cat, 世界 😀\n<|im_end|>"
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(folder, name: str, **content) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_round_trip(folder, tokenizer):
+    loaded = load_tokenizer(folder)
+    ids = loaded.encode(TEXT)
+    assert ids == tokenizer.encode(TEXT)
+    assert loaded.decode(ids) == TEXT
+    assert loaded.decode(ids, skip_special_tokens=True) == TEXT.removesuffix("<|im_end|>")
+    assert loaded.chat_template is None
+    assert loaded.special_tokens == {}
+
+
+def test_transformers_reads_the_same(folder):
+    transformers = pytest.importorskip("transformers")
+    write(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    ours = load_tokenizer(folder)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.special_tokens["eos_token"] == theirs.eos_token
+    assert ours.chat_template == theirs.chat_template
+    messages = [{"role": "user", "content": "hi"}]
+    from tandem.server.chat_template import ChatTemplate
+
+    template = ChatTemplate(ours.chat_template, ours.special_tokens)
+    try:
+        text = template.render(messages, {"add_generation_prompt": True})
+    finally:
+        template.close()
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("adds_eos", [True, False, None])
+def test_prompts_are_framed_as_transformers_frames_them(folder, adds_bos, adds_eos):
+    transformers = pytest.importorskip("transformers")
+    flags = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    write(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<|im_start|>",
+        eos_token="<|endoftext|>",
+        **{name: value for name, value in flags.items() if value is not None},
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    ours = load_tokenizer(folder)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.encode("") == theirs.encode("")
+    plain = theirs.encode(TEXT, add_special_tokens=False)
+    assert ours.encode(TEXT, add_special_tokens=False) == plain
+
+
+def test_templates_and_special_tokens_in_all_their_forms(folder):
+    write(
+        folder,
+        "tokenizer_config.json",
+        eos_token={"content": "<|im_end|>", "lstrip": False},
+        bos_token=None,
+        add_bos_token=True,
+        chat_template=[
+            {"name": "tool_use", "template": "tools"},
+            {"name": "default", "template": "plain"},
+        ],
+    )
+    loaded = load_tokenizer(folder)
+    assert loaded.special_tokens == {"eos_token": "<|im_end|>"}
+    assert loaded.chat_template == "plain"
+    (folder / "chat_template.jinja").write_text("from a file")
+    assert load_tokenizer(folder).chat_template == "from a file"
+
+
+def test_a_broken_folder_is_named(folder, tmp_path_factory):
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        load_tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(TandemError, match=empty.name):
+        load_tokenizer(empty)
+
+
+def test_sampling_defaults(tmp_path):
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults()
+    write(tmp_path, "generation_config.json", temperature=0.6, top_k=20, eos_token_id=[1, 2])
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
+    write(tmp_path, "generation_config.json", temperature=-1)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_sampling_defaults(tmp_path)
+
+
+def test_the_request_overrides_the_checkpoint_and_it_the_neutral_value(tokenizer):
+    from fake_engine import FakeEngine, make_info
+    from serving import LiveServers
+
+    from tandem.server import app, context
+
+    assert app is not None
+    with LiveServers(tokenizer) as servers:
+        live = servers.start(FakeEngine(info=make_info(tokenizer.vocab_size)))
+        shared: context.ServerContext = live.app.state.context
+        shared.defaults = SamplingDefaults(temperature=0.6, top_p=0.9)
+        live.post("/v1/completions", {"prompt": "a", "temperature": 0})
+        sampling = live.engine.requests[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.0, 0.9, 0.0)
+
+
+def test_seeds_of_choices_differ_and_repeat():
+    seeds = {choice_seed(seed, choice) for seed in range(-5, 5) for choice in range(20)}
+    assert len(seeds) == 200
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert choice_seed(2**63 - 1, 3) == choice_seed(2**63 - 1, 3)
+    assert choice_seed(None, 3) is None
+
+
+def test_a_checkpoint_without_a_template_has_no_chat():
+    from serving import LiveServers
+
+    with LiveServers(make_byte_level_tokenizer(chat_template=None)) as servers:
+        live = servers.start()
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        reply = live.post("/v1/chat/completions", body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "messages"
+
+
+def test_a_final_message_is_continued(serve, tokenizer):
+    live = serve()
+    body = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "The cat "},
+        ],
+        "continue_final_message": True,
+        "max_tokens": 2,
+    }
+    assert live.post("/v1/chat/completions", body).status_code == 200
+    assert tokenizer.decode(live.engine.requests[0].prompt_ids) == (
+        "<|im_start|>system\na<|im_end|>\n<|im_start|>assistant\nThe cat "
+    )
