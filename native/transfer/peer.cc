@@ -297,7 +297,12 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
       slices_.erase(slice);
     }
   }
-  if (connection->is_barred()) return give_up(State::kLost, reason, work);
+  if (connection->is_barred()) {
+    // What answers at the control address decides about the peer. A rail's address that leads to
+    // somebody else now costs that rail.
+    if (connection->role() == Role::kControl) return give_up(State::kLost, reason, work);
+    rail_set_.terminate(connection->rail());
+  }
   // Nobody listens at that address any more, and no other path is left: the process has ended.
   if (connection->was_refused() && connection->role() == Role::kControl && !has_ready_connection())
     return give_up(State::kLost,

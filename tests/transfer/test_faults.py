@@ -139,6 +139,18 @@ def test_recovered_rail_is_used_again(world):
         assert time.monotonic() - back < 5  # 2 s on an idle machine; this one is shared.
 
 
+def test_rail_that_leads_to_a_stranger_is_terminated(world):
+    with rails(world, 2) as (giver, taker, segment, proxies):
+        stranger = world.engine()  # Same secret, another epoch.
+        remote, local = giver.allocate(MIB), taker.register(world.random(MIB))
+        wait_until(lambda: all(r.state == RailState.HEALTHY for r in segment.rails))
+        proxies[0].target = stranger.address
+        proxies[0].cut()
+        wait_until(lambda: segment.rails[0].state == RailState.TERMINATED)
+        move(taker, segment, Op.WRITE, local, remote.offset, MIB)
+        assert segment.rails[1].state == RailState.HEALTHY
+
+
 def test_slow_rail_is_avoided(world):
     with rails(world, 2) as (giver, taker, segment, proxies):
         size = 8 * MIB
