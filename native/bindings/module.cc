@@ -1,6 +1,7 @@
 // The extension tandem._native._core; one file a topic.
 #include <nanobind/nanobind.h>
 
+#include "bindings/bind_transfer.h"
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {
@@ -10,6 +11,9 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_pool(module);
   tandem::bindings::bind_buffer(module);
   tandem::bindings::bind_probe(module);
+  tandem::bindings::bind_transfer_rails(module);
+  tandem::bindings::bind_transfer_memory(module);
+  tandem::bindings::bind_transfer_engine(module);
   tandem::bindings::bind_kernels(module);
   tandem::bindings::bind_attention(module);
 }

@@ -2,6 +2,7 @@
 Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.
 """
 
+from collections.abc import Sequence
 import enum
 from typing import Annotated
 
@@ -356,6 +357,230 @@ def probe_cuda() -> CudaProbe:
     """
     Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
     """
+
+class RailState(enum.Enum):
+    """Whether a rail may carry slices."""
+
+    HEALTHY = 0
+
+    PAUSED = 1
+    """Errors or slow slices; a probe will decide."""
+
+    CLOSED = 2
+    """No connection; one will be tried."""
+
+    TERMINATED = 3
+    """For good: the peer is gone or refused us."""
+
+class SliceChoice:
+    """The next slice: its rail, length and ticket."""
+
+    @property
+    def ticket(self) -> int: ...
+
+    @property
+    def rail(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+class RailSet:
+    """
+    The slice-spraying decider: pure, time is an argument (nanoseconds).
+
+    Not thread-safe. Tickets end in exactly one of complete, fail, forget or
+    on_disconnect; an unknown ticket is an error of the caller.
+    """
+
+    def __init__(self, *, min_slice_bytes: int = 65536, max_slice_bytes: int = 4194304, slice_ns: int = 1000000, window_ns: int = 4000000, stall_floor_ns: int = 200000000) -> None:
+        """Raises: ConfigError (range)."""
+
+    def add_rail(self, bandwidth_bytes_per_s: float, penalty: float = 1.0) -> int:
+        """Add a rail, closed until on_connect; returns its index."""
+
+    def choose(self, now_ns: int, remaining: int, total: int) -> SliceChoice | None:
+        """Give the next slice of a transfer to a rail, or None: wait."""
+
+    def complete(self, ticket: int, now_ns: int) -> None: ...
+
+    def fail(self, ticket: int, now_ns: int) -> None: ...
+
+    def forget(self, ticket: int) -> None:
+        """The slice was cancelled: learn nothing."""
+
+    def on_progress(self, rail: int, now_ns: int) -> None: ...
+
+    def is_connect_due(self, rail: int, now_ns: int) -> bool: ...
+
+    def begin_connect(self, rail: int) -> None: ...
+
+    def on_connect(self, rail: int, now_ns: int) -> None: ...
+
+    def on_disconnect(self, rail: int, now_ns: int) -> list[int]:
+        """Returns the tickets it held."""
+
+    def terminate(self, rail: int) -> None: ...
+
+    def is_stalled(self, rail: int, now_ns: int) -> bool: ...
+
+    def state(self, rail: int) -> RailState: ...
+
+    def in_flight_bytes(self, rail: int) -> int: ...
+
+    def effective_bandwidth(self, rail: int) -> float:
+        """Learnt, bytes per second."""
+
+    def next_event_ns(self, has_waiting: bool = True) -> int: ...
+
+def split_capacity(capacity: float, claims: Sequence[tuple[float, float]]) -> list[float]:
+    """Weighted max-min shares of (weight, demand) claims."""
+
+class HostMemory:
+    """The bytes of an array, tensor or buffer; keeps the object alive."""
+
+    def __init__(self, object: object) -> None:
+        """
+        Raises: UnsupportedError (no host memory); ShapeError (not contiguous).
+        """
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def is_readonly(self) -> bool: ...
+
+    @property
+    def address(self) -> int: ...
+
+class SharedArray:
+    """
+    Zeroed memory that processes of the same user on this host can map.
+
+    Freed with the last array that views it, here and there.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises: ConfigError (size below 1); CapacityError (too large)."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """A writable view of the bytes, no copy; keeps the memory alive."""
+
+class RemoteBufferInfo:
+    """A buffer that a segment offers."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def can_read(self) -> bool: ...
+
+    @property
+    def can_write(self) -> bool: ...
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def location(self) -> str: ...
+
+class SegmentDescription:
+    """What a segment says of itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def addresses(self) -> list[str]: ...
+
+    @property
+    def buffers(self) -> list[RemoteBufferInfo]: ...
+
+class RailStatus:
+    """A rail to a segment, as it is now."""
+
+    @property
+    def local(self) -> str: ...
+
+    @property
+    def remote(self) -> str: ...
+
+    @property
+    def state(self) -> RailState: ...
+
+    @property
+    def bytes_moved(self) -> int: ...
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Learnt."""
+
+class CoreBatch:
+    """A submitted batch; see tandem.transfer.Batch."""
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def wait(self, deadline_s: float | None) -> None: ...
+
+    def check(self) -> None:
+        """Raise what a finished batch ended with, if it failed."""
+
+    def cancel(self) -> None: ...
+
+    def bytes_done(self, index: int) -> int: ...
+
+    def completion_fd(self) -> int: ...
+
+class TransferCore:
+    """The native engine; see tandem.transfer."""
+
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool) -> None: ...
+
+    def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
+
+    def register_shared(self, memory: SharedArray, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
+
+    def unregister(self, base: int, deadline_s: float) -> None: ...
+
+    def open(self, address: str, deadline_s: float) -> int: ...
+
+    def close_segment(self, segment: int) -> None: ...
+
+    def describe(self, segment: int, deadline_s: float) -> SegmentDescription: ...
+
+    def rails(self, segment: int) -> list[RailStatus]: ...
+
+    def refusals(self, segment: int) -> dict[str, str]: ...
+
+    def segment_epoch(self, segment: int) -> int: ...
+
+    def submit(self, requests: Sequence[tuple[int, int, int, int, int, int]], deadline_s: float, transport: str | None) -> CoreBatch: ...
+
+    def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
+
+    def notifications(self, deadline_s: float) -> list[tuple[str, str, bytes]]: ...
+
+    def close(self, deadline_s: float) -> None: ...
+
+    @property
+    def addresses(self) -> list[str]: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def is_forked(self) -> bool: ...
+
+    def bytes_copied(self, transport: str) -> int: ...
 
 def kernel_isas() -> list[str]:
     """

@@ -13,7 +13,11 @@ from tandem.core.errors import NotFoundError
 
 __all__ = ["bench"]
 
-BENCHES = {"engine": "tandem.bench.engine", "kernels": "tandem.bench.kernels"}
+BENCHES = {
+    "engine": "tandem.bench.engine",
+    "kernels": "tandem.bench.kernels",
+    "transfer": "tandem.bench.transfer",
+}
 """Name to module; a module has ``make_cases(quick=...)``."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5

@@ -1,0 +1,12 @@
+// Bindings of the transfer engine, one file a part.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace tandem::bindings {
+
+void bind_transfer_rails(nanobind::module_& module);
+void bind_transfer_memory(nanobind::module_& module);
+void bind_transfer_engine(nanobind::module_& module);
+
+}  // namespace tandem::bindings

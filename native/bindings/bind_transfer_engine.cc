@@ -1,0 +1,266 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "base/idle_spin.h"
+#include "bindings/bind_transfer.h"
+#include "bindings/bind_transfer_memory.h"
+#include "bindings/status.h"
+#include "transfer/engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tandem::bindings {
+namespace {
+
+using namespace tandem::transfer;
+
+// Runs a call without the GIL; turns its error into an exception with it.
+template <class F>
+auto run(F&& call) {
+  std::optional<decltype(call())> result;
+  {
+    const nb::gil_scoped_release release;
+    result.emplace(call());
+  }
+  if constexpr (std::is_same_v<decltype(call()), Status>)
+    raise_if_error(*result);
+  else
+    return take(std::move(*result));
+}
+
+int64_t deadline_of(std::optional<double> seconds) {
+  constexpr double kFarS = 1e9;
+  if (!seconds) return std::numeric_limits<int64_t>::max() / 2;
+  return now_ns() + static_cast<int64_t>(std::clamp(*seconds, 0.0, kFarS) * 1e9);
+}
+
+TransportKind kind_of(const std::string& name) {
+  for (size_t i = 0; i < kTransportNames.size(); ++i)
+    if (kTransportNames[i] == name) return static_cast<TransportKind>(i);
+  raise({Code::kConfig, "transfer.configure",
+         "there is no transport '" + name + "': local, shm, cma or tcp", "transport"});
+}
+
+// Owns the engine from Python's side.
+struct TransferCore {
+  std::shared_ptr<Engine> engine;
+
+  explicit TransferCore(std::shared_ptr<Engine> made) : engine(std::move(made)) {}
+  TransferCore(TransferCore&&) = default;
+  ~TransferCore() {
+    if (!engine) return;
+    if (engine->is_forked()) {
+      // Its threads and locks are the parent's: there is nothing that could be ended here.
+      new std::shared_ptr<Engine>(std::move(engine));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    engine.reset();
+  }
+};
+
+struct CoreBatch {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Batch> batch;
+
+  CoreBatch(std::shared_ptr<Engine> of, std::shared_ptr<Batch> made)
+      : engine(std::move(of)), batch(std::move(made)) {}
+  CoreBatch(CoreBatch&&) = default;
+  ~CoreBatch() {
+    if (engine && engine->is_forked()) {
+      new std::shared_ptr<Engine>(std::move(engine));
+      new std::shared_ptr<Batch>(std::move(batch));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    batch.reset();
+    engine.reset();
+  }
+};
+
+using Strings = std::vector<std::string>;
+
+TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen,
+                       Strings advertise, Strings local_addresses, std::vector<double> bandwidths,
+                       int lanes, const Strings& transports, int io_threads, int copy_threads,
+                       int spin_us, int lease_ms, int handshake_timeout_ms, int stall_ms,
+                       uint64_t min_slice_bytes, uint64_t max_slice_bytes, size_t max_connections,
+                       size_t max_notifications, int socket_buffer_bytes, bool checksum) {
+  EngineOptions options;
+  options.server.name = name;
+  options.server.secret = std::string(secret.c_str(), secret.size());
+  options.server.listen = std::move(listen);
+  options.server.advertise = std::move(advertise);
+  options.server.handshake_timeout_ns = int64_t{handshake_timeout_ms} * 1'000'000;
+  options.server.max_connections = max_connections;
+  options.server.max_notifications = max_notifications;
+  options.server.socket_buffer_bytes = socket_buffer_bytes;
+  options.peer.local_addresses = std::move(local_addresses);
+  options.peer.bandwidths_bytes_per_s = std::move(bandwidths);
+  options.peer.lanes = lanes;
+  for (const std::string& transport : transports)
+    options.peer.transports.push_back(kind_of(transport));
+  options.peer.lease_ns = int64_t{lease_ms} * 1'000'000;
+  options.peer.handshake_timeout_ns = options.server.handshake_timeout_ns;
+  options.peer.socket_buffer_bytes = socket_buffer_bytes;
+  options.peer.has_checksum = checksum;
+  options.peer.spray.min_slice_bytes = min_slice_bytes;
+  options.peer.spray.max_slice_bytes = max_slice_bytes;
+  options.peer.spray.stall_floor_ns = int64_t{stall_ms} * 1'000'000;
+  options.io_threads = io_threads;
+  options.copy_threads = copy_threads;
+  options.spin_ns = int64_t{spin_us} * 1'000;
+  return TransferCore(run([&] { return Engine::create(std::move(options)); }));
+}
+
+uint64_t register_memory(TransferCore& core, uint8_t* data, uint64_t length, bool is_writable,
+                         std::shared_ptr<SharedMemory> memory, const std::string& name,
+                         const std::string& location, bool remote_read, bool remote_write) {
+  BufferSpec spec{data, length, name, location, is_writable, remote_read, remote_write,
+                  std::move(memory)};
+  return run([&] { return core.engine->register_buffer(std::move(spec)); });
+}
+
+// (op, buffer, local_offset, segment, offset, length); op 0 reads, 1 writes.
+using RequestTuple = std::tuple<int, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+
+CoreBatch submit(TransferCore& core, const std::vector<RequestTuple>& tuples, double deadline_s,
+                 const std::optional<std::string>& transport) {
+  std::vector<TransferRequest> requests;
+  requests.reserve(tuples.size());
+  for (const auto& [op, buffer, local_offset, segment, offset, length] : tuples)
+    requests.push_back(
+        {op == 0 ? Op::kRead : Op::kWrite, buffer, local_offset, segment, offset, length});
+  std::optional<TransportKind> only;
+  if (transport) only = kind_of(*transport);
+  return {core.engine,
+          run([&] { return core.engine->submit(requests, deadline_of(deadline_s), only); })};
+}
+
+void bind_description(nb::module_& module) {
+  nb::class_<BufferInfo>(module, "RemoteBufferInfo", "A buffer that a segment offers.")
+      .def_ro("offset", &BufferInfo::offset)
+      .def_ro("length", &BufferInfo::length)
+      .def_ro("can_read", &BufferInfo::can_read)
+      .def_ro("can_write", &BufferInfo::can_write)
+      .def_ro("is_shared", &BufferInfo::is_shared)
+      .def_ro("name", &BufferInfo::name)
+      .def_ro("location", &BufferInfo::location);
+  nb::class_<Description>(module, "SegmentDescription", "What a segment says of itself.")
+      .def_ro("name", &Description::name)
+      .def_ro("addresses", &Description::addresses)
+      .def_ro("buffers", &Description::buffers);
+  nb::class_<RailStatus>(module, "RailStatus", "A rail to a segment, as it is now.")
+      .def_ro("local", &RailStatus::local)
+      .def_ro("remote", &RailStatus::remote)
+      .def_ro("state", &RailStatus::state)
+      .def_ro("bytes_moved", &RailStatus::bytes_moved)
+      .def_ro("bandwidth_bytes_per_s", &RailStatus::bandwidth_bytes_per_s, "Learnt.");
+}
+
+void bind_batch(nb::module_& module) {
+  nb::class_<CoreBatch>(module, "CoreBatch", "A submitted batch; see tandem.transfer.Batch.")
+      .def_prop_ro("is_finished", [](const CoreBatch& self) { return self.batch->is_finished(); })
+      .def("wait", [](CoreBatch& self, std::optional<double> seconds) {
+             run([&] { return self.engine->wait(self.batch, deadline_of(seconds)); });
+           }, "deadline_s"_a.none())
+      .def("check", [](CoreBatch& self) {
+             if (self.batch->is_finished()) raise_if_error(self.batch->status());
+           }, "Raise what a finished batch ended with, if it failed.")
+      .def("cancel", [](CoreBatch& self) {
+             const nb::gil_scoped_release release;
+             self.engine->cancel(self.batch);
+           })
+      .def("bytes_done", [](CoreBatch& self, size_t index) {
+             if (index >= self.batch->items().size())
+               raise({Code::kNotFound, "transfer.status",
+                      "transfer " + std::to_string(index) + " of " +
+                          std::to_string(self.batch->items().size()), "index"});
+             return self.batch->items()[index].bytes_done.load();
+           }, "index"_a)
+      .def("completion_fd", [](CoreBatch& self) {
+             return run([&] { return self.batch->completion_fd(); });
+           });
+}
+
+}  // namespace
+
+void bind_transfer_engine(nb::module_& module) {
+  bind_description(module);
+  bind_batch(module);
+  nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
+      .def(nb::new_(&make_core), nb::kw_only(), "name"_a, "secret"_a, "listen"_a, "advertise"_a,
+           "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,
+           "io_threads"_a, "copy_threads"_a, "spin_us"_a, "lease_ms"_a, "handshake_timeout_ms"_a,
+           "stall_ms"_a, "min_slice_bytes"_a, "max_slice_bytes"_a, "max_connections"_a,
+           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a)
+      .def("register_host", [](TransferCore& core, const HostMemory& memory,
+                               const std::string& name, const std::string& location,
+                               bool remote_read, bool remote_write) {
+             return register_memory(core, memory.data, memory.size, !memory.is_readonly, nullptr,
+                                    name, location, remote_read, remote_write);
+           }, "memory"_a, nb::kw_only(), "name"_a, "location"_a, "remote_read"_a, "remote_write"_a)
+      .def("register_shared", [](TransferCore& core, const SharedArray& array,
+                                 const std::string& name, const std::string& location,
+                                 bool remote_read, bool remote_write) {
+             return register_memory(core, array.memory->data(), array.memory->size(), true,
+                                    array.memory, name, location, remote_read, remote_write);
+           }, "memory"_a, nb::kw_only(), "name"_a, "location"_a, "remote_read"_a, "remote_write"_a)
+      .def("unregister", [](TransferCore& core, uint64_t base, double seconds) {
+             run([&] { return core.engine->unregister(base, deadline_of(seconds)); });
+           }, "base"_a, "deadline_s"_a)
+      .def("open", [](TransferCore& core, const std::string& address, double seconds) {
+             return run([&] { return core.engine->open(address, deadline_of(seconds)); });
+           }, "address"_a, "deadline_s"_a)
+      .def("close_segment", [](TransferCore& core, uint64_t segment) {
+             run([&] { return core.engine->close_segment(segment); });
+           }, "segment"_a)
+      .def("describe", [](TransferCore& core, uint64_t segment, double seconds) {
+             return run([&] { return core.engine->describe(segment, deadline_of(seconds)); });
+           }, "segment"_a, "deadline_s"_a)
+      .def("rails", [](TransferCore& core, uint64_t segment) {
+             return run([&] { return core.engine->find_peer(segment); })->rails();
+           }, "segment"_a)
+      .def("refusals", [](TransferCore& core, uint64_t segment) {
+             return run([&] { return core.engine->find_peer(segment); })->refusals();
+           }, "segment"_a)
+      .def("segment_epoch", [](TransferCore& core, uint64_t segment) {
+             return run([&] { return core.engine->find_peer(segment); })->epoch();
+           }, "segment"_a)
+      .def("submit", &submit, "requests"_a, "deadline_s"_a, "transport"_a.none())
+      .def("notify", [](TransferCore& core, uint64_t segment, const std::string& name,
+                        nb::bytes payload, double seconds) {
+             const std::string bytes(payload.c_str(), payload.size());
+             run([&] { return core.engine->notify(segment, name, bytes, deadline_of(seconds)); });
+           }, "segment"_a, "name"_a, "payload"_a, "deadline_s"_a)
+      .def("notifications", [](TransferCore& core, double seconds) {
+             nb::list list;
+             for (const Notification& one :
+                  run([&] { return core.engine->take_notifications(deadline_of(seconds)); }))
+               list.append(nb::make_tuple(one.peer, one.name,
+                                          nb::bytes(one.payload.data(), one.payload.size())));
+             return list;
+           }, "deadline_s"_a,
+           nb::sig("def notifications(self, deadline_s: float) -> list[tuple[str, str, bytes]]"))
+      .def("close", [](TransferCore& core, double seconds) {
+             run([&] { return core.engine->close(deadline_of(seconds)); });
+           }, "deadline_s"_a)
+      .def_prop_ro("addresses", [](TransferCore& core) { return core.engine->addresses(); })
+      .def_prop_ro("epoch", [](TransferCore& core) { return core.engine->epoch(); })
+      .def_prop_ro("is_forked", [](TransferCore& core) { return core.engine->is_forked(); })
+      .def("bytes_copied", [](TransferCore& core, const std::string& transport) {
+             return core.engine->bytes_copied(kind_of(transport));
+           }, "transport"_a);
+}
+
+}  // namespace tandem::bindings

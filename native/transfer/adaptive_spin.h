@@ -1,0 +1,44 @@
+// Polling that gives up where it does harm. On a machine with more work than cores, whoever polls
+// and yields is put behind the others for milliseconds, while a sleeper is woken at once: there a
+// thread must sleep. So an interrupted poll bars polling, for longer each time, until one succeeds.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "base/idle_spin.h"
+
+namespace tandem::transfer {
+
+class AdaptiveSpin {
+ public:
+  explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns) {}
+
+  // Polls `is_done` for at most the limit. True if it came true.
+  template <class Predicate>
+  bool wait(Predicate is_done) {
+    const int64_t begin = now_ns();
+    if (limit_ns_ == 0 || begin < barred_until_ns_) return is_done();
+    const bool is_success = spin_.wait(is_done);
+    const int64_t end = now_ns();
+    if (end - begin > 2 * limit_ns_ + kSlackNs) {
+      barred_until_ns_ = end + bar_ns_;
+      bar_ns_ = std::min(2 * bar_ns_, kMaxBarNs);
+    } else if (is_success) {
+      bar_ns_ = kMinBarNs;
+    }
+    return is_success;
+  }
+
+ private:
+  static constexpr int64_t kSlackNs = 200'000;  // A long handler is no interruption.
+  static constexpr int64_t kMinBarNs = 5'000'000;
+  static constexpr int64_t kMaxBarNs = 320'000'000;
+
+  const int64_t limit_ns_;
+  IdleSpin spin_;
+  int64_t barred_until_ns_ = 0;
+  int64_t bar_ns_ = kMinBarNs;
+};
+
+}  // namespace tandem::transfer

@@ -1,0 +1,61 @@
+// The threads that copy for the transports without a network, a chunk at a time. Whoever waits for
+// a batch helps, so that a lone transfer needs no wake-up.
+//
+// Threads: any. Lock order: mutex_ is never held while copying or while calling the owner.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "transfer/batch.h"
+#include "transfer/mapping.h"
+
+namespace tandem::transfer {
+
+class Copier {
+ public:
+  // A path failed: the piece (what is left of it) must go elsewhere.
+  using OnFailure = std::function<void(Piece, TransportKind, Error)>;
+
+  static Result<std::unique_ptr<Copier>> start(int num_threads, OnFailure on_failure);
+  // REQUIRES: every batch has ended.
+  ~Copier();
+
+  // Copies a short piece at once, on this thread; queues a long one.
+  void submit(Piece piece, std::shared_ptr<Mapping> mapping);
+  // Copies queued chunks until there are none or the batch is finished.
+  void help(const Batch& batch);
+  // After it returns, no byte of the batch is copied any more. REQUIRES: the batch is not open.
+  void drop(const Batch& batch);
+  uint64_t bytes_moved(TransportKind kind) const {
+    return bytes_moved_[static_cast<size_t>(kind)].load(std::memory_order_relaxed);
+  }
+
+ private:
+  struct Task {
+    Piece piece;
+    std::shared_ptr<Mapping> mapping;
+  };
+
+  explicit Copier(OnFailure on_failure) : on_failure_(std::move(on_failure)) {}
+  void run();
+  bool run_one(std::unique_lock<std::mutex>& lock);
+  void copy_chunk(const Task& task);
+
+  const OnFailure on_failure_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable idle_;
+  std::deque<Task> tasks_;                 // GUARDED_BY(mutex_)
+  std::vector<const Batch*> running_;      // GUARDED_BY(mutex_): batches of chunks in progress
+  bool is_stopping_ = false;               // GUARDED_BY(mutex_)
+  std::array<std::atomic<uint64_t>, 4> bytes_moved_{};
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace tandem::transfer

@@ -1,0 +1,15 @@
+// CRC-32C (Castagnoli, RFC 3720): of frame headers always, of slices where asked for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tandem::transfer {
+
+// Continues from `crc`; begin with 0.
+uint32_t crc32c(uint32_t crc, const void* data, size_t size);
+
+// The same without the instruction of SSE 4.2; for machines without it, and for the test.
+uint32_t crc32c_portable(uint32_t crc, const void* data, size_t size);
+
+}  // namespace tandem::transfer

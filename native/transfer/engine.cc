@@ -1,0 +1,395 @@
+#include "transfer/engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <system_error>
+
+#include "base/idle_spin.h"
+#include "transfer/adaptive_spin.h"
+#include "transfer/process_id.h"
+
+namespace tandem::transfer {
+namespace {
+
+Status not_found(uint64_t segment) {
+  return {Code::kNotFound, "transfer.find",
+          "segment " + std::to_string(segment) + " is not open: call open()", "segment"};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
+  const ProcessId own = read_own_process();
+  options.server.process = options.peer.process = own;
+  options.peer.name = options.server.name;
+  options.peer.secret = options.server.secret;
+  const std::string epoch = random_bytes(sizeof options.server.epoch);
+  std::copy(epoch.begin(), epoch.end(), reinterpret_cast<char*>(&options.server.epoch));
+  options.server.epoch |= 1;  // 0 means any.
+  std::shared_ptr<Engine> engine(new Engine(std::move(options)));
+  if (Status status = engine->start(); !status.is_ok()) {
+    static_cast<void>(engine->close(0));
+    return status.error();
+  }
+  return engine;
+}
+
+Status Engine::start() {
+  own_segment_ = make_local_mapping(&registry_);
+  std::vector<EventLoop*> loops;
+  for (int i = 0; i < options_.io_threads; ++i) {
+    Result<std::unique_ptr<EventLoop>> loop = EventLoop::start(options_.spin_ns);
+    if (!loop.is_ok()) return loop.error();
+    loops_.push_back(std::move(loop.value()));
+    loops.push_back(loops_.back().get());
+  }
+  Result<std::unique_ptr<Copier>> copier = Copier::start(
+      options_.copy_threads, [this](Piece piece, TransportKind kind, Error error) {
+        const std::shared_ptr<Peer> peer = piece.transfer().peer;
+        if (peer)
+          peer->fall_back(std::move(piece), kind, std::move(error));
+        else
+          abort(piece.batch, std::move(error));
+      });
+  if (!copier.is_ok()) return copier.error();
+  copier_ = std::move(copier.value());
+  Result<std::shared_ptr<Server>> server =
+      Server::start(options_.server, &registry_, loops, [this](int64_t due) { schedule(due); });
+  if (!server.is_ok()) return server.error();
+  server_ = std::move(server.value());
+  try {
+    timer_ = std::thread([this] { run_timer(); });
+  } catch (const std::system_error& error) {
+    return {Code::kCapacity, "transfer.start", std::string("no thread: ") + error.what(), ""};
+  }
+  pthread_setname_np(timer_.native_handle(), "tandem-timer");
+  return {};
+}
+
+Engine::~Engine() {
+  static_cast<void>(close(0));
+  {
+    const std::lock_guard lock(timer_mutex_);
+    is_timer_stopping_ = true;
+    timer_changed_.notify_all();
+  }
+  if (timer_.joinable()) timer_.join();
+  loops_.clear();  // Joins; no handler runs any more.
+}
+
+bool Engine::is_forked() const { return owner_pid_ != static_cast<int>(::getpid()); }
+
+Status Engine::check_open() const {
+  if (is_forked())
+    return {Code::kConflict, "transfer.check",
+            "the engine belongs to the parent process: make one after the fork", ""};
+  const std::lock_guard lock(mutex_);
+  if (is_closed_) return {Code::kConflict, "transfer.check", "the engine is closed", ""};
+  return {};
+}
+
+Status Engine::close(int64_t deadline_ns) {
+  if (is_forked()) return {};
+  std::map<uint64_t, std::shared_ptr<Peer>> peers;
+  std::multimap<int64_t, std::shared_ptr<Batch>> batches;
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) return {};
+    is_closed_ = true;
+    peers.swap(peers_);
+    batches.swap(watched_);
+  }
+  for (const auto& [deadline, batch] : batches)
+    abort(batch, {Code::kCancelled, "transfer.close", "the engine was closed", ""});
+  for (const auto& [deadline, batch] : batches) batch->wait(kNever);
+  for (const auto& [segment, peer] : peers) peer->close();
+  Status status;
+  if (server_) {
+    for (const uint64_t base : registry_.bases()) {
+      static_cast<void>(registry_.close(base));
+      const Status revoked = server_->revoke(base, deadline_ns);
+      if (status.is_ok()) status = revoked;
+    }
+    server_->close();
+  }
+  return status;
+}
+
+Result<uint64_t> Engine::register_buffer(BufferSpec spec) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  return registry_.add(std::move(spec));
+}
+
+Status Engine::unregister(uint64_t base, int64_t deadline_ns) {
+  if (Status status = check_open(); !status.is_ok()) return status;
+  if (Status status = registry_.close(base); !status.is_ok()) return status;
+  // Peers first: what they write is thrown away from now on, so that only our own transfers and
+  // copies in progress are left to wait for.
+  if (Status status = server_->revoke(base, deadline_ns); !status.is_ok()) return status;
+  if (!registry_.wait_unpinned(base, deadline_ns))
+    return {Code::kDeadline, "transfer.unregister",
+            "transfers of the buffer are still running: wait for them or cancel them, then call "
+            "again", "buffer"};
+  registry_.remove(base);
+  return {};
+}
+
+Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  Result<SocketAddress> address = parse_address(text);
+  if (!address.is_ok()) return address.error();
+  std::vector<EventLoop*> loops;
+  for (const auto& loop : loops_) loops.push_back(loop.get());
+  Peer::Owner owner{
+      [this](int64_t due) { schedule(due); },
+      [this](const std::shared_ptr<Batch>& batch, Error error) { abort(batch, std::move(error)); },
+      [this](Piece piece, std::shared_ptr<Mapping> mapping) {
+        copier_->submit(std::move(piece), std::move(mapping));
+      }};
+  auto peer = std::make_shared<Peer>(options_.peer, address.value(), std::move(loops), owner);
+  uint64_t segment;
+  {
+    // Known to the timer from the start: it watches the handshake.
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) return Error{Code::kConflict, "transfer.open", "the engine is closed", ""};
+    segment = next_segment_++;
+    peers_.emplace(segment, peer);
+  }
+  if (Status status = peer->open(deadline_ns); !status.is_ok()) {
+    const std::lock_guard lock(mutex_);
+    peers_.erase(segment);
+    return status.error();
+  }
+  return segment;
+}
+
+Status Engine::close_segment(uint64_t segment) {
+  if (Status status = check_open(); !status.is_ok()) return status;
+  std::shared_ptr<Peer> peer;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = peers_.find(segment);
+    if (found == peers_.end()) return not_found(segment);
+    peer = std::move(found->second);
+    peers_.erase(found);
+  }
+  peer->close();
+  return {};
+}
+
+Result<std::shared_ptr<Peer>> Engine::find_peer(uint64_t segment) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(segment);
+  if (found == peers_.end()) return not_found(segment).error();
+  return found->second;
+}
+
+Result<Description> Engine::describe(uint64_t segment, int64_t deadline_ns) {
+  if (segment == 0) {
+    if (Status status = check_open(); !status.is_ok()) return status.error();
+    return Description{options_.server.name, server_->addresses(), registry_.describe()};
+  }
+  Result<std::shared_ptr<Peer>> peer = find_peer(segment);
+  if (!peer.is_ok()) return peer.error();
+  return peer.value()->describe(deadline_ns);
+}
+
+Status Engine::check_remote(const TransferRequest& request) {
+  if (request.segment != 0) {
+    // The peer is the one that knows its buffers; only what can be no range is refused here.
+    if (request.offset + request.length >= request.offset) return {};
+    return {Code::kConfig, "transfer.submit", "offset + length overflows", "offset"};
+  }
+  const auto access = request.op == Op::kRead ? Registry::Access::kRemoteRead
+                                              : Registry::Access::kRemoteWrite;
+  Result<Registry::Pin> pin = registry_.pin(request.offset, request.length, access);
+  return pin.is_ok() ? Status() : Status(pin.error());
+}
+
+Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequest>& requests,
+                                                  int64_t deadline_ns,
+                                                  std::optional<TransportKind> only) {
+  auto batch = std::make_shared<Batch>(requests.size(), deadline_ns, only);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const TransferRequest& request = requests[i];
+    TransferItem& item = batch->items()[i];
+    const auto access =
+        request.op == Op::kRead ? Registry::Access::kLocalWrite : Registry::Access::kLocalRead;
+    const uint64_t begin = request.buffer + request.local_offset;
+    if (begin < request.buffer)
+      return Error{Code::kConfig, "transfer.submit", "local_offset overflows", "local_offset"};
+    // A length of 0 must still name a place inside the buffer.
+    Result<Registry::Pin> pin =
+        registry_.pin(begin, std::max<uint64_t>(request.length, 1), access);
+    if (!pin.is_ok()) return pin.error();
+    if (pin.value().entry().base != request.buffer)
+      return Error{Code::kConfig, "transfer.submit", "local_offset is beyond the buffer",
+                   "local_offset"};
+    if (Status status = check_remote(request); !status.is_ok()) return status.error();
+    if (request.segment != 0) {
+      Result<std::shared_ptr<Peer>> peer = find_peer(request.segment);
+      if (!peer.is_ok()) return peer.error();
+      item.peer = std::move(peer.value());
+    }
+    item.op = request.op;
+    item.local = pin.value().entry().spec.data + request.local_offset;
+    item.pin = std::move(pin.value());
+    item.offset = request.offset;
+    item.length = request.length;
+  }
+  return batch;
+}
+
+Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>& requests,
+                                              int64_t deadline_ns,
+                                              std::optional<TransportKind> only) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  Result<std::shared_ptr<Batch>> made = make_batch(requests, deadline_ns, only);
+  if (!made.is_ok()) return made;
+  const std::shared_ptr<Batch>& batch = made.value();
+  // Sorted by peer before anything runs: an item's peer may be read by others from then on.
+  std::map<std::shared_ptr<Peer>, std::vector<Piece>> by_peer;
+  for (size_t i = 0; i < requests.size(); ++i)
+    if (requests[i].length > 0)
+      by_peer[batch->items()[i].peer].push_back({batch, i, 0, requests[i].length});
+  watch(batch);
+  batch->start();
+  for (auto& [peer, pieces] : by_peer) {
+    if (peer) {
+      peer->submit(std::move(pieces));
+      continue;
+    }
+    for (Piece& piece : pieces) copier_->submit(std::move(piece), own_segment_);
+  }
+  return batch;
+}
+
+void Engine::abort(const std::shared_ptr<Batch>& batch, Error error) {
+  if (!batch->begin_end()) return;
+  std::vector<std::shared_ptr<Peer>> peers;
+  for (const TransferItem& item : batch->items())
+    if (item.peer && std::find(peers.begin(), peers.end(), item.peer) == peers.end())
+      peers.push_back(item.peer);
+  for (const auto& peer : peers) peer->drop(*batch);
+  copier_->drop(*batch);
+  batch->finish(std::move(error));
+}
+
+void Engine::cancel(const std::shared_ptr<Batch>& batch) {
+  if (is_forked()) return;
+  abort(batch, {Code::kCancelled, "transfer.cancel", "the batch was cancelled", ""});
+  batch->wait(kNever);  // Another may be ending it; that takes as long as a system call.
+}
+
+Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
+  if (is_forked()) return check_open();
+  if (!batch->is_finished()) copier_->help(*batch);
+  if (!batch->is_finished() && options_.spin_ns > 0) {
+    for (const auto& loop : loops_) loop->begin_help();
+    // One a thread: what it has learnt about polling on this machine outlasts the call.
+    thread_local AdaptiveSpin spin(options_.spin_ns);
+    spin.wait([&] {
+      for (const auto& loop : loops_) loop->poll();
+      return batch->is_finished();
+    });
+    for (const auto& loop : loops_) loop->end_help();
+  }
+  if (!batch->wait(deadline_ns)) {
+    abort(batch, {Code::kDeadline, "transfer.wait", "the transfer did not end in time", ""});
+    batch->wait(kNever);
+  }
+  unwatch(*batch);
+  return batch->status();
+}
+
+Status Engine::notify(uint64_t segment, const std::string& name, const std::string& payload,
+                      int64_t deadline_ns) {
+  Result<std::shared_ptr<Peer>> peer = find_peer(segment);
+  if (!peer.is_ok()) return peer.error();
+  return peer.value()->notify(name, payload, deadline_ns);
+}
+
+Result<std::vector<Notification>> Engine::take_notifications(int64_t deadline_ns) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  return server_->take_notifications(deadline_ns);
+}
+
+const std::vector<std::string>& Engine::addresses() const { return server_->addresses(); }
+
+// --- Time -----------------------------------------------------------------------------------------
+
+void Engine::watch(const std::shared_ptr<Batch>& batch) {
+  {
+    const std::lock_guard lock(mutex_);
+    watched_.emplace(batch->deadline_ns(), batch);
+    if (watched_.size() > sweep_size_) {
+      // Batches that nobody waits for leave here, not only at their deadline.
+      std::erase_if(watched_, [](const auto& item) { return item.second->is_finished(); });
+      sweep_size_ = std::max<size_t>(1024, 2 * watched_.size());
+    }
+  }
+  schedule(batch->deadline_ns());
+}
+
+void Engine::unwatch(const Batch& batch) {
+  const std::lock_guard lock(mutex_);
+  const auto [begin, end] = watched_.equal_range(batch.deadline_ns());
+  for (auto item = begin; item != end; ++item) {
+    if (item->second.get() != &batch) continue;
+    watched_.erase(item);
+    return;
+  }
+}
+
+void Engine::schedule(int64_t due_ns) {
+  const std::lock_guard lock(timer_mutex_);
+  if (due_ns >= timer_due_ns_) return;
+  timer_due_ns_ = due_ns;
+  timer_changed_.notify_one();
+}
+
+int64_t Engine::tick(int64_t now) {
+  std::vector<std::shared_ptr<Peer>> peers;
+  std::vector<std::shared_ptr<Batch>> late;
+  int64_t due = kNever;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [segment, peer] : peers_) peers.push_back(peer);
+    auto item = watched_.begin();
+    for (; item != watched_.end() && item->first <= now; ++item) late.push_back(item->second);
+    if (item != watched_.end()) due = item->first;
+    watched_.erase(watched_.begin(), item);
+  }
+  for (const auto& batch : late)
+    abort(batch, {Code::kDeadline, "transfer.watch", "the transfer did not end in time", ""});
+  for (const auto& peer : peers) due = std::min(due, peer->tick(now));
+  if (server_) due = std::min(due, server_->tick(now));
+  return due;
+}
+
+void Engine::run_timer() {
+  std::unique_lock lock(timer_mutex_);
+  while (!is_timer_stopping_) {
+    const int64_t now = now_ns();
+    if (timer_due_ns_ > now) {
+      // A far deadline is as good as none, and wait_until must not overflow.
+      constexpr int64_t kFarNs = 3'600'000'000'000;
+      const int64_t until = std::min(timer_due_ns_, now + kFarNs);
+      timer_changed_.wait_until(
+          lock, std::chrono::steady_clock::time_point{std::chrono::nanoseconds(until)});
+      continue;
+    }
+    // Whatever is scheduled during the tick is earlier than never, so it is not missed.
+    timer_due_ns_ = kNever;
+    lock.unlock();
+    const int64_t due = tick(now);
+    lock.lock();
+    timer_due_ns_ = std::min(timer_due_ns_, due);
+  }
+}
+
+}  // namespace tandem::transfer

@@ -1,0 +1,120 @@
+// The transfer engine of a process: its buffers, its listener, the segments it has opened, and the
+// threads that move bytes. Everything public may be called from any thread.
+//
+// In a forked child the threads do not exist: every call fails with kConflict there, and the engine
+// must be leaked instead of destroyed (see `is_forked`).
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transfer/batch.h"
+#include "transfer/copier.h"
+#include "transfer/event_loop.h"
+#include "transfer/peer.h"
+#include "transfer/registry.h"
+#include "transfer/server.h"
+
+namespace tandem::transfer {
+
+struct EngineOptions {
+  ServerOptions server;
+  PeerOptions peer;
+  int io_threads = 1;
+  int copy_threads = 1;
+  int64_t spin_ns = 50'000;
+};
+
+struct TransferRequest {
+  Op op = Op::kRead;
+  uint64_t buffer = 0;  // Base of a registered buffer.
+  uint64_t local_offset = 0;
+  uint64_t segment = 0;  // As given by open; 0 = our own.
+  uint64_t offset = 0;
+  uint64_t length = 0;
+};
+
+class Engine {
+ public:
+  static Result<std::shared_ptr<Engine>> create(EngineOptions options);
+  // REQUIRES: not in a forked child.
+  ~Engine();
+
+  bool is_forked() const;
+  // Ends every batch, takes all buffers back, closes all connections. Later calls fail with
+  // kConflict; a second close does nothing. Errors: kDeadline (a peer on this host did not let go
+  // of a buffer: its memory must stay where it is until that process has ended).
+  Status close(int64_t deadline_ns);
+
+  Result<uint64_t> register_buffer(BufferSpec spec);
+  // Returns when no transfer and no peer touches the buffer. Errors: kNotFound, kDeadline.
+  Status unregister(uint64_t base, int64_t deadline_ns);
+
+  Result<uint64_t> open(const std::string& address, int64_t deadline_ns);
+  Status close_segment(uint64_t segment);
+  Result<Description> describe(uint64_t segment, int64_t deadline_ns);
+  Result<std::shared_ptr<Peer>> find_peer(uint64_t segment);
+
+  // Errors: those of the first request that is wrong (bounds, rights, segment); nothing is moved
+  // then. What goes wrong later is in the batch's status.
+  Result<std::shared_ptr<Batch>> submit(const std::vector<TransferRequest>& requests,
+                                        int64_t deadline_ns, std::optional<TransportKind> only);
+  // Until the batch has ended or the deadline has passed, which ends it with kDeadline. When it
+  // returns no byte of a local buffer is touched any more.
+  Status wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns);
+  // Ends the batch with kCancelled, unless it has ended.
+  void cancel(const std::shared_ptr<Batch>& batch);
+
+  Status notify(uint64_t segment, const std::string& name, const std::string& payload,
+                int64_t deadline_ns);
+  Result<std::vector<Notification>> take_notifications(int64_t deadline_ns);
+
+  const std::vector<std::string>& addresses() const;
+  uint64_t epoch() const { return options_.server.epoch; }
+  uint64_t bytes_copied(TransportKind kind) const { return copier_->bytes_moved(kind); }
+
+ private:
+  explicit Engine(EngineOptions options) : options_(std::move(options)) {}
+  Status start();
+  Status check_open() const;
+  Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
+                                            int64_t deadline_ns,
+                                            std::optional<TransportKind> only);
+  Status check_remote(const TransferRequest& request);
+  void abort(const std::shared_ptr<Batch>& batch, Error error);
+  void watch(const std::shared_ptr<Batch>& batch);
+  void unwatch(const Batch& batch);
+  void schedule(int64_t due_ns);
+  void run_timer();
+  int64_t tick(int64_t now_ns);
+
+  const EngineOptions options_;
+  const int owner_pid_ = static_cast<int>(::getpid());
+  Registry registry_;
+  std::shared_ptr<Mapping> own_segment_;
+  std::vector<std::unique_ptr<EventLoop>> loops_;
+  std::unique_ptr<Copier> copier_;
+  std::shared_ptr<Server> server_;
+
+  mutable std::mutex mutex_;
+  bool is_closed_ = false;                                         // GUARDED_BY(mutex_)
+  std::map<uint64_t, std::shared_ptr<Peer>> peers_;                // GUARDED_BY(mutex_)
+  uint64_t next_segment_ = 1;                                      // GUARDED_BY(mutex_)
+  std::multimap<int64_t, std::shared_ptr<Batch>> watched_;         // GUARDED_BY(mutex_)
+  size_t sweep_size_ = 1024;                                       // GUARDED_BY(mutex_)
+
+  std::mutex timer_mutex_;  // Leaf.
+  std::condition_variable timer_changed_;
+  int64_t timer_due_ns_ = 0;       // GUARDED_BY(timer_mutex_)
+  bool is_timer_stopping_ = false;  // GUARDED_BY(timer_mutex_)
+  std::thread timer_;
+};
+
+}  // namespace tandem::transfer

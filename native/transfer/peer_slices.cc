@@ -1,0 +1,209 @@
+// What a peer does with pieces: which transport takes them, how they become slices, and how a batch
+// gets everything back.
+#include <algorithm>
+
+#include "base/idle_spin.h"
+#include "transfer/peer.h"
+
+namespace tandem::transfer {
+
+void Peer::begin_work() {
+  // Silence counts from the moment an answer is owed.
+  if (!has_work()) heard_ns_ = std::max(heard_ns_, now_ns());
+}
+
+void Peer::submit(std::vector<Piece> pieces) {
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    begin_work();
+    for (Piece& piece : pieces) route(std::move(piece), work);
+    dispatch(work);
+    work.due_ns = next_due();
+  }
+  finish(std::move(work));
+}
+
+void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
+  const bool is_final = error.code == Code::kConfig || error.code == Code::kPermissionDenied ||
+                        piece.batch->only().has_value();
+  if (is_final) return owner_.abort(piece.batch, std::move(error));
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    begin_work();
+    route(std::move(piece), work, failed);
+    dispatch(work);
+    work.due_ns = next_due();
+  }
+  finish(std::move(work));
+}
+
+bool Peer::is_allowed(TransportKind kind) const {
+  return std::find(options_.transports.begin(), options_.transports.end(), kind) !=
+         options_.transports.end();
+}
+
+void Peer::route(Piece piece, Work& work, std::optional<TransportKind> failed) {
+  if (!piece.batch->is_open()) return;
+  if (state_ != State::kOpen) {
+    work.to_abort.emplace_back(piece.batch, lost_reason_);
+    return;
+  }
+  if (!route_direct(piece, work, failed)) queue_tcp(std::move(piece), work);
+}
+
+uint64_t Peer::grant_key(uint64_t offset) const {
+  for (const BufferInfo& buffer : description_.buffers)
+    if (offset >= buffer.offset && offset - buffer.offset < buffer.length) return buffer.offset;
+  return offset;
+}
+
+const Peer::Direct* Peer::find_direct(uint64_t offset) const {
+  auto after = directs_.upper_bound(offset);
+  if (after == directs_.begin()) return nullptr;
+  const auto& [base, direct] = *std::prev(after);
+  return offset - base < direct.length ? &direct : nullptr;
+}
+
+bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportKind> failed) {
+  const std::optional<TransportKind>& only = piece.batch->only();
+  const auto is_wanted = [&](TransportKind kind) {
+    return is_allowed(kind) && (!only || *only == kind) && (!failed || kind > *failed) &&
+           !refusals_.contains(std::string(transport_name(kind)));
+  };
+  if (!is_wanted(TransportKind::kShm) && !is_wanted(TransportKind::kCma)) return false;
+  const uint64_t offset = piece.transfer().offset;
+  if (const Direct* direct = find_direct(offset)) {
+    for (const auto& mapping : direct->mappings) {
+      if (!is_wanted(mapping->kind())) continue;
+      work.to_copy.emplace_back(piece, mapping);
+      return true;
+    }
+    return false;
+  }
+  const uint64_t key = grant_key(offset);
+  std::vector<Piece>& waiting = awaiting_grant_[key];
+  waiting.push_back(piece);
+  // Without a control connection it is asked for once there is one.
+  if (waiting.size() == 1 && control_ && control_->is_ready()) {
+    control_->send({.type = FrameType::kGrant, .offset = key});
+    work.flush(control_);
+  }
+  return true;
+}
+
+void Peer::queue_tcp(Piece piece, Work& work) {
+  const std::optional<TransportKind>& only = piece.batch->only();
+  if (is_allowed(TransportKind::kTcp) && (!only || *only == TransportKind::kTcp)) {
+    pending_.push_back(std::move(piece));
+    return;
+  }
+  std::string reasons;
+  for (const auto& [name, reason] : refusals_) reasons += " " + name + ": " + reason + ";";
+  work.to_abort.emplace_back(
+      piece.batch, Error{Code::kUnsupported, "transfer.route",
+                         "no transport that is allowed reaches the buffer;" + reasons, ""});
+}
+
+void Peer::drop(const Batch& batch) {
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto is_its = [&](const Piece& piece) { return piece.batch.get() == &batch; };
+    std::erase_if(pending_, is_its);
+    for (auto& [key, waiting] : awaiting_grant_) std::erase_if(waiting, is_its);
+    std::set<std::shared_ptr<ClientConnection>> to_close;
+    for (auto slice = slices_.begin(); slice != slices_.end();) {
+      if (!is_its(slice->second.piece)) {
+        ++slice;
+        continue;
+      }
+      const auto connection = rails_[slice->second.rail].connection;
+      if (slice->second.piece.transfer().op == Op::kRead) {
+        connection->drop_read(slice->first);
+        rail_set_.forget(slice->first);
+      } else if (connection->drop_write(slice->first)) {
+        rail_set_.forget(slice->first);
+      } else {
+        // Part of it is under way; the peer must not apply it after we have said that it failed.
+        to_close.insert(connection);
+      }
+      slice = slices_.erase(slice);
+    }
+    for (const auto& connection : to_close)
+      take_back(connection, {Code::kCancelled, "transfer.cancel", "a slice was cancelled", ""},
+                work);
+    if (!to_close.empty() && control_ && control_->is_ready()) {
+      send_fences(*control_);
+      work.flush(control_);
+    }
+    dispatch(work);
+    work.due_ns = next_due();
+  }
+  finish(std::move(work));
+}
+
+void Peer::send_fences(ClientConnection& connection) {
+  PayloadWriter out;
+  bool has_any = false;
+  for (const uint32_t id : fences_) {
+    if (!connection.fences_sent.insert(id).second) continue;
+    out.put_u32(id);
+    has_any = true;
+  }
+  if (has_any) connection.send({.type = FrameType::kFence}, out.take());
+}
+
+void Peer::dispatch(Work& work) {
+  const int64_t now = now_ns();
+  while (!pending_.empty()) {
+    Piece& front = pending_.front();
+    if (!front.batch->is_open()) {
+      pending_.pop_front();
+      continue;
+    }
+    const uint64_t total = front.transfer().length;
+    const std::optional<SliceChoice> choice = rail_set_.choose(now, front.length, total);
+    if (!choice) return;
+    Piece piece = front;
+    piece.length = choice->bytes;
+    front.begin += choice->bytes;
+    front.length -= choice->bytes;
+    if (front.length == 0) pending_.pop_front();
+    const std::shared_ptr<ClientConnection>& connection = rails_[choice->rail].connection;
+    send_fences(*connection);
+    const TransferItem& item = piece.transfer();
+    uint8_t* local = item.local + piece.begin;
+    const uint64_t offset = item.offset + piece.begin;
+    if (item.op == Op::kWrite)
+      connection->send_write(choice->ticket, offset, local, piece.length, options_.has_checksum);
+    else
+      connection->send_read(choice->ticket, offset, local, piece.length, options_.has_checksum);
+    slices_.emplace(choice->ticket, Slice{std::move(piece), choice->rail});
+    work.flush(connection);
+  }
+}
+
+void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is_intact,
+                         Work& work) {
+  const auto found = slices_.find(frame.id);
+  if (found == slices_.end()) return;  // Dropped.
+  const Slice slice = std::move(found->second);
+  slices_.erase(found);
+  const bool is_damaged = !is_intact || frame.code == wire_code(Code::kCorruption);
+  if (is_damaged) {
+    rail_set_.fail(frame.id, now_ns());
+    pending_.push_front(slice.piece);
+  } else if (frame.code != 0) {
+    // The peer's refusal says nothing against the rail.
+    rail_set_.forget(frame.id);
+    work.to_abort.emplace_back(slice.piece.batch, decode_error(frame.code, payload));
+  } else {
+    rail_set_.complete(frame.id, now_ns());
+    rails_[slice.rail].bytes_moved += slice.piece.length;
+    slice.piece.batch->add_done(slice.piece.item, slice.piece.length);
+  }
+}
+
+}  // namespace tandem::transfer

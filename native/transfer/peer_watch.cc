@@ -1,0 +1,168 @@
+// How a peer connects, and what it does when time passes: reconnections, silent rails, the lease.
+#include <algorithm>
+
+#include "base/idle_spin.h"
+#include "transfer/peer.h"
+
+namespace tandem::transfer {
+
+Result<std::shared_ptr<ClientConnection>> Peer::make_connection(Role role, uint32_t rail,
+                                                                const SocketAddress& remote,
+                                                                const SocketAddress& local) {
+  Result<int> fd = begin_connect(remote, local);
+  if (!fd.is_ok()) return fd.error();
+  tune_stream(fd.value(), options_.socket_buffer_bytes);
+  const uint32_t id = next_connection_id_++;
+  EventLoop* loop = loops_[id % loops_.size()];
+  auto connection =
+      std::make_shared<ClientConnection>(weak_from_this(), loop, fd.value(), role, rail, id);
+  if (Status status = connection->attach(); !status.is_ok()) return status.error();
+  return connection;
+}
+
+void Peer::connect_control(int64_t now, Work& work) {
+  control_health_.begin_connect();
+  auto made = make_connection(Role::kControl, 0, address_, {});
+  if (made.is_ok()) {
+    control_ = std::move(made.value());
+    return;
+  }
+  control_health_.on_disconnect(now);
+  if (state_ == State::kOpening) give_up(State::kLost, made.error(), work);
+}
+
+void Peer::connect_rail(uint32_t index, int64_t now) {
+  Rail& rail = rails_[index];
+  rail_set_.begin_connect(index);
+  auto made = make_connection(Role::kRail, index, rail.remote, rail.local);
+  if (made.is_ok())
+    rail.connection = std::move(made.value());
+  else
+    rail_set_.on_disconnect(index, now);
+}
+
+void Peer::make_rails() {
+  std::vector<SocketAddress> remotes, locals;
+  for (const std::string& text : description_.addresses)
+    if (Result<SocketAddress> address = parse_address(text); address.is_ok())
+      remotes.push_back(address.value());
+  if (remotes.empty()) remotes.push_back(address_);
+  for (const std::string& text : options_.local_addresses)
+    if (Result<SocketAddress> address = parse_host(text); address.is_ok())
+      locals.push_back(address.value());
+  if (locals.empty()) locals.push_back({});
+  const size_t num_pairs = std::max(remotes.size(), locals.size());
+  for (size_t i = 0; i < num_pairs; ++i) {
+    for (int lane = 0; lane < options_.lanes; ++lane) {
+      const SocketAddress& local = locals[i % locals.size()];
+      const SocketAddress& remote = remotes[i % remotes.size()];
+      const bool is_one_family =
+          local.size == 0 || local.storage.ss_family == remote.storage.ss_family;
+      rails_.push_back({is_one_family ? local : SocketAddress{}, remote, nullptr, 0});
+      PredictorOptions predictor;
+      if (i < options_.bandwidths_bytes_per_s.size())
+        predictor.bandwidth_bytes_per_s = options_.bandwidths_bytes_per_s[i] / options_.lanes;
+      rail_set_.add_rail(predictor);
+    }
+  }
+}
+
+bool Peer::has_work() const {
+  return !pending_.empty() || !slices_.empty() || !notice_.is_answered || !awaiting_grant_.empty();
+}
+
+bool Peer::has_ready_connection() const {
+  if (control_ && control_->is_ready()) return true;
+  return std::any_of(rails_.begin(), rails_.end(), [](const Rail& rail) {
+    return rail.connection && rail.connection->is_ready();
+  });
+}
+
+void Peer::check_liveness(int64_t now, Work& work) {
+  if (control_) heard_ns_ = std::max(heard_ns_, control_->heard_ns());
+  for (const Rail& rail : rails_)
+    if (rail.connection) heard_ns_ = std::max(heard_ns_, rail.connection->heard_ns());
+  if (!has_work() && has_ready_connection()) return;
+  const int64_t silent_ns = now - heard_ns_;
+  if (silent_ns >= options_.lease_ns)
+    return give_up(State::kLost,
+                   {Code::kPeerLost, "transfer.watch",
+                    address_.text() + " was silent for " +
+                        std::to_string(options_.lease_ns / 1'000'000) + " ms", ""},
+                   work);
+  const int64_t ping_ns = options_.lease_ns / 3;
+  if (silent_ns >= ping_ns && now - pinged_ns_ >= ping_ns && control_ && control_->is_ready()) {
+    pinged_ns_ = now;
+    control_->send({.type = FrameType::kPing});
+    work.flush(control_);
+  }
+}
+
+int64_t Peer::next_due() const {
+  if (state_ == State::kLost || state_ == State::kClosed) return kNever;
+  int64_t due = control_ ? kNever : control_health_.due_ns();
+  if (control_ && !control_->is_ready())
+    due = std::min(due, control_->begin_ns() + options_.handshake_timeout_ns);
+  for (const Rail& rail : rails_)
+    if (rail.connection && !rail.connection->is_ready())
+      due = std::min(due, rail.connection->begin_ns() + options_.handshake_timeout_ns);
+  due = std::min(due, rail_set_.next_event_ns(!pending_.empty()));
+  if (has_work() || !has_ready_connection()) {
+    const int64_t ping_ns = options_.lease_ns / 3;
+    if (control_ && control_->is_ready())
+      due = std::min(due, std::max(heard_ns_, pinged_ns_) + ping_ns);
+    due = std::min(due, heard_ns_ + options_.lease_ns);
+  }
+  return due;
+}
+
+int64_t Peer::tick(int64_t now) {
+  Work work;
+  int64_t due;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ == State::kLost || state_ == State::kClosed) return kNever;
+    const Error late{Code::kDeadline, "transfer.connect", "no handshake in time", ""};
+    if (!control_ && control_health_.is_connect_due(now)) connect_control(now, work);
+    if (control_ && !control_->is_ready() &&
+        now >= control_->begin_ns() + options_.handshake_timeout_ns)
+      take_back(control_, late, work);
+    for (uint32_t r = 0; r < rails_.size() && state_ == State::kOpen; ++r) {
+      // A copy: take_back resets the member.
+      const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
+      if (!connection) {
+        if (rail_set_.is_connect_due(r, now)) connect_rail(r, now);
+      } else if (!connection->is_ready()) {
+        if (now >= connection->begin_ns() + options_.handshake_timeout_ns)
+          take_back(connection, late, work);
+      } else {
+        rail_set_.on_progress(r, connection->progress_ns());
+        if (rail_set_.is_stalled(r, now))
+          take_back(connection,
+                    {Code::kDeadline, "transfer.watch", "the rail is silent", ""}, work);
+      }
+    }
+    if (state_ == State::kOpening || state_ == State::kOpen) check_liveness(now, work);
+    if (state_ == State::kOpen) dispatch(work);
+    due = next_due();
+  }
+  finish(std::move(work));
+  return due;
+}
+
+std::vector<RailStatus> Peer::rails() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<RailStatus> statuses;
+  for (uint32_t r = 0; r < rails_.size(); ++r)
+    statuses.push_back({rails_[r].local.size > 0 ? rails_[r].local.text() : "",
+                        rails_[r].remote.text(), rail_set_.health(r).state(),
+                        rails_[r].bytes_moved, rail_set_.predictor(r).effective_bandwidth()});
+  return statuses;
+}
+
+std::map<std::string, std::string> Peer::refusals() const {
+  const std::lock_guard lock(mutex_);
+  return refusals_;
+}
+
+}  // namespace tandem::transfer

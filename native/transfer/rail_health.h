@@ -1,0 +1,72 @@
+// Whether a rail may carry slices: healthy, paused, closed or terminated.
+//
+//   healthy --errors, slow slices--> paused --cool-down over, probe slice ended well--> healthy
+//   healthy, paused --connection lost--> closed --reconnected--> paused, probe due at once
+//   any --peer gone, epoch changed, proof refused--> terminated, for good
+//
+// Pure: time is an argument (monotonic nanoseconds); the owner serialises calls.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace tandem::transfer {
+
+// A time that does not come.
+inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+enum class RailState { kHealthy, kPaused, kClosed, kTerminated };
+
+struct HealthOptions {
+  int errors_to_pause = 1;
+  int slow_to_pause = 4;  // In a row.
+  int64_t pause_ns = 50'000'000;
+  int64_t max_pause_ns = 1'000'000'000;
+  int64_t reconnect_ns = 10'000'000;
+  int64_t max_reconnect_ns = 1'000'000'000;
+};
+
+class RailHealth {
+ public:
+  explicit RailHealth(const HealthOptions& options) : options_(options) {}
+
+  RailState state() const { return state_; }
+  bool may_carry() const { return state_ == RailState::kHealthy; }
+  // One slice may be sent to find out whether the rail works again.
+  bool is_probe_due(int64_t now_ns) const {
+    return state_ == RailState::kPaused && !is_probing_ && now_ns >= due_ns_;
+  }
+  bool is_connect_due(int64_t now_ns) const {
+    return state_ == RailState::kClosed && !is_connecting_ && now_ns >= due_ns_;
+  }
+  // When to look again at a paused or closed rail; kNever if nothing is to come.
+  int64_t due_ns() const;
+
+  void begin_probe() { is_probing_ = true; }
+  // A probe that was cancelled says nothing.
+  void drop_probe() { is_probing_ = false; }
+  void begin_connect() { is_connecting_ = true; }
+
+  void on_success();
+  void on_slow(int64_t now_ns);
+  void on_error(int64_t now_ns);
+  void on_disconnect(int64_t now_ns);
+  void on_connect(int64_t now_ns);
+  void terminate() { state_ = RailState::kTerminated; }
+
+ private:
+  void pause(int64_t now_ns);
+
+  HealthOptions options_;
+  RailState state_ = RailState::kClosed;
+  bool is_probing_ = false;
+  bool is_connecting_ = false;
+  bool was_connected_ = false;
+  int num_errors_ = 0;
+  int num_slow_ = 0;
+  int num_pauses_ = 0;      // Since the last success: the cool-down doubles with each.
+  int num_disconnects_ = 0;
+  int64_t due_ns_ = 0;
+};
+
+}  // namespace tandem::transfer

@@ -1,0 +1,181 @@
+#include "transfer/rail_set.h"
+
+#include <algorithm>
+#include <cassert>
+#include <limits>
+
+namespace tandem::transfer {
+namespace {
+
+constexpr double kNsPerS = 1e9;
+constexpr double kMaxTravelNs = 50e6;
+
+}  // namespace
+
+uint32_t RailSet::add_rail(const PredictorOptions& options) {
+  rails_.push_back({RailPredictor(options), RailHealth(options_.health)});
+  return static_cast<uint32_t>(rails_.size() - 1);
+}
+
+bool RailSet::has_healthy() const {
+  return std::any_of(rails_.begin(), rails_.end(), [](const Rail& r) { return r.health.may_carry(); });
+}
+
+bool RailSet::is_terminated() const {
+  return std::all_of(rails_.begin(), rails_.end(),
+                     [](const Rail& r) { return r.health.state() == RailState::kTerminated; });
+}
+
+uint64_t RailSet::cut(const Rail& rail, uint64_t remaining, uint64_t total,
+                      double all_bandwidth) const {
+  const double bandwidth = rail.predictor.effective_bandwidth();
+  const double steady = bandwidth * static_cast<double>(options_.slice_ns) / kNsPerS;
+  // A transfer too short for a full slice on every rail is split by their speeds instead.
+  const double share = static_cast<double>(total) * bandwidth / all_bandwidth;
+  const double wish = std::clamp(std::min(steady, share),
+                                 static_cast<double>(options_.min_slice_bytes),
+                                 static_cast<double>(options_.max_slice_bytes));
+  // Whole pages, so that the copies at both ends stay aligned.
+  constexpr uint64_t kPage = 4096;
+  const uint64_t bytes = (static_cast<uint64_t>(wish) + kPage - 1) / kPage * kPage;
+  // A crumb costs as much as a slice: it goes with the last one.
+  return remaining < bytes + options_.min_slice_bytes / 2 ? remaining : bytes;
+}
+
+std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns) const {
+  std::optional<uint32_t> idlest;
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const Rail& rail = rails_[r];
+    if (!rail.health.may_carry() || rail.num_in_flight > 0) continue;
+    if (now_ns - rail.used_ns < options_.window_ns) continue;
+    if (!idlest || rail.used_ns < rails_[*idlest].used_ns) idlest = r;
+  }
+  return idlest;
+}
+
+std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total) {
+  assert(1 <= remaining && remaining <= total);
+  const uint64_t probe_bytes = std::min(remaining, options_.min_slice_bytes);
+  double all_bandwidth = 0;
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    Rail& rail = rails_[r];
+    if (rail.health.is_probe_due(now_ns)) {
+      rail.health.begin_probe();
+      return take(r, probe_bytes, now_ns);
+    }
+    if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
+  }
+  if (all_bandwidth == 0) return std::nullopt;
+  if (++num_choices_ % options_.choices_per_probe == 0)
+    if (const std::optional<uint32_t> idlest = find_idlest(now_ns))
+      return take(*idlest, probe_bytes, now_ns);
+
+  std::optional<uint32_t> best;
+  uint64_t best_bytes = 0;
+  double best_s = std::numeric_limits<double>::infinity();
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const Rail& rail = rails_[r];
+    if (!rail.health.may_carry()) continue;
+    const uint64_t bytes = cut(rail, remaining, total, all_bandwidth);
+    const double predicted_s = rail.predictor.predict_s(bytes);
+    if (predicted_s < best_s) {
+      best = r;
+      best_bytes = bytes;
+      best_s = predicted_s;
+    }
+  }
+  // The best rail is full: every other would end later than waiting for it.
+  constexpr uint32_t kAlwaysInFlight = 2;
+  const RailPredictor& predictor = rails_[*best].predictor;
+  const double queue_ns = (best_s - predictor.beta0_s()) * kNsPerS;
+  // The fixed latency is covered twice over, or the rail would run dry while an answer travels.
+  const double travel_ns = std::min(2 * predictor.beta0_s() * kNsPerS, kMaxTravelNs);
+  if (rails_[*best].num_in_flight >= kAlwaysInFlight &&
+      queue_ns > static_cast<double>(options_.window_ns) + travel_ns)
+    return std::nullopt;
+  return take(*best, best_bytes, now_ns);
+}
+
+SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
+  Rail& rail = rails_[index];
+  const uint64_t ticket = next_ticket_++;
+  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes), rail.predictor.predict_s(bytes),
+                      now_ns};
+  rail.predictor.reserve(bytes);
+  // Silence counts from the moment there is something to say.
+  if (rail.num_in_flight++ == 0) rail.progress_ns = now_ns;
+  rail.used_ns = now_ns;
+  return {ticket, index, bytes};
+}
+
+RailSet::Ticket RailSet::end(uint64_t id) {
+  const auto found = tickets_.find(id);
+  assert(found != tickets_.end());
+  const Ticket ticket = found->second;
+  tickets_.erase(found);
+  Rail& rail = rails_[ticket.rail];
+  rail.predictor.release(ticket.bytes);
+  --rail.num_in_flight;
+  return ticket;
+}
+
+void RailSet::complete(uint64_t id, int64_t now_ns) {
+  const Ticket ticket = end(id);
+  Rail& rail = rails_[ticket.rail];
+  rail.progress_ns = now_ns;
+  const double latency_s = static_cast<double>(now_ns - ticket.begin_ns) / kNsPerS;
+  rail.predictor.observe(ticket.load_s, latency_s);
+  const double slow_s = std::max(options_.slow_factor * ticket.predicted_s,
+                                 static_cast<double>(options_.slow_floor_ns) / kNsPerS);
+  // Being slow bars a rail only where another can take its share.
+  bool has_other = false;
+  for (uint32_t r = 0; r < rails_.size(); ++r)
+    has_other |= r != ticket.rail && rails_[r].health.may_carry();
+  if (latency_s > slow_s && has_other)
+    rail.health.on_slow(now_ns);
+  else
+    rail.health.on_success();
+}
+
+void RailSet::fail(uint64_t id, int64_t now_ns) {
+  const Ticket ticket = end(id);
+  rails_[ticket.rail].health.on_error(now_ns);
+}
+
+void RailSet::forget(uint64_t id) {
+  const Ticket ticket = end(id);
+  rails_[ticket.rail].health.drop_probe();
+}
+
+void RailSet::on_connect(uint32_t rail, int64_t now_ns) { rails_[rail].health.on_connect(now_ns); }
+
+std::vector<uint64_t> RailSet::on_disconnect(uint32_t rail, int64_t now_ns) {
+  std::vector<uint64_t> lost;
+  for (const auto& [id, ticket] : tickets_)
+    if (ticket.rail == rail) lost.push_back(id);
+  for (const uint64_t id : lost) end(id);
+  rails_[rail].health.on_disconnect(now_ns);
+  return lost;
+}
+
+int64_t RailSet::stall_due_ns(uint32_t index) const {
+  const Rail& rail = rails_[index];
+  if (rail.num_in_flight == 0) return kNever;
+  const double predicted_s = rail.predictor.predict_s(0);
+  const double limit_ns = std::max(static_cast<double>(options_.stall_floor_ns),
+                                   options_.slow_factor * predicted_s * kNsPerS);
+  return rail.progress_ns + static_cast<int64_t>(limit_ns);
+}
+
+int64_t RailSet::next_event_ns(bool has_waiting) const {
+  int64_t next = kNever;
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const RailHealth& health = rails_[r].health;
+    if (has_waiting || health.state() == RailState::kClosed)
+      next = std::min(next, health.due_ns());
+    next = std::min(next, stall_due_ns(r));
+  }
+  return next;
+}
+
+}  // namespace tandem::transfer

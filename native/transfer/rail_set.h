@@ -1,0 +1,116 @@
+// Slice spraying: which rail takes the next slice of a transfer, and how long that slice is.
+//
+// A slice is cut when a rail is chosen for it, never before: its length is what that rail moves in
+// `slice_ns`, so fast rails get long slices, slow rails short ones, and all slices take about the
+// same time, which bounds the tail of a transfer. A rail holds at most `window_ns` of predicted work
+// (and always may hold two slices); beyond that slices wait, so that a late discovery about a rail
+// concerns few of them.
+//
+// Every choice is a ticket that ends in exactly one of complete, fail, forget or disconnect.
+// Pure: time is an argument (monotonic nanoseconds); the owner serialises calls.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "transfer/rail_health.h"
+#include "transfer/rail_predictor.h"
+
+namespace tandem::transfer {
+
+struct SprayOptions {
+  uint64_t min_slice_bytes = 64 << 10;
+  uint64_t max_slice_bytes = 4 << 20;
+  int64_t slice_ns = 1'000'000;
+  int64_t window_ns = 10'000'000;
+  // A slice is slow if it took this many times its prediction, and longer than the floor. Below
+  // the floor, the noise of a shared machine looks the same.
+  double slow_factor = 3.0;
+  int64_t slow_floor_ns = 20'000'000;
+  // A rail with work and without progress for this long, and slow_factor times the prediction, is
+  // silent: its connection is to be closed.
+  int64_t stall_floor_ns = 200'000'000;
+  // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
+  uint64_t choices_per_probe = 128;
+  HealthOptions health;
+};
+
+struct SliceChoice {
+  uint64_t ticket = 0;
+  uint32_t rail = 0;
+  uint64_t bytes = 0;
+};
+
+class RailSet {
+ public:
+  explicit RailSet(const SprayOptions& options) : options_(options) {}
+
+  // A new rail is closed; see on_connect. Returns its index.
+  uint32_t add_rail(const PredictorOptions& options);
+  size_t num_rails() const { return rails_.size(); }
+  const RailHealth& health(uint32_t rail) const { return rails_[rail].health; }
+  const RailPredictor& predictor(uint32_t rail) const { return rails_[rail].predictor; }
+  bool has_healthy() const;
+  bool is_terminated() const;
+
+  // A rail and a length in [1, remaining] for the next slice of a transfer of `total` bytes, or
+  // nothing: wait for a completion or for next_event_ns. REQUIRES: 1 <= remaining <= total.
+  std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total);
+
+  bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
+  // Bytes of this rail moved: it is not silent.
+  void on_progress(uint32_t rail, int64_t now_ns) {
+    rails_[rail].progress_ns = std::max(rails_[rail].progress_ns, now_ns);
+  }
+  void complete(uint64_t ticket, int64_t now_ns);
+  void fail(uint64_t ticket, int64_t now_ns);
+  void forget(uint64_t ticket);
+
+  bool is_connect_due(uint32_t rail, int64_t now_ns) const {
+    return rails_[rail].health.is_connect_due(now_ns);
+  }
+  void begin_connect(uint32_t rail) { rails_[rail].health.begin_connect(); }
+  void on_connect(uint32_t rail, int64_t now_ns);
+  // The tickets that the rail held; they are gone and their slices must be given anew.
+  std::vector<uint64_t> on_disconnect(uint32_t rail, int64_t now_ns);
+  void terminate(uint32_t rail) { rails_[rail].health.terminate(); }
+
+  // Whether the rail holds work and has been silent for too long.
+  bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
+  // The next time at which a reconnection, a stall or (if slices wait for a rail) a probe is due;
+  // kNever if none.
+  int64_t next_event_ns(bool has_waiting = true) const;
+
+ private:
+  struct Rail {
+    RailPredictor predictor;
+    RailHealth health;
+    uint32_t num_in_flight = 0;
+    int64_t used_ns = 0;
+    int64_t progress_ns = 0;
+  };
+  struct Ticket {
+    uint32_t rail;
+    uint64_t bytes;
+    double load_s;
+    double predicted_s;
+    int64_t begin_ns;
+  };
+
+  int64_t stall_due_ns(uint32_t rail) const;
+  uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
+  std::optional<uint32_t> find_idlest(int64_t now_ns) const;
+  SliceChoice take(uint32_t rail, uint64_t bytes, int64_t now_ns);
+  Ticket end(uint64_t ticket);
+
+  SprayOptions options_;
+  std::vector<Rail> rails_;
+  std::map<uint64_t, Ticket> tickets_;
+  uint64_t next_ticket_ = 1;
+  uint64_t num_choices_ = 0;
+};
+
+}  // namespace tandem::transfer

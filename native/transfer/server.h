@@ -1,0 +1,158 @@
+// The side that is read and written: listens, checks who comes, serves slices from the registry,
+// keeps the sessions of peers, their grants and their notifications.
+//
+// A session is one opened segment of one peer: a control connection and rails. It outlives its
+// connections, so that a notification that is sent again after a reconnection is known, and so that
+// a grant (a peer that reaches our memory by itself) is not forgotten with a broken connection.
+//
+// Lock order: (1) Connection::read_mutex_, (2) Server::mutex_, (3) Connection::mutex_, (4) Registry.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "transfer/connection.h"
+#include "transfer/registry.h"
+#include "transfer/socket_address.h"
+
+namespace tandem::transfer {
+
+struct ServerOptions {
+  std::string name;
+  std::string secret;
+  uint64_t epoch = 0;
+  ProcessId process;
+  std::vector<std::string> listen;
+  std::vector<std::string> advertise;  // Empty: the addresses listened on.
+  int64_t handshake_timeout_ns = 2'000'000'000;
+  size_t max_connections = 4096;
+  size_t max_notifications = 4096;
+  int socket_buffer_bytes = 0;
+};
+
+struct Notification {
+  std::string peer;
+  std::string name;
+  std::string payload;
+};
+
+class ServerConnection;
+
+class Server : public std::enable_shared_from_this<Server> {
+ public:
+  // Tells the timer that something is due then.
+  using Schedule = std::function<void(int64_t due_ns)>;
+
+  static Result<std::shared_ptr<Server>> start(ServerOptions options, Registry* registry,
+                                               std::vector<EventLoop*> loops, Schedule schedule);
+  // Closes all connections; no byte of a registered buffer is touched over them afterwards.
+  void close();
+
+  const std::vector<std::string>& addresses() const { return addresses_; }
+  // Takes the buffer from connections that serve it, and waits until each peer with a grant has
+  // confirmed that it let go, has left, or is dead. REQUIRES: the registry has closed the buffer.
+  // Errors: kDeadline (names the peer).
+  Status revoke(uint64_t base, int64_t deadline_ns);
+  // What came since the last call; waits for something until the deadline.
+  std::vector<Notification> take_notifications(int64_t deadline_ns);
+  // Ends connections that do not get through the handshake; returns when to call again.
+  int64_t tick(int64_t now_ns);
+  size_t num_connections() const;
+
+ private:
+  friend class ServerConnection;
+  class Listener;
+  struct Session {
+    ProcessId process;
+    std::string name;
+    std::map<uint32_t, std::weak_ptr<ServerConnection>> connections;
+    std::weak_ptr<ServerConnection> control;
+    std::set<uint64_t> grants;  // Bases of buffers that the peer may reach by itself.
+    uint64_t last_sequence = 0;
+    uint8_t last_outcome = 0;
+    bool has_left = false;
+  };
+
+  Server(ServerOptions options, Registry* registry, std::vector<EventLoop*> loops,
+         Schedule schedule);
+  Status open_listener(const std::string& address);
+  void admit(int fd);
+  // The proof was right: the connection joins its session. Errors: kCapacity.
+  Status join(const std::shared_ptr<ServerConnection>& connection, const Hello& hello);
+  void leave(ServerConnection& connection);
+  void sweep_sessions();
+  bool may_reach(const Session& session) const;
+
+  void fence(const std::string& session, const std::vector<uint32_t>& connection_ids);
+  Result<Grant> grant(const std::string& session, uint64_t offset);
+  void on_revoked(const std::string& session, uint64_t base);
+  uint8_t accept_notification(const std::string& session, uint64_t sequence,
+                              Notification notification);
+  void on_bye(const std::string& session);
+  Description describe(const ServerConnection& connection) const;
+
+  const ServerOptions options_;
+  Registry* const registry_;
+  const std::vector<EventLoop*> loops_;
+  const Schedule schedule_;
+  const std::string cookie_;
+  std::vector<std::string> addresses_;
+  std::vector<std::shared_ptr<Listener>> listeners_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_closed_ = false;                                       // GUARDED_BY(mutex_)
+  std::set<std::shared_ptr<ServerConnection>> connections_;      // GUARDED_BY(mutex_)
+  std::map<std::string, Session> sessions_;                      // GUARDED_BY(mutex_)
+  std::set<uint64_t> revoking_;                                  // GUARDED_BY(mutex_)
+  std::vector<Notification> notifications_;                      // GUARDED_BY(mutex_)
+  size_t next_loop_ = 0;                                         // GUARDED_BY(mutex_)
+};
+
+// A peer's connection to us.
+class ServerConnection : public Connection {
+ public:
+  ServerConnection(std::shared_ptr<Server> server, EventLoop* loop, int fd);
+
+  bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
+  int64_t begin_ns() const { return begin_ns_; }
+  const Hello& hello() const { return hello_; }
+  std::string local_address() const;
+  // Lets go of a buffer: what is being written there is thrown away and refused, what is being
+  // read from there goes on from a copy.
+  void drop_buffer(uint64_t base);
+
+ protected:
+  Status check_header(const Frame& frame) override;
+  Sink on_slice_begin(const Frame& frame) override;
+  void on_slice_end(const Frame& frame, bool is_intact) override;
+  Status on_frame(const Frame& frame, std::string payload) override;
+  void on_closed(const Error& reason) override;
+  void on_shut() override;
+
+ private:
+  Status on_hello(std::string payload);
+  Status on_proof(std::string_view payload);
+  Status on_control(const Frame& frame, std::string payload);
+  void serve_read(const Frame& frame);
+  void answer(FrameType type, const Frame& request, const Status& status);
+
+  const std::shared_ptr<Server> server_;
+  const int64_t begin_ns_;
+  std::atomic<bool> is_ready_{false};
+  // Written before is_ready_.
+  Hello hello_;
+  std::string hello_payload_;
+  Challenge challenge_;
+  // The slice that is being written here. GUARDED_BY(mutex_)
+  Registry::Pin write_pin_;
+  Status write_status_;
+};
+
+}  // namespace tandem::transfer

@@ -1,0 +1,144 @@
+#include "transfer/socket_address.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <optional>
+
+#include "base/sysfs.h"
+
+namespace tandem::transfer {
+namespace {
+
+Result<SocketAddress> resolve(const std::string& host, const std::string& port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int refused = getaddrinfo(host.c_str(), port.empty() ? nullptr : port.c_str(), &hints,
+                                  &found);
+  if (refused != 0)
+    return Error{Code::kNotFound, "transfer.resolve",
+                 "host '" + host + "': " + gai_strerror(refused), "address"};
+  SocketAddress address;
+  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
+  address.size = found->ai_addrlen;
+  freeaddrinfo(found);
+  return address;
+}
+
+class OwnedSocket {
+ public:
+  explicit OwnedSocket(int fd) : fd_(fd) {}
+  ~OwnedSocket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  OwnedSocket(const OwnedSocket&) = delete;
+  OwnedSocket& operator=(const OwnedSocket&) = delete;
+  int get() const { return fd_; }
+  int take() {
+    const int fd = fd_;
+    fd_ = -1;
+    return fd;
+  }
+
+ private:
+  int fd_;
+};
+
+}  // namespace
+
+uint16_t SocketAddress::port() const {
+  if (storage.ss_family == AF_INET6)
+    return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+}
+
+void SocketAddress::set_port(uint16_t port) {
+  if (storage.ss_family == AF_INET6)
+    reinterpret_cast<sockaddr_in6*>(&storage)->sin6_port = htons(port);
+  else
+    reinterpret_cast<sockaddr_in*>(&storage)->sin_port = htons(port);
+}
+
+bool SocketAddress::is_wildcard() const {
+  if (storage.ss_family == AF_INET6)
+    return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr);
+  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr == INADDR_ANY;
+}
+
+std::string SocketAddress::text() const {
+  char host[NI_MAXHOST] = "?";
+  getnameinfo(reinterpret_cast<const sockaddr*>(&storage), size, host, sizeof host, nullptr, 0,
+              NI_NUMERICHOST);
+  const std::string name(host);
+  const bool is_v6 = storage.ss_family == AF_INET6;
+  return (is_v6 ? "[" + name + "]" : name) + ":" + std::to_string(port());
+}
+
+Result<SocketAddress> parse_address(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  std::string host = colon == std::string::npos ? "" : text.substr(0, colon);
+  const std::string port = colon == std::string::npos ? "" : text.substr(colon + 1);
+  const std::optional<int64_t> number = parse_int(port);
+  const bool is_bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (is_bracketed) host = host.substr(1, host.size() - 2);
+  const bool is_bare_v6 = !is_bracketed && host.find(':') != std::string::npos;
+  if (host.empty() || is_bare_v6 || !number || *number < 0 || *number > 65535)
+    return Error{Code::kConfig, "transfer.parse",
+                 "'" + text + "' is no address: write host:port or [v6]:port", "address"};
+  return resolve(host, port);
+}
+
+Result<SocketAddress> parse_host(const std::string& host) { return resolve(host, ""); }
+
+Result<int> listen_on(const SocketAddress& address) {
+  OwnedSocket fd(
+      socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  const auto* raw = reinterpret_cast<const sockaddr*>(&address.storage);
+  constexpr int kBacklog = 256;
+  if (fd.get() < 0 || setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      bind(fd.get(), raw, address.size) != 0 || listen(fd.get(), kBacklog) != 0)
+    return Error{errno == EADDRINUSE ? Code::kConflict : Code::kConfig, "transfer.listen",
+                 address.text() + ": " + describe_errno("listen", errno), "listen"};
+  return fd.take();
+}
+
+Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local) {
+  OwnedSocket fd(socket(remote.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (fd.get() < 0)
+    return Error{Code::kCapacity, "transfer.connect", describe_errno("socket", errno), ""};
+  if (local.size > 0 &&
+      bind(fd.get(), reinterpret_cast<const sockaddr*>(&local.storage), local.size) != 0)
+    return Error{Code::kConfig, "transfer.connect",
+                 local.text() + ": " + describe_errno("bind", errno), "local_addresses"};
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&remote.storage), remote.size) != 0 &&
+      errno != EINPROGRESS)
+    return Error{Code::kPeerLost, "transfer.connect",
+                 remote.text() + ": " + describe_errno("connect", errno), ""};
+  return fd.take();
+}
+
+void tune_stream(int fd, int buffer_bytes) {
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  // 0 leaves the kernel's own tuning, which a fixed size would turn off.
+  if (buffer_bytes > 0) {
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer_bytes, sizeof buffer_bytes);
+    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer_bytes, sizeof buffer_bytes);
+  }
+}
+
+SocketAddress local_address_of(int fd) {
+  SocketAddress address;
+  address.size = sizeof address.storage;
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size);
+  return address;
+}
+
+}  // namespace tandem::transfer

@@ -1,0 +1,36 @@
+// "host:port" and "[v6]:port" to and from socket addresses; listening and connecting sockets.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+
+namespace tandem::transfer {
+
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t size = 0;
+
+  uint16_t port() const;
+  void set_port(uint16_t port);
+  bool is_wildcard() const;
+  std::string text() const;
+};
+
+// Resolves names (may ask DNS, blocks). Errors: kConfig (malformed), kNotFound (no such host).
+Result<SocketAddress> parse_address(const std::string& text);
+// Address alone, without a port, as for a local end.
+Result<SocketAddress> parse_host(const std::string& host);
+
+// Non-blocking, close-on-exec. Errors: kConflict (address in use), kConfig.
+Result<int> listen_on(const SocketAddress& address);
+// Begins to connect; the socket is writable once that has ended. `local` may be empty.
+// Errors: kPeerLost (refused at once), kConfig (the local address is none of ours).
+Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local);
+void tune_stream(int fd, int buffer_bytes);
+SocketAddress local_address_of(int fd);
+
+}  // namespace tandem::transfer

@@ -1,0 +1,140 @@
+"""Transfers submitted together, and their end."""
+
+import asyncio
+import os
+from collections.abc import Generator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tandem._native import CoreBatch
+from tandem.transfer.buffer import Buffer
+
+if TYPE_CHECKING:
+    from tandem.transfer.engine import TransferEngine
+    from tandem.transfer.segment import Segment
+
+__all__ = ["Batch", "Op", "Transfer", "TransferStatus"]
+
+
+class Op(IntEnum):
+    """Which way the bytes go, seen from here."""
+
+    READ = 0
+    """From the segment into the local buffer."""
+    WRITE = 1
+    """From the local buffer into the segment; done when the peer has the bytes."""
+
+
+class Transfer:
+    """One range to move.
+
+    Args:
+        op: direction.
+        local: a buffer registered with the submitting engine.
+        segment: an opened segment of that engine, or its ``local_segment``.
+        offset: where in the segment's address space: ``RemoteBuffer.offset`` plus a distance.
+        length: bytes; 0 is allowed and moves nothing.
+        local_offset: where in the local buffer.
+    """
+
+    __slots__ = ("length", "local", "local_offset", "offset", "op", "segment")
+
+    def __init__(
+        self,
+        op: Op,
+        local: Buffer,
+        segment: "Segment",
+        offset: int,
+        length: int,
+        *,
+        local_offset: int = 0,
+    ) -> None:
+        self.op = op
+        self.local = local
+        self.segment = segment
+        self.offset = offset
+        self.length = length
+        self.local_offset = local_offset
+
+
+class TransferStatus(msgspec.Struct, frozen=True):
+    """How far one transfer of a batch is."""
+
+    bytes_done: int
+    length: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its bytes have arrived."""
+        return self.bytes_done == self.length
+
+
+class Batch:
+    """A submitted batch. It ends once: with success, or with the first error.
+
+    Once ``wait``, ``cancel`` or an ``await`` has returned or raised, for whatever reason, no byte
+    of a local buffer is touched any more. What a failed WRITE left in the segment is undefined, but
+    nothing that is submitted later is overwritten by it.
+    """
+
+    def __init__(
+        self, engine: "TransferEngine", core: CoreBatch, transfers: Sequence[Transfer]
+    ) -> None:
+        self._engine = engine
+        self._core = core
+        self._transfers = transfers
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._core.is_finished
+
+    def status(self, index: int) -> TransferStatus:
+        """Return how far transfer ``index`` is.
+
+        Raises: NotFoundError.
+        """
+        done = self._core.bytes_done(index)
+        return TransferStatus(done, self._transfers[index].length)
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Wait for the end, blocking, without the GIL.
+
+        Args:
+            deadline_s: from now; None = the batch's own. When it passes the batch is ended.
+
+        Raises: DeadlineError; PeerLostError; CancelledError; NotFoundError, PermissionDeniedError
+            or ConfigError if the peer refused a range; UnsupportedError if no allowed transport
+            reaches; ConflictError in a forked child.
+        """
+        self._core.wait(deadline_s)
+
+    def cancel(self) -> None:
+        """End it with CancelledError, unless it has ended. Takes microseconds."""
+        self._core.cancel()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait without blocking the loop; raises as ``wait``. A cancelled await cancels it."""
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> None:
+        if not self._core.is_finished:
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[None] = loop.create_future()
+            # A copy each, so that several may await the same batch.
+            descriptor = os.dup(self._core.completion_fd())
+            loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+            try:
+                await ended
+            except BaseException:
+                self._core.cancel()
+                raise
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        self._core.wait(0)

@@ -1,0 +1,116 @@
+"""Settings of the transfer engine."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["MIN_SECRET_BYTES", "TransferConfig", "TransportName"]
+
+MIN_SECRET_BYTES = 16
+"""A proof can be tried offline by whoever saw one, so the secret must not be guessable."""
+
+TransportName = Literal["local", "shm", "cma", "tcp"]
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a process offers its memory and reaches that of others."""
+
+    name: Annotated[
+        str, Meta(max_length=200, description="Name told to peers; empty = host and process id.")
+    ] = ""
+    secret: Annotated[
+        str | None,
+        Meta(
+            description="Secret of the cluster, proved by both sides of every connection; without "
+            "one the engine is reachable by nobody.",
+            extra_json_schema={"secret": True},
+        ),
+    ] = None
+    listen: Annotated[
+        tuple[str, ...],
+        Meta(description="Addresses to accept peers on, host:port or [v6]:port; port 0 = any."),
+    ] = ("127.0.0.1:0",)
+    advertise: Annotated[
+        tuple[str, ...],
+        Meta(description="Addresses told to peers, one rail each; empty = those listened on."),
+    ] = ()
+    local_addresses: Annotated[
+        tuple[str, ...],
+        Meta(description="Local addresses to connect from, one rail each; empty = the kernel's."),
+    ] = ()
+    rail_gbps: Annotated[
+        tuple[Annotated[float, Meta(gt=0)], ...],
+        Meta(description="Nominal speed of each rail, Gbit/s; empty = 10, then learnt."),
+    ] = ()
+    lanes: Annotated[int, Meta(ge=1, le=64, description="TCP connections per rail.")] = 1
+    transports: Annotated[
+        tuple[TransportName, ...],
+        Meta(description="Transports that may be used; the fastest that reaches is taken."),
+    ] = ("local", "shm", "cma", "tcp")
+    io_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that serve sockets.")] = 1
+    copy_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that copy for local, shm and cma.")
+    ] = 1
+    polling_us: Annotated[
+        int, Meta(ge=0, le=50, description="Longest polling after the last operation; 0 = none.")
+    ] = 50
+    deadline_ms: Annotated[
+        int, Meta(ge=1, le=86_400_000, description="Deadline of a call that names none.")
+    ] = 30_000
+    lease_ms: Annotated[
+        int,
+        Meta(ge=50, le=600_000, description="A peer that owes an answer this long is lost."),
+    ] = 3_000
+    handshake_timeout_ms: Annotated[
+        int, Meta(ge=10, le=60_000, description="Time to prove the secret on a new connection.")
+    ] = 1_000
+    stall_ms: Annotated[
+        int,
+        Meta(ge=10, le=60_000, description="A rail with work and without progress is left then."),
+    ] = 200
+    min_slice_bytes: Annotated[
+        int, Meta(ge=4096, le=64 * 2**20, description="Shortest slice that a transfer is cut to.")
+    ] = 64 * 2**10
+    max_slice_bytes: Annotated[int, Meta(ge=4096, le=256 * 2**20, description="Longest slice.")] = (
+        4 * 2**20
+    )
+    max_connections: Annotated[
+        int, Meta(ge=1, le=65_536, description="Connections accepted at a time.")
+    ] = 4096
+    max_notifications: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Notifications kept unread.")
+    ] = 4096
+    socket_buffer_bytes: Annotated[
+        int, Meta(ge=0, le=2**28, description="Socket buffers; 0 = tuned by the kernel.")
+    ] = 0
+    checksum: Annotated[
+        bool, Meta(description="CRC-32C of every slice on tcp; a damaged one is sent again.")
+    ] = False
+
+    def __repr__(self) -> str:
+        """Show the settings without the secret: configurations end up in logs."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["secret"] = None if self.secret is None else "***"
+        return f"TransferConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    def __post_init__(self) -> None:
+        """Check what single bounds cannot.
+
+        Raises: ConfigError.
+        """
+        if self.secret is not None and len(self.secret.encode()) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                "transfer.configure",
+                f"secret of {len(self.secret.encode())} bytes, need {MIN_SECRET_BYTES}: take one "
+                "from secrets.token_urlsafe(32)",
+                field="transfer.secret",
+            )
+        if self.min_slice_bytes > self.max_slice_bytes:
+            raise ConfigError(
+                "transfer.configure",
+                f"min_slice_bytes {self.min_slice_bytes} > max_slice_bytes {self.max_slice_bytes}",
+                field="transfer.min_slice_bytes",
+            )

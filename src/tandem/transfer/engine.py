@@ -1,0 +1,310 @@
+"""The transfer engine of a process: moves bytes between registered memory here and elsewhere.
+
+This is the Python face; threads, sockets and copies are native (``native/transfer``). Every call
+may come from any thread and releases the GIL while it waits. After a fork the engine belongs to
+the parent: in the child every call raises ConflictError; make a new engine there.
+"""
+
+import os
+import socket
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, Self
+
+import msgspec
+
+from tandem._native import HostMemory, SegmentDescription, SharedArray, TransferCore
+from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
+from tandem.transfer.batch import Batch, Op, Transfer
+from tandem.transfer.buffer import Buffer, wrap_memory
+from tandem.transfer.config import TransferConfig, TransportName
+from tandem.transfer.segment import Segment
+
+__all__ = ["Notification", "TransferEngine"]
+
+Remote = bool | Literal["read", "write"]
+"""What peers may do with a buffer: both, nothing, or one of the two."""
+
+MAX_NOTIFICATION_BYTES = 1 << 20
+MAX_ADDRESS = 2**63
+"""Offsets and lengths are below this, so that no sum of two overflows on the way."""
+
+_unreturned: list[dict[int, HostMemory | SharedArray]] = []
+"""Memory of closed engines that a peer did not let go of: freed only with the process."""
+
+
+class Notification(msgspec.Struct, frozen=True):
+    """A message that a peer sent beside its transfers."""
+
+    peer: str
+    name: str
+    payload: bytes
+
+
+class TransferEngine:
+    """A segment of one's own, and the way to those of others. A context manager.
+
+    Args:
+        config: without a ``secret`` nobody can reach this engine, and it can open nobody.
+
+    Raises: ConfigError; ConflictError (an address is in use); CapacityError (threads, files).
+    """
+
+    def __init__(self, config: TransferConfig | None = None) -> None:
+        self.config = config = TransferConfig() if config is None else config
+        self.name = config.name or f"{socket.gethostname()[:150]}:{os.getpid()}"
+        has_secret = config.secret is not None
+        secret = config.secret.encode() if config.secret is not None else os.urandom(32)
+        self.core = TransferCore(
+            name=self.name,
+            secret=secret,
+            listen=list(config.listen) if has_secret else [],
+            advertise=list(config.advertise),
+            local_addresses=list(config.local_addresses),
+            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in config.rail_gbps],
+            lanes=config.lanes,
+            transports=list(config.transports),
+            io_threads=config.io_threads,
+            copy_threads=config.copy_threads,
+            spin_us=config.polling_us,
+            lease_ms=config.lease_ms,
+            handshake_timeout_ms=config.handshake_timeout_ms,
+            stall_ms=config.stall_ms,
+            min_slice_bytes=config.min_slice_bytes,
+            max_slice_bytes=config.max_slice_bytes,
+            max_connections=config.max_connections,
+            max_notifications=config.max_notifications,
+            socket_buffer_bytes=config.socket_buffer_bytes,
+            checksum=config.checksum,
+        )
+        self._held: dict[int, HostMemory | SharedArray] = {}
+        self._segments: set[int] = set()
+        self._is_closed = False
+        self.local_segment = Segment(self, 0, "")
+        self._finalizer = weakref.finalize(self, _shut_down, self.core, self._held, 1.0)
+
+    def __repr__(self) -> str:
+        return f"TransferEngine(name={self.name!r}, addresses={self.core.addresses})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closed
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses it listens on, with their ports; empty without a secret."""
+        return self.core.addresses
+
+    @property
+    def address(self) -> str:
+        """The first of ``addresses``.
+
+        Raises: NotFoundError if it listens on none.
+        """
+        if not self.core.addresses:
+            raise NotFoundError(
+                "transfer.address", "the engine listens nowhere: give it a secret", field="secret"
+            )
+        return self.core.addresses[0]
+
+    @property
+    def epoch(self) -> int:
+        """A random number that tells this run from any other under the same name."""
+        return self.core.epoch
+
+    def allocate(
+        self, nbytes: int, *, name: str = "", location: str = "cpu", remote: Remote = True
+    ) -> Buffer:
+        """Make zeroed, registered memory that peers of our user on this host can map.
+
+        Its bytes are ``Buffer.array``. They are freed with the last array, here and in peers.
+
+        Raises: ConfigError (size, name in use is ConflictError); CapacityError (out of memory).
+        """
+        if not 0 <= nbytes < MAX_ADDRESS:
+            raise ConfigError(
+                "transfer.allocate", f"{nbytes} bytes: give 1 or more", field="nbytes"
+            )
+        self._check_open()
+        return self._add(SharedArray(nbytes), name, location, remote)
+
+    def register(
+        self, buffer: Any, *, location: str = "*", remote: Remote = True, name: str = ""
+    ) -> Buffer:
+        """Let transfers touch memory of the caller, in place.
+
+        Args:
+            buffer: a contiguous array, CPU tensor (DLPack), bytearray, memoryview ...; kept alive
+                until it is unregistered. Read-only memory can be sent, not received into.
+            location: where it lies, ``cpu:0``; ``*`` = unknown.
+            remote: what peers may do with it.
+            name: by which peers find it; unique in this engine.
+
+        Raises: UnsupportedError (not host memory); ShapeError (strided); ConflictError (name in
+            use, engine closed); ConfigError (no bytes).
+        """
+        self._check_open()
+        return self._add(wrap_memory(buffer), name, location, remote)
+
+    def unregister(self, buffer: Buffer, *, deadline_s: float | None = None) -> None:
+        """Take memory back: when this returns, no transfer and no peer touches it.
+
+        Raises: NotFoundError if it is not registered (any more); DeadlineError if transfers still
+            run or a peer on this host does not let go; the buffer takes no new transfers then, and
+            the call may be repeated.
+        """
+        self._check_open()
+        if buffer._engine is not self or not buffer._is_registered:
+            raise NotFoundError("transfer.unregister", f"{buffer!r} is not registered here")
+        self.core.unregister(buffer.offset, self._deadline(deadline_s))
+        buffer._release()
+        self._held.pop(buffer.offset, None)
+
+    def open(self, address: str, *, deadline_s: float | None = None) -> Segment:
+        """Connect to the engine at ``host:port``; both sides prove the secret.
+
+        Raises: PermissionDeniedError (secrets differ); UnsupportedError (versions differ);
+            PeerLostError (nobody there); DeadlineError; ConfigError (malformed address).
+        """
+        segment_id = self.core.open(address, self._deadline(deadline_s))
+        self._segments.add(segment_id)
+        return Segment(self, segment_id, address)
+
+    def close_segment(self, segment: Segment) -> None:
+        """Close an opened segment; see ``Segment.close``."""
+        self.core.close_segment(segment.id)
+        self._segments.discard(segment.id)
+
+    def has_segment(self, segment: Segment) -> bool:
+        """Whether the segment was opened here and not closed."""
+        return segment.id in self._segments
+
+    def describe(self, segment_id: int, deadline_s: float | None = None) -> SegmentDescription:
+        """Ask a segment for its name and buffers; ``Segment.refresh`` is the face of this."""
+        return self.core.describe(segment_id, self._deadline(deadline_s))
+
+    def submit(
+        self,
+        transfers: Iterable[Transfer],
+        *,
+        deadline_s: float | None = None,
+        transport: TransportName | None = None,
+    ) -> Batch:
+        """Begin to move ranges; returns at once.
+
+        Args:
+            transfers: in no order; ranges should not overlap.
+            deadline_s: from now; None = ``deadline_ms`` of the configuration. The batch has ended
+                by then, whether or not anybody waits for it.
+            transport: use this one and no other.
+
+        Raises: nothing is moved if one is wrong: NotFoundError (buffer or segment unknown);
+            ConfigError (beyond the end); PermissionDeniedError (READ into read-only memory);
+            ConflictError (engine closed, or belongs to the parent process).
+        """
+        listed = list(transfers)
+        requests = [self._request(transfer) for transfer in listed]
+        core = self.core.submit(requests, self._deadline(deadline_s), transport)
+        return Batch(self, core, listed)
+
+    def notify(
+        self, segment: Segment, name: str, payload: bytes = b"", *, deadline_s: float | None = None
+    ) -> None:
+        """Send a message that the peer finds in its ``notifications``, exactly once.
+
+        Returns when the peer has it. Transfers that ended before are seen by then.
+
+        Raises: PeerLostError; CapacityError (too many unread there); DeadlineError: it was
+            delivered once or not at all.
+        """
+        if len(payload) > MAX_NOTIFICATION_BYTES or len(name.encode()) > 1024:
+            raise ConfigError(
+                "transfer.notify",
+                f"{len(payload)} bytes, name of {len(name)}: at most {MAX_NOTIFICATION_BYTES} and "
+                "1024; bulk bytes are transfers",
+                field="payload",
+            )
+        self.core.notify(segment.id, name, payload, self._deadline(deadline_s))
+
+    def notifications(self, deadline_s: float = 0.0) -> list[Notification]:
+        """Take what peers have sent, in order per peer; waits for something until the deadline."""
+        return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
+
+    def bytes_copied(self, transport: TransportName) -> int:
+        """Bytes that local, shm or cma have copied so far."""
+        return self.core.bytes_copied(transport)
+
+    def close(self, *, deadline_s: float | None = None) -> None:
+        """End all transfers, take all memory back, leave all peers. May be repeated.
+
+        Raises: DeadlineError if a peer on this host did not let go of a buffer; that memory is
+            then kept until the process ends.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._finalizer.detach()
+        _shut_down(self.core, self._held, self._deadline(deadline_s))
+
+    def _request(self, transfer: Transfer) -> tuple[int, int, int, int, int, int]:
+        local = transfer.local
+        if local._engine is not self or transfer.segment._engine is not self:
+            raise NotFoundError(
+                "transfer.submit", f"{local!r} or {transfer.segment!r} belongs to another engine"
+            )
+        numbers = (transfer.local_offset, transfer.offset, transfer.length)
+        if any(not 0 <= number < MAX_ADDRESS for number in numbers):
+            raise ConfigError(
+                "transfer.submit",
+                f"local_offset, offset, length are {numbers}: give numbers from 0 to 2^63 - 1",
+            )
+        return (
+            int(Op(transfer.op)),
+            local.offset,
+            transfer.local_offset,
+            transfer.segment.id,
+            transfer.offset,
+            transfer.length,
+        )
+
+    def _add(
+        self, memory: HostMemory | SharedArray, name: str, location: str, remote: Remote
+    ) -> Buffer:
+        rights = {
+            "name": name,
+            "location": location,
+            "remote_read": remote in (True, "read"),
+            "remote_write": remote in (True, "write"),
+        }
+        if isinstance(memory, SharedArray):
+            offset = self.core.register_shared(memory, **rights)
+        else:
+            offset = self.core.register_host(memory, **rights)
+        self._held[offset] = memory
+        return Buffer(self, memory, offset, name=name, location=location)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConflictError("transfer.check", "the engine is closed")
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self.config.deadline_ms / 1e3 if deadline_s is None else deadline_s
+
+
+def _shut_down(
+    core: TransferCore, held: dict[int, HostMemory | SharedArray], deadline_s: float
+) -> None:
+    try:
+        core.close(deadline_s)
+    except DeadlineError:
+        _unreturned.append(dict(held))
+        raise
+    finally:
+        held.clear()

@@ -1,0 +1,101 @@
+"""A segment: the registered memory of a process, as another process (or itself) reaches it."""
+
+from typing import TYPE_CHECKING, Self
+
+from tandem._native import RailStatus, SegmentDescription
+from tandem.core.errors import NotFoundError
+from tandem.transfer.buffer import RemoteBuffer
+
+if TYPE_CHECKING:
+    from tandem.transfer.engine import TransferEngine
+
+__all__ = ["Segment"]
+
+
+class Segment:
+    """An opened segment. Made by ``TransferEngine.open``; a context manager that closes it.
+
+    It means one run of one process (an epoch): when that process ends or restarts, transfers fail
+    with ``PeerLostError`` and the segment must be opened again.
+    """
+
+    def __init__(self, engine: "TransferEngine", segment_id: int, address: str) -> None:
+        self.address = address
+        self._engine = engine
+        self._id = segment_id
+        self._buffers: dict[str, RemoteBuffer] = {}
+        self.name = ""
+        self.refresh()
+
+    def __repr__(self) -> str:
+        return f"Segment(name={self.name!r}, address={self.address!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._engine.is_closed and self._engine.has_segment(self):
+            self.close()
+
+    def refresh(self, deadline_s: float | None = None) -> None:
+        """Ask the peer again which buffers it offers.
+
+        Raises: PeerLostError; DeadlineError.
+        """
+        seen: SegmentDescription = self._engine.describe(self._id, deadline_s)
+        self.name = seen.name
+        self._buffers = {
+            info.name or f"@{info.offset}": RemoteBuffer(
+                name=info.name,
+                offset=info.offset,
+                length=info.length,
+                location=info.location,
+                can_read=info.can_read,
+                can_write=info.can_write,
+                is_shared=info.is_shared,
+            )
+            for info in seen.buffers
+        }
+
+    @property
+    def buffers(self) -> dict[str, RemoteBuffer]:
+        """What the peer offered when it was asked last, by name (``@offset`` without one)."""
+        if self._id == 0:
+            self.refresh()  # Our own: asking costs nothing.
+        return dict(self._buffers)
+
+    def buffer(self, name: str) -> RemoteBuffer:
+        """Find a buffer by name; asks the peer again if it was not there before.
+
+        Raises: NotFoundError; PeerLostError; DeadlineError.
+        """
+        if name not in self._buffers:
+            self.refresh()
+        try:
+            return self._buffers[name]
+        except KeyError:
+            raise NotFoundError(
+                "transfer.find", f"{self!r} offers no buffer {name!r}", field="name"
+            ) from None
+
+    @property
+    def rails(self) -> list[RailStatus]:
+        """The rails to this segment as they are now; none for our own."""
+        return self._engine.core.rails(self._id) if self._id else []
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Transports that were tried and are not possible, with the reason."""
+        return self._engine.core.refusals(self._id) if self._id else {}
+
+    @property
+    def id(self) -> int:
+        """Number within the engine; 0 is our own segment."""
+        return self._id
+
+    def close(self) -> None:
+        """Let the peer go. Its batches that still run end with CancelledError.
+
+        Raises: NotFoundError if closed before; ConflictError if the engine is closed.
+        """
+        self._engine.close_segment(self)

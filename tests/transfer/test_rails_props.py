@@ -1,0 +1,236 @@
+"""The spraying decider over many seeded schedules, against a toy network with its own clock.
+
+Goal: no slice is lost or doubled, load follows the learnt bandwidth, a slow rail is avoided, a
+failed one is left and a recovered one is used again. Method: a discrete-event world in which rails
+are FIFO servers of rates that the decider does not know; every schedule is a seed.
+"""
+
+import heapq
+import random
+
+import pytest
+
+from tandem._native import RailSet, RailState, split_capacity
+from tandem.core.errors import ConfigError, NotFoundError
+
+MS = 1_000_000
+S = 1_000_000_000
+
+
+class ToyNetwork:
+    """Rails as FIFO servers. What the decider gives is served, lost with its rail, or refused."""
+
+    def __init__(self, seed: int, rates: list[float], nominal: float = 1.25e9) -> None:
+        self.rng = random.Random(seed)
+        self.rails = RailSet()
+        self.rates = list(rates)
+        self.is_up = [True] * len(rates)
+        self.free_ns = [0] * len(rates)
+        self.now_ns = 0
+        self.events: list[tuple[int, int, str, tuple]] = []
+        self.num_events = 0
+        self.flying: dict[int, tuple[int, int, int]] = {}  # ticket: rail, offset, length
+        self.wakes: set[int] = set()
+        self.carried = [0] * len(rates)
+        self.error_rate = 0.0
+        for index in range(len(rates)):
+            self.rails.add_rail(nominal)
+            self.rails.on_connect(index, 0)
+
+    def at(self, when_ns: int, kind: str, *args: int) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (max(when_ns, self.now_ns), self.num_events, kind, args))
+
+    def cut_rail(self, rail: int) -> None:
+        self.is_up[rail] = False
+        for ticket in self.rails.on_disconnect(rail, self.now_ns):
+            _, offset, length = self.flying.pop(ticket)
+            self.pending.append((offset, length))
+
+    def send(self, ticket: int, rail: int, offset: int, length: int) -> None:
+        begin = max(self.now_ns, self.free_ns[rail])
+        jitter = 1 + 0.05 * self.rng.random()
+        self.free_ns[rail] = begin + int(length / self.rates[rail] * S * jitter)
+        self.flying[ticket] = (rail, offset, length)
+        self.at(self.free_ns[rail] + 50_000, "done", ticket)
+
+    def reconnect(self) -> None:
+        for rail in range(len(self.rates)):
+            if not self.rails.is_connect_due(rail, self.now_ns):
+                continue
+            self.rails.begin_connect(rail)
+            if self.is_up[rail]:
+                self.rails.on_connect(rail, self.now_ns)
+            else:
+                self.rails.on_disconnect(rail, self.now_ns)
+
+    def dispatch(self) -> None:
+        self.reconnect()
+        while self.pending:
+            offset, length = self.pending.pop()
+            choice = self.rails.choose(self.now_ns, length, self.total)
+            if choice is None:
+                self.pending.append((offset, length))
+                break
+            assert 1 <= choice.num_bytes <= length
+            if choice.num_bytes < length:
+                self.pending.append((offset + choice.num_bytes, length - choice.num_bytes))
+            self.send(choice.ticket, choice.rail, offset, choice.num_bytes)
+        wake = self.rails.next_event_ns()
+        if wake < 2**62 and wake not in self.wakes:
+            self.wakes.add(wake)
+            self.at(wake, "wake")
+
+    def handle(self, kind: str, args: tuple) -> None:
+        if kind == "done":
+            slice_ = self.flying.pop(args[0], None)
+            if slice_ is None:  # Lost with its rail; the path was fenced, so nothing arrives.
+                return
+            rail, offset, length = slice_
+            if self.rng.random() < self.error_rate:
+                self.rails.fail(args[0], self.now_ns)
+                self.pending.append((offset, length))
+                return
+            self.rails.complete(args[0], self.now_ns)
+            self.carried[rail] += length
+            self.arrived.append((offset, length))
+        elif kind == "cut":
+            self.cut_rail(args[0])
+        elif kind == "mend":
+            self.is_up[args[0]] = True
+
+    def transfer(self, total: int, limit_ns: int = 1000 * S) -> int:
+        """Move ``total`` bytes; returns how long it took. Checks that each byte came once."""
+        self.total = total
+        self.pending = [(0, total)]
+        self.arrived: list[tuple[int, int]] = []
+        begin = self.now_ns
+        self.dispatch()
+        while self.pending or self.flying:
+            assert self.events, "the decider waits for an event that never comes"
+            self.now_ns, _, kind, args = heapq.heappop(self.events)
+            assert self.now_ns - begin < limit_ns, "no end"
+            self.handle(kind, args)
+            self.dispatch()
+        position = 0
+        for offset, length in sorted(self.arrived):
+            assert offset == position, "a slice is lost or doubled"
+            position += length
+        assert position == total
+        for rail in range(len(self.rates)):
+            assert self.rails.in_flight_bytes(rail) == 0
+        return self.now_ns - begin
+
+
+def test_no_slice_is_lost_or_doubled_in_ten_thousand_schedules():
+    for seed in range(10_000):
+        rng = random.Random(seed)
+        rates = [rng.choice([2e6, 3e7, 1.25e8, 1.2e9]) for _ in range(rng.randint(1, 4))]
+        world = ToyNetwork(seed, rates, nominal=rng.choice([1e7, 1e9]))
+        world.error_rate = rng.choice([0, 0, 0.02, 0.3])
+        for _ in range(rng.randint(0, 3)):
+            rail = rng.randrange(len(rates))
+            when = rng.randrange(20 * MS)
+            world.at(when, "cut", rail)
+            world.at(when + rng.randrange(400 * MS), "mend", rail)
+        world.transfer(rng.randint(1, 3_000_000))
+
+
+@pytest.mark.parametrize("rates", [[1e9, 1e9, 2.5e8, 2.5e8], [1.25e8] * 4, [3e8, 1e8]])
+def test_load_follows_bandwidth(rates):
+    world = ToyNetwork(1, rates)
+    total = 1 << 30
+    took_ns = world.transfer(total)
+    # 5 % jitter costs 2.5 % on average; the rest of the margin is start and end.
+    assert total / (took_ns / S) > 0.94 * sum(rates)
+    for rail, rate in enumerate(rates):
+        assert world.carried[rail] / total == pytest.approx(rate / sum(rates), rel=0.08)
+
+
+def test_beats_round_robin_on_unequal_rails():
+    rates = [1.25e8, 1.25e8, 3.1e7, 3.1e7]
+    total = 64 << 20
+    took_ns = ToyNetwork(2, rates).transfer(total)
+    round_robin_ns = total / 4 / min(rates) * S
+    assert round_robin_ns / took_ns > 1.8
+
+
+def test_slow_rail_is_avoided_once_known():
+    world = ToyNetwork(3, [1e9, 2e5])
+    world.transfer(8 << 20)
+    world.carried = [0, 0]
+    took_ns = world.transfer(64 << 20)
+    assert world.carried[1] <= 2 * 65536
+    assert (64 << 20) / (took_ns / S) > 0.15e9  # At most one probe slice of 64 KiB in its way.
+
+
+def test_rail_that_slows_down_loses_its_share():
+    world = ToyNetwork(4, [1e9, 1e9])
+    world.transfer(256 << 20)
+    world.rates[0] = 1e8
+    world.transfer(64 << 20)
+    world.carried = [0, 0]
+    world.transfer(512 << 20)
+    assert world.carried[0] / sum(world.carried) == pytest.approx(1 / 11, abs=0.04)
+
+
+def test_recovered_rail_is_used_again():
+    world = ToyNetwork(5, [1e9, 1e9])
+    world.transfer(16 << 20)
+    world.at(world.now_ns + MS, "cut", 0)
+    world.at(world.now_ns + 50 * MS, "mend", 0)
+    world.transfer(256 << 20)
+    assert world.rails.state(0) == RailState.HEALTHY
+    world.carried = [0, 0]
+    world.transfer(256 << 20)
+    assert world.carried[0] / sum(world.carried) == pytest.approx(0.5, abs=0.06)
+
+
+def test_terminated_rail_is_never_used():
+    world = ToyNetwork(6, [1e9, 1e9])
+    world.rails.terminate(0)
+    world.transfer(64 << 20)
+    assert world.carried[0] == 0
+    assert world.rails.state(0) == RailState.TERMINATED
+
+
+def test_silent_rail_is_found_by_its_deadline():
+    rails = RailSet(stall_floor_ns=50 * MS)
+    rails.add_rail(1e9)
+    rails.on_connect(0, 0)
+    assert rails.choose(0, 1 << 20, 1 << 20) is not None
+    assert rails.next_event_ns() == 50 * MS
+    assert not rails.is_stalled(0, 50 * MS - 1)
+    assert rails.is_stalled(0, 50 * MS)
+    assert len(rails.on_disconnect(0, 50 * MS)) == 1
+
+
+def test_misuse_is_named():
+    rails = RailSet()
+    with pytest.raises(NotFoundError, match="rail 0 of 0"):
+        rails.on_connect(0, 0)
+    with pytest.raises(NotFoundError, match="ticket 7"):
+        rails.complete(7, 0)
+    with pytest.raises(ConfigError):
+        rails.choose(0, 2, 1)
+    with pytest.raises(ConfigError):
+        rails.add_rail(0.0)
+    with pytest.raises(ConfigError):
+        RailSet(min_slice_bytes=2, max_slice_bytes=1)
+
+
+def test_shares_follow_weights_for_any_claims():
+    rng = random.Random(7)
+    for _ in range(2000):
+        claims = [
+            (rng.uniform(0.1, 10), rng.choice([0, rng.uniform(0, 50), 1e9]))
+            for _ in range(rng.randint(1, 6))
+        ]
+        capacity = rng.uniform(0, 200)
+        shares = split_capacity(capacity, claims)
+        assert sum(shares) == pytest.approx(min(capacity, sum(d for _, d in claims)), abs=1e-6)
+        level = max(share / weight for share, (weight, _) in zip(shares, claims, strict=True))
+        for share, (weight, demand) in zip(shares, claims, strict=True):
+            assert share <= demand + 1e-9
+            # Max-min: who got less than it asked for stands at the water level.
+            assert share >= demand - 1e-9 or share / weight == pytest.approx(level)
