@@ -11,6 +11,7 @@ merged by their log-sum-exp, so that memory is bounded whatever the context.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, rms_norm
@@ -66,7 +67,8 @@ class _NativeDecodes:
 
     rows: Tensor | None
     """Their rows in the batch; None where they are all rows, in order."""
-    plan: "_native.DecodeAttention"
+    plan: Any
+    """``_native.DecodeAttention``, which takes tensors by DLPack; its stub knows arrays alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ def _plan_native(
     if len(members) != batch.num_tokens:
         table = table[torch.tensor(members)]
         rows = torch.tensor([batch.query_start[s] for s in members])
-    plan = _native.DecodeAttention(cache.tensor, table, lens, cache.pool)
+    make_plan: Any = _native.DecodeAttention
+    plan = make_plan(cache.tensor, table, lens, cache.pool)
     return _NativeDecodes(rows, plan), prefills
 
 
