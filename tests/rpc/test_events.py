@@ -168,7 +168,7 @@ def test_a_reader_that_keeps_up_lets_pass_many_times_the_window(endpoint):
 @pytest.mark.parametrize("threadsafe", [False, True])
 def test_a_slow_reader_is_dropped_at_the_bound(endpoint, raw_client, bound, threadsafe):
     config = {
-        "messages": RpcConfig(max_pending_per_peer=8),
+        "messages": RpcConfig(max_pending_per_peer=4),  # The window is twice that.
         "bytes": RpcConfig(max_message_bytes=4096, max_pending_bytes=8 * 1024),
     }[bound]
     server, lost = make_server(endpoint, config), []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tandem.core.errors import ConflictError, InternalError, TandemError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.frames import Identity, Limits
+from tandem.rpc.window import count_window
 
 __all__ = ["CompatCheck", "check_compat_equal", "make_identity", "make_limits", "run_compat_check"]
 
@@ -49,7 +50,7 @@ def make_limits(config: RpcConfig) -> Limits:
     return Limits(
         max_message_bytes=config.max_message_bytes,
         lease_ms=config.lease_ms,
-        window_messages=config.max_pending_per_peer,
+        window_messages=count_window(config),
         window_bytes=config.max_pending_bytes,
     )
 

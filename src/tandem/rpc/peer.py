@@ -49,7 +49,7 @@ from tandem.rpc.frames import (
 )
 from tandem.rpc.lease import Lease
 from tandem.rpc.methods import MethodTable
-from tandem.rpc.window import ReadLedger, SendWindow
+from tandem.rpc.window import ReadLedger, SendWindow, count_window
 
 __all__ = ["Peer", "PeerContext", "Transport"]
 
@@ -113,7 +113,7 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         self._lost: TandemError | None = None
         self._max_message_bytes = min(config.max_message_bytes, limits.max_message_bytes)
-        self._window = SendWindow(config.max_pending_per_peer, config.max_pending_bytes)
+        self._window = SendWindow(count_window(config), config.max_pending_bytes)
         self._ledger = ReadLedger(limits.window_messages, limits.window_bytes)
         # A third of the peer's lease: two beats may be late before we are taken for lost.
         beat_ms = min(config.heartbeat_interval_ms, limits.lease_ms / 3)

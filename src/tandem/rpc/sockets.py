@@ -8,6 +8,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tandem.core.errors import CapacityError, PeerLostError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.pump import SocketPump
+from tandem.rpc.window import count_window
 
 __all__ = ["SocketMonitor", "open_socket", "transmit"]
 
@@ -28,7 +29,7 @@ def open_socket(
 ) -> zmq.Socket[bytes]:
     """Open a ROUTER or DEALER socket with bounded queues and sizes, not yet bound or connected."""
     socket = context.socket(kind)
-    high_water_mark = HWM_FACTOR * config.max_pending_per_peer
+    high_water_mark = HWM_FACTOR * count_window(config)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes + FRAME_SLACK_BYTES)

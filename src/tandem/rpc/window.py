@@ -8,8 +8,18 @@ read is *unread*, wherever it waits (our queue, the kernel, theirs), and that is
 import threading
 
 from tandem.core.errors import CorruptionError
+from tandem.rpc.config import RpcConfig
 
-__all__ = ["ReadLedger", "SendWindow"]
+__all__ = ["ReadLedger", "SendWindow", "count_window"]
+
+
+def count_window(config: RpcConfig) -> int:
+    """Messages that may be unread: twice ``max_pending_per_peer``.
+
+    So the answers of all the calls that one peer may have running fit beside as many events or
+    refusals; with the same limit for both, answering the last of them could lose the peer.
+    """
+    return 2 * config.max_pending_per_peer
 
 
 class SendWindow:
