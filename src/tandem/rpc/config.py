@@ -36,7 +36,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(
             ge=4,
             le=1_000_000,
-            description="Calls one peer may have running; it may leave twice as many messages unread.",
+            description="Calls one peer may have running; twice as many messages may be unread.",
         ),
     ] = 4096
     max_pending_bytes: Annotated[
