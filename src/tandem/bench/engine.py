@@ -35,6 +35,10 @@ from tandem.models.hub import resolve_folder
 
 __all__ = ["make_cases"]
 
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+"""Ours is measured in each; the rival always runs in whichever is faster for the case."""
+
 PROMPT_LEN = 512
 """Tokens a prefill computes for each sequence."""
 CONTEXT_LEN = 256
@@ -52,7 +56,7 @@ RIVALS = [
 class _Ours:
     """Our engine on one model, driven step by step."""
 
-    def __init__(self, folder: Path, dtype: Literal["auto", "float32"]) -> None:
+    def __init__(self, folder: Path, dtype: Dtype) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(path=str(folder), dtype=dtype)
         built = build_engine(model, config, MonotonicClock())
@@ -148,6 +152,7 @@ class _Bench:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._engines: dict[Dtype, _Ours] = {}
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -157,15 +162,18 @@ class _Bench:
     def threads(self) -> int:
         return _native.recommend_threads(_native.read_topology()).threads
 
-    @cached_property
-    def ours(self) -> _Ours:
-        return _Ours(self._folder, "auto")
+    def ours(self, dtype: Dtype) -> _Ours:
+        if dtype not in self._engines:
+            self._engines[dtype] = _Ours(self._folder, dtype)
+        return self._engines[dtype]
 
     @cached_property
     def rivals(self) -> list[_Rival]:
         return [_Rival(self._folder, *kind) for kind in RIVALS]
 
-    def case(self, words: str, phase: Literal["prefill", "decode"], batch: int) -> BenchCase:
+    def case(
+        self, model: str, dtype: Dtype, phase: Literal["prefill", "decode"], batch: int
+    ) -> BenchCase:
         """Make one case; nothing is loaded before its check, which also picks the rival."""
         length = PROMPT_LEN if phase == "prefill" else CONTEXT_LEN
         prompts: list[list[int]] = []
@@ -185,16 +193,16 @@ class _Bench:
             problem = self._compare_tokens(prompts[0])
             if problem is not None:
                 return problem
-            measure(self.ours)
+            measure(self.ours(dtype))
             # The first call of a rival pays for its warm-up.
             kinds = itertools.product(self.rivals, sorted({1, self.threads}))
             chosen[:] = [min(kinds, key=lambda kind: min(measure_rival(*kind) for _ in range(2)))]
             return "ok"
 
         return BenchCase(
-            name=words,
+            name=f"model={model} dtype={dtype} phase={phase} batch={batch}",
             unit="ms",
-            ours=lambda: measure(self.ours),
+            ours=lambda: measure(self.ours(dtype)),
             check=check,
             baseline=lambda: measure_rival(*chosen[0]),
             baseline_name=lambda: f"{chosen[0][0].name} threads={chosen[0][1]}",
@@ -203,7 +211,7 @@ class _Bench:
 
     def _compare_tokens(self, prompt: list[int]) -> str | None:
         """Greedy tokens of both in float32: None if equal, or both."""
-        exact = self.ours if self.spec.dtype == "float32" else _Ours(self._folder, "float32")
+        exact = self.ours("float32")
         exact.engine.flush_cache()
         request_id = exact.add(prompt, CHECK_TOKENS)
         got = exact.drain()[request_id]
@@ -224,16 +232,16 @@ class _Bench:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases; ``quick`` leaves out the longest, the prefill of 16 prompts."""
+    """Yield the cases; ``quick`` leaves out the prefill of 16 prompts and a second dtype."""
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         demo = _Bench(resolve_folder("demo"))
-        for batch in (1, 16):
-            yield demo.case(f"model=demo phase=decode batch={batch}", "decode", batch)
-        for batch in (1,) if quick else (1, 16):
-            yield demo.case(f"model=demo phase=prefill batch={batch}", "prefill", batch)
+        for batch, dtype in itertools.product((1, 16), DTYPES[:1] if quick else DTYPES):
+            yield demo.case("demo", dtype, "decode", batch)
+        for batch, dtype in itertools.product((1,) if quick else (1, 16), DTYPES):
+            yield demo.case("demo", dtype, "prefill", batch)
         deep = _Bench(_make_deep_model(Path(scratch)))
-        yield deep.case("model=tiny48 phase=decode batch=1", "decode", 1)
+        yield deep.case("tiny48", "float32", "decode", 1)
 
 
 def _make_deep_model(folder: Path) -> Path:

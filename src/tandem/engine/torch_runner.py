@@ -16,11 +16,6 @@ from tandem.models.loader import CausalModel
 
 __all__ = ["TorchRunner"]
 
-MIN_PARALLEL_FLOPS = 2.5e8
-"""A step of fewer is made of operations too short to share: waking a thread for each costs more
-than it computes. Measured with the demo model: one token 3 ms on one thread and 7 on two (threads
-that sleep at barriers), 64 tokens (0.5 GFLOP) 30 ms on one and 24 on two."""
-
 
 class TorchRunner:
     """Runs a ``CausalModel`` on its device.
@@ -28,23 +23,19 @@ class TorchRunner:
     Args:
         model: borrowed; not called by anybody else meanwhile.
         kv_cache: of the scheduler's blocks; owned.
-        threads: of large steps; small ones run on one.
+        threads: that torch computes with.
     """
 
     def __init__(self, model: CausalModel, kv_cache: PagedKvCache, *, threads: int) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._threads = threads
-        # A multiply and an add per weight that a token reads.
-        flops_per_token = 2 * model.spec.num_active_parameters
-        self._min_parallel_tokens = MIN_PARALLEL_FLOPS / flops_per_token
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
         """See ``Runner.run``."""
-        threads = 1 if plan.num_tokens < self._min_parallel_tokens else self._threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
         for copy in plan.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         chunks = [_make_chunk(sequence) for sequence in plan.sequences]
