@@ -2,7 +2,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/status.h"
@@ -61,8 +63,30 @@ void check_matrix(const Array& array, const char* where, const char* name, bool 
 
 bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
 
-ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
-                      int64_t hidden_size, int64_t intermediate_size, const std::string& isa) {
+// An array of Python's as storage; destroyed with the GIL held, like every bank.
+struct ArrayStorage final : ExpertBank::Storage {
+  explicit ArrayStorage(nb::object array) : owner(std::move(array)) {}
+  nb::object owner;
+};
+
+std::shared_ptr<const ExpertBank::Storage> view_storage(nb::object array) {
+  using Bytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
+  using ConstBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+  Bytes bytes;
+  ConstBytes const_bytes;
+  const bool is_writable = nb::try_cast(array, bytes, false);
+  if (!is_writable && !nb::try_cast(array, const_bytes, false))
+    raise({Code::kShape, "kernels.create_experts",
+           "storage is not a contiguous array of uint8 on the CPU", "storage"});
+  auto storage = std::make_shared<ArrayStorage>(std::move(array));
+  storage->data = is_writable ? bytes.data() : const_cast<uint8_t*>(const_bytes.data());
+  storage->size_bytes = is_writable ? bytes.size() : const_bytes.size();
+  storage->is_writable = is_writable;
+  return storage;
+}
+
+ExpertBank::Config make_config(int bits, int group_size, bool has_minimum, int64_t num_experts,
+                               int64_t hidden_size, int64_t intermediate_size) {
   for (const int64_t size : {num_experts, hidden_size, intermediate_size})
     if (size < 1)
       raise({Code::kConfig, "kernels.create_experts",
@@ -72,7 +96,16 @@ ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_ex
   config.num_experts = static_cast<size_t>(num_experts);
   config.hidden_size = static_cast<size_t>(hidden_size);
   config.intermediate_size = static_cast<size_t>(intermediate_size);
+  return config;
+}
+
+ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
+                      int64_t hidden_size, int64_t intermediate_size, const std::string& isa,
+                      nb::object storage) {
+  ExpertBank::Config config =
+      make_config(bits, group_size, has_minimum, num_experts, hidden_size, intermediate_size);
   config.isa = isa;
+  if (!storage.is_none()) config.storage = view_storage(std::move(storage));
   return new ExpertBank(take(ExpertBank::create(config)));
 }
 
@@ -158,12 +191,24 @@ void bind_kernels(nb::module_& module) {
         return names;
       },
       "Variants of the kernels that this machine can run, ascending; the last is the default.");
+  module.def(
+      "count_expert_bytes",
+      [](int bits, int group_size, bool has_minimum, int64_t num_experts, int64_t hidden_size,
+         int64_t intermediate_size) {
+        return take(ExpertBank::count_bytes(make_config(bits, group_size, has_minimum, num_experts,
+                                                        hidden_size, intermediate_size)));
+      },
+      nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "num_experts"_a, "hidden_size"_a,
+      "intermediate_size"_a,
+      "Bytes that an `ExpertBank` of these sizes takes.\n\nRaises: as `ExpertBank`.");
   nb::class_<ExpertBank>(module, "ExpertBank",
                          "Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is "
                          "their face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",
-           "Reserve the memory; weights are zero until packed.\n\n"
+           "storage"_a = nb::none(),
+           "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
+           "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n\n"
            "Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError\n"
            "    (unknown ISA, a size below 1); CapacityError (memory).")
       .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
@@ -174,8 +219,8 @@ void bind_kernels(nb::module_& module) {
            nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
                    "down: object) -> None"),
            "Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].\n\n"
-           "Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the\n"
-           "    format cannot hold).")
+           "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
+           "    UnsupportedError (weights that the format cannot hold).")
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
            nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
                    "weights: object, out: object) -> None"),

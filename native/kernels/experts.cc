@@ -101,7 +101,7 @@ struct ExpertBank::Scratch {
   Operand h;
 };
 
-Result<ExpertBank> ExpertBank::create(const Config& config) {
+Result<ExpertBank> ExpertBank::plan(const Config& config) {
   Status status = check_format(config.format);
   if (status.is_ok()) status = check_size(config.format, config.hidden_size, "hidden_size");
   if (status.is_ok())
@@ -126,13 +126,39 @@ Result<ExpertBank> ExpertBank::create(const Config& config) {
   bank.num_down_panels_ = round_up(config.hidden_size, kPanelColumns) / kPanelColumns;
   bank.gate_up_bytes_ = 2 * bank.num_gate_panels_ * bank.hidden_panel_bytes_;
   bank.down_bytes_ = bank.num_down_panels_ * bank.intermediate_panel_bytes_;
+  return bank;
+}
+
+Result<size_t> ExpertBank::count_bytes(const Config& config) {
+  Result<ExpertBank> bank = plan(config);
+  if (!bank.is_ok()) return bank.error();
+  return config.num_experts * bank.value().expert_bytes();
+}
+
+Result<ExpertBank> ExpertBank::create(const Config& config) {
+  Result<ExpertBank> planned = plan(config);
+  if (!planned.is_ok()) return planned;
+  ExpertBank& bank = planned.value();
+  const size_t size_bytes = config.num_experts * bank.expert_bytes();
+  if (config.storage) {
+    const bool is_aligned = reinterpret_cast<uintptr_t>(config.storage->data) % kAlignment == 0;
+    if (config.storage->size_bytes != size_bytes || !is_aligned)
+      return Error{Code::kShape, "kernels.create_experts",
+                   "storage of " + std::to_string(config.storage->size_bytes) +
+                       (is_aligned ? " bytes" : " bytes, not 64-byte aligned") + ": give " +
+                       std::to_string(size_bytes) + " aligned bytes",
+                   "storage"};
+    bank.storage_ = config.storage;
+    bank.data_ = config.storage->data;
+    return planned;
+  }
   AlignedBuffer::Options options;
   options.hugepages = true;
-  Result<AlignedBuffer> buffer =
-      AlignedBuffer::allocate(config.num_experts * bank.expert_bytes(), options);
+  Result<AlignedBuffer> buffer = AlignedBuffer::allocate(size_bytes, options);
   if (!buffer.is_ok()) return buffer.error();
-  bank.weights_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
-  return bank;
+  bank.own_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
+  bank.data_ = bank.own_->data();
+  return planned;
 }
 
 // A block of gate-up columns holds whole groups of down's input.
@@ -146,6 +172,8 @@ Status ExpertBank::pack(ThreadPool& pool, size_t expert_id, const MatrixView& ga
     return {Code::kNotFound, "kernels.pack",
             "expert " + std::to_string(expert_id) + " of " + std::to_string(num_experts_),
             "expert_id"};
+  if (!is_writable())
+    return {Code::kConflict, "kernels.pack", "these weights are mapped read-only", "storage"};
   const auto check = [](const MatrixView& matrix, size_t rows, size_t columns, const char* name) {
     if (matrix.rows == rows && matrix.columns == columns) return Status();
     return Status(Code::kShape, "kernels.pack",
@@ -158,7 +186,7 @@ Status ExpertBank::pack(ThreadPool& pool, size_t expert_id, const MatrixView& ga
   if (status.is_ok()) status = check(up, intermediate_size_, hidden_size_, "up");
   if (status.is_ok()) status = check(down, hidden_size_, intermediate_size_, "down");
   if (!status.is_ok()) return status;
-  uint8_t* gate_up_panels = weights_->data() + expert_id * expert_bytes();
+  uint8_t* gate_up_panels = data_ + expert_id * expert_bytes();
   uint8_t* down_panels = gate_up_panels + gate_up_bytes_;
   const size_t num_gate_up = 2 * ((intermediate_size_ + kPanelColumns - 1) / kPanelColumns);
   std::mutex mutex;
@@ -272,7 +300,7 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
           const Share& share = shares[i / num_blocks];
           const size_t block = i % num_blocks;
           const uint8_t* panels =
-              weights_->data() + share.expert_id * expert_bytes() + block * block_bytes;
+              data_ + share.expert_id * expert_bytes() + block * block_bytes;
           kernels_->gate_up({format_, hidden_size_, scratch.x,
                              routing.tokens.data() + share.first_pair, share.num_pairs, panels,
                              hidden_panel_bytes_, block_panels, scratch.h, share.first_pair,
@@ -288,7 +316,7 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
     for (size_t i = begin; i < end; ++i) {
       for (size_t e = 0; e < experts.size(); ++e) {
         const Routing::Active& active = routing.active[e];
-        experts[e] = {weights_->data() + active.expert_id * expert_bytes() + gate_up_bytes_ +
+        experts[e] = {data_ + active.expert_id * expert_bytes() + gate_up_bytes_ +
                           i * intermediate_panel_bytes_,
                       active.first_pair, active.num_pairs};
       }
@@ -309,7 +337,7 @@ Status ExpertBank::read_weights(ThreadPool& pool, size_t num_experts) const {
                            [&](size_t begin, size_t end, int) {
                              const size_t first = begin * kReadBytes;
                              const size_t last = std::min(end * kReadBytes, size_bytes);
-                             sink += kernels_->read_memory(weights_->data() + first, last - first);
+                             sink += kernels_->read_memory(data_ + first, last - first);
                            });
 }
 

@@ -25,12 +25,22 @@ namespace tandem {
 
 class ExpertBank {
  public:
+  // Memory of somebody else for the packed weights, kept alive by whoever derives from it.
+  struct Storage {
+    virtual ~Storage() = default;
+    uint8_t* data = nullptr;  // 64-byte aligned.
+    size_t size_bytes = 0;
+    bool is_writable = false;
+  };
+
   struct Config {
     WeightFormat format;
     size_t num_experts = 0;
     size_t hidden_size = 0;
     size_t intermediate_size = 0;
     std::string_view isa;  // Empty: the widest here.
+    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    std::shared_ptr<const Storage> storage;
   };
 
   // Everything borrowed for the call.
@@ -48,9 +58,11 @@ class ExpertBank {
   // Errors: kUnsupported (format, ISA not here), kShape (sizes that are not whole groups), kConfig
   // (ISA name, no experts), kCapacity (memory).
   static Result<ExpertBank> create(const Config& config);
+  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  static Result<size_t> count_bytes(const Config& config);
 
   // Codes one expert. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
-  // cannot hold), those of ThreadPool.
+  // cannot hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate, const MatrixView& up,
               const MatrixView& down);
 
@@ -71,13 +83,16 @@ class ExpertBank {
   // Packed bytes of one expert, scales included.
   size_t expert_bytes() const { return gate_up_bytes_ + down_bytes_; }
   // Experts one after the other; each: gate and up panels in turn, then down panels.
-  uint8_t* data() const { return weights_->data(); }
+  uint8_t* data() const { return data_; }
+  bool is_writable() const { return !storage_ || storage_->is_writable; }
 
  private:
   struct Routing;
   struct Scratch;
 
   ExpertBank() = default;
+  // A bank with all sizes, without memory.
+  static Result<ExpertBank> plan(const Config& config);
   Result<Routing> route(const Batch& batch) const;
   Status run_gate_up(ThreadPool& pool, const Routing& routing, const Scratch& scratch) const;
   Status run_down(ThreadPool& pool, const Routing& routing, const Scratch& scratch,
@@ -96,7 +111,9 @@ class ExpertBank {
   size_t num_down_panels_ = 0;
   size_t gate_up_bytes_ = 0;
   size_t down_bytes_ = 0;
-  std::unique_ptr<AlignedBuffer> weights_;
+  uint8_t* data_ = nullptr;  // Of one of these two.
+  std::unique_ptr<AlignedBuffer> own_;
+  std::shared_ptr<const Storage> storage_;
 };
 
 }  // namespace tandem

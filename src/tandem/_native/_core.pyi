@@ -587,6 +587,13 @@ def kernel_isas() -> list[str]:
     Variants of the kernels that this machine can run, ascending; the last is the default.
     """
 
+def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+    """
+    Bytes that an `ExpertBank` of these sizes takes.
+
+    Raises: as `ExpertBank`.
+    """
+
 class ExpertBank:
     """
     Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is their face.
@@ -594,9 +601,10 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '') -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None) -> None:
         """
-        Reserve the memory; weights are zero until packed.
+        Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
+        `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
 
         Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
             (unknown ISA, a size below 1); CapacityError (memory).
@@ -613,8 +621,8 @@ class ExpertBank:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
 
-        Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the
-            format cannot hold).
+        Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
+            UnsupportedError (weights that the format cannot hold).
         """
 
     def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:

@@ -1,24 +1,45 @@
 """The routed experts of a layer with packed weights, run by the native CPU kernels.
 
-``PackedExperts`` owns the packed weights and borrows a thread pool. Activations and router weights
-are borrowed for a call. Results are bitwise independent of the batch, of the thread count and, for
-integer formats, of the instruction set; see docs/design/kernels.md.
+``PackedExperts`` owns the packed weights, or views those of a ``WeightCache``, and borrows a thread
+pool; ``NativeExperts`` is the operator that loads and runs it in a model. Activations and router
+weights are borrowed for a call. Results are bitwise independent of the batch, of the thread count
+and, for integer formats, of the instruction set; see docs/design/kernels.md.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem._native import ExpertBank, ThreadPool
+from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
+from tandem.kernels.experts import RoutedExperts, read_experts
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.operator import WeightReader
 
-__all__ = ["PackedExperts"]
+__all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
+
+
+def count_bytes(
+    weight_format: WeightFormat, num_experts: int, hidden_size: int, intermediate_size: int
+) -> int:
+    """Return the packed bytes of a layer's experts, scales and padding included.
+
+    Raises: as ``PackedExperts``.
+    """
+    return count_expert_bytes(
+        bits=weight_format.bits,
+        group_size=weight_format.group_size,
+        has_minimum=weight_format.has_minimum,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )
 
 
 class PackedExperts:
@@ -31,6 +52,8 @@ class PackedExperts:
         intermediate_size: F; whole groups of the format.
         pool: runs the kernels; borrowed for the life of the object.
         isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
+        storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
+            that are packed already. None = memory of its own.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
@@ -47,6 +70,7 @@ class PackedExperts:
         *,
         pool: ThreadPool,
         isa: str | None = None,
+        storage: NDArray[np.uint8] | None = None,
     ) -> None:
         self.weight_format = weight_format
         self.num_experts = num_experts
@@ -61,6 +85,7 @@ class PackedExperts:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             isa="" if isa is None else isa,
+            storage=storage,
         )
 
     @classmethod
@@ -108,7 +133,8 @@ class PackedExperts:
         The tensors are float32 or bfloat16, contiguous, on the CPU; they are not kept.
 
         Raises: ShapeError (names the tensor and both shapes); NotFoundError (expert);
-            UnsupportedError (a weight is not finite, or too large for an fp16 scale).
+            ConflictError (read-only storage); UnsupportedError (a weight is not finite, or too
+            large for an fp16 scale).
         """
         views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
         self._bank.pack(self._pool, expert_id, *views)
@@ -157,3 +183,99 @@ class PackedExperts:
     def multiply_registers(self, num_macs: int) -> None:
         """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
         self._bank.multiply_registers(self._pool, num_macs)
+
+
+class WeightCache(Protocol):
+    """Packed weights on disk, by the dotted path of their module."""
+
+    def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
+        """Return the finished weights, mapped read-only; None where there are none."""
+        ...
+
+    def reserve(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
+        """Return zeroed memory to pack into; None where this cache can take no more."""
+        ...
+
+    def commit(self, name: str) -> None:
+        """Make what was packed into the reserved memory durable; ``find`` returns it from now."""
+        ...
+
+
+class NativeExperts(RoutedExperts):
+    """Experts in a weight format, run by the native kernels; on the CPU only.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        intermediate_size: F.
+        weight_format: how the weights are stored.
+        pool: runs the kernels; borrowed for the life of the operator.
+        cache: where packed weights are kept between runs; None = pack at each load.
+
+    Raises: as ``PackedExperts``, when loaded.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        weight_format: WeightFormat,
+        pool: ThreadPool,
+        cache: WeightCache | None = None,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size)
+        self.weight_format = weight_format
+        self._pool = pool
+        self._cache = cache
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights, which are not parameters of the module."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        return count_bytes(self.weight_format, *sizes)
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Map the weights if the cache has them, else read and pack them."""
+        size_bytes = self.packed_bytes
+        found = None if self._cache is None else self._cache.find(name, size_bytes)
+        if found is not None:
+            self._experts = self._make(found)
+            reader.skip(f"{name}.")
+            return
+        reserved = None if self._cache is None else self._cache.reserve(name, size_bytes)
+        self._experts = self._make(reserved)
+        self._pack(reader, name)
+        if self._cache is not None and reserved is not None:
+            self._cache.commit(name)
+
+    def _make(self, storage: NDArray[np.uint8] | None) -> PackedExperts:
+        return PackedExperts(
+            self.weight_format,
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            pool=self._pool,
+            storage=storage,
+        )
+
+    def _pack(self, reader: WeightReader, name: str) -> None:
+        """Read either layout of the checkpoint, at most one layer of it at a time."""
+        size, hidden = self.intermediate_size, self.hidden_size
+        is_stacked = reader.has(f"{name}.gate_up_proj")
+        count = self.num_experts if is_stacked else 1
+        gate_up = torch.empty((count, 2 * size, hidden), dtype=reader.dtype)
+        down = torch.empty((count, hidden, size), dtype=reader.dtype)
+        if is_stacked:
+            read_experts(reader, name, gate_up, down)
+        for i in range(self.num_experts):
+            if not is_stacked:
+                read_experts(reader, name, gate_up, down, first=i)
+            slot = i if is_stacked else 0
+            gate, up = gate_up[slot, :size], gate_up[slot, size:]
+            self._experts.pack_expert(i, gate, up, down[slot])
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum; see ``RoutedExperts``."""
+        residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())
