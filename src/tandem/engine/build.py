@@ -28,7 +28,7 @@ from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
-from tandem.models.loader import load_model, make_kv_layout
+from tandem.models.loader import CausalModel, load_model, make_kv_layout
 from tandem.models.operators import NO_FORMAT
 from tandem.models.precision import choose_dtype, plan_experts
 
@@ -94,6 +94,7 @@ class BuiltEngine(NamedTuple):
 
     engine: Engine
     info: InstanceInfo
+    model: CausalModel
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -232,4 +233,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info)
+    return BuiltEngine(engine, info, model)
