@@ -1,12 +1,13 @@
 """A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
 
-from torch import Tensor, rms_norm
+from torch import Tensor
 
-from tandem.kernels.attention import Attention, PagedStep
+from tandem.kernels.attention import Attention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.operator import Operator, WeightReader
+from tandem.kernels.step import PagedStep
 
 __all__ = ["DecoderLayer"]
 
@@ -16,7 +17,8 @@ class DecoderLayer(Operator):
 
     Module calls, keyword handling and temporaries between the parts are what a layer of the
     skeleton spends most of its time on when the batch is small; here the parts are called
-    directly and add into the residual stream in place.
+    directly and add into the residual stream in place. On the CPU all but the matrix products are
+    native calls on buffers that the step keeps.
     """
 
     def __init__(
@@ -38,13 +40,21 @@ class DecoderLayer(Operator):
 
     def run_(self, x_TD: Tensor, step: PagedStep) -> None:
         """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV."""
-        attention, norm = self.self_attn, self.input_layernorm
-        size = (norm.size,)
-        h = rms_norm(x_TD, size, norm.weight, norm.eps)
-        attention.project_into_(x_TD, attention.mix(h, step))
-        norm = self.post_attention_layernorm
-        h = rms_norm(x_TD, size, norm.weight, norm.eps)
-        self.mlp.add_into_(x_TD, h)
+        native = step.native
+        if native is None:
+            self._run_by_torch_(x_TD, step)
+            return
+        x = native.view_residual(x_TD)
+        h, h_view = native.buffer("normed", self.input_layernorm.size)
+        self.input_layernorm.run(x, h_view, native.pool)
+        self.self_attn.project_into_(x_TD, self.self_attn.mix_natively(h, native))
+        self.post_attention_layernorm.run(x, h_view, native.pool)
+        self.mlp.add_into_(x_TD, h, native)
+
+    def _run_by_torch_(self, x_TD: Tensor, step: PagedStep) -> None:
+        mixed = self.self_attn.mix(self.input_layernorm(x_TD), step)
+        self.self_attn.project_into_(x_TD, mixed)
+        self.mlp.add_into_(x_TD, self.post_attention_layernorm(x_TD))
 
     def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
