@@ -202,6 +202,8 @@ class Attention(Operator):
         if self.has_o_bias:
             o_bias = [(f"{name}.o_proj.bias", self.hidden_size)]
             self.o_bias = freeze(self._read_rows(reader, o_bias))
+        # Made once, and where no module has to search for them: that takes longer than the views.
+        self._products = (self.qkv_weight.t(), self.qkv_bias, self.o_weight.t(), self.o_bias)
         self.q_view: _native.TensorView | None = None
         self.k_view: _native.TensorView | None = None
         if self.qk_norm_eps is None:
@@ -234,7 +236,8 @@ class Attention(Operator):
         heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
         qkv, by_head = native.head_buffer("qkv", heads + 2 * kv_heads, d)
         mixed, mixed_by_head = native.head_buffer("mixed", heads, d)
-        project_into(qkv, h_TD, self.qkv_weight, self.qkv_bias)
+        weight, bias, _, _ = self._products
+        project_into(qkv, h_TD, weight, bias)
         _native.rotate_heads(
             by_head,
             native.cos,
@@ -252,9 +255,10 @@ class Attention(Operator):
 
     def project_into_(self, residual_TD: Tensor, mixed: Tensor) -> None:
         """Add the output projection of the attended heads to ``residual_TD``, in place."""
-        residual_TD.addmm_(mixed, self.o_weight.t())
-        if self.o_bias is not None:
-            residual_TD += self.o_bias
+        _, _, weight, bias = self._products
+        residual_TD.addmm_(mixed, weight)
+        if bias is not None:
+            residual_TD += bias
 
     def forward(
         self, hidden_states: Tensor, *_: object, tandem_step: PagedStep, **__: object

@@ -34,27 +34,26 @@ class DecoderLayer(Operator):
         self.self_attn = self_attn
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        # Where no module has to search for them: that takes longer than some of the calls.
+        self._parts = (input_layernorm, self_attn, post_attention_layernorm, mlp)
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
     def run_(self, x_TD: Tensor, step: PagedStep) -> None:
         """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV."""
+        first_norm, attention, second_norm, mlp = self._parts
         native = step.native
         if native is None:
-            self._run_by_torch_(x_TD, step)
+            attention.project_into_(x_TD, attention.mix(first_norm(x_TD), step))
+            mlp.add_into_(x_TD, second_norm(x_TD))
             return
         x = native.view_residual(x_TD)
-        h, h_view = native.buffer("normed", self.input_layernorm.size)
-        self.input_layernorm.run(x, h_view, native.pool)
-        self.self_attn.project_into_(x_TD, self.self_attn.mix_natively(h, native))
-        self.post_attention_layernorm.run(x, h_view, native.pool)
-        self.mlp.add_into_(x_TD, h, native)
-
-    def _run_by_torch_(self, x_TD: Tensor, step: PagedStep) -> None:
-        mixed = self.self_attn.mix(self.input_layernorm(x_TD), step)
-        self.self_attn.project_into_(x_TD, mixed)
-        self.mlp.add_into_(x_TD, self.post_attention_layernorm(x_TD))
+        h, h_view = native.buffer("normed", first_norm.size)
+        first_norm.run(x, h_view, native.pool)
+        attention.project_into_(x_TD, attention.mix_natively(h, native))
+        second_norm.run(x, h_view, native.pool)
+        mlp.add_into_(x_TD, h, native)
 
     def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""

@@ -43,6 +43,7 @@ class Router(Operator):
         """Read ``weight`` [E, D]."""
         rows = [(f"{name}.weight", self.num_experts)]
         self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
+        self._weight_t = self.weight.t()
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
@@ -66,7 +67,7 @@ class Router(Operator):
     def route_natively(self, x_TD: Tensor, native: NativeStep) -> tuple[Tensor, Tensor]:
         """Return (weights [T, K], ids [T, K]) in buffers of the step, valid until the next call."""
         logits, logits_view = native.buffer("router_logits", self.num_experts)
-        project_into(logits, x_TD, self.weight)
+        project_into(logits, x_TD, self._weight_t, None)
         weights, weights_view = native.buffer("router_weights", self.top_k)
         ids, ids_view = native.buffer("router_ids", self.top_k, torch.int64)
         _native.route(logits_view, weights_view, ids_view, self._scoring, pool=native.pool)
@@ -206,6 +207,8 @@ class MoeBlock(Operator):
         super().__init__()
         self.gate = gate
         self.experts = experts
+        # Where no module has to search for them.
+        self._parts = (gate, experts)
 
     @property
     def is_fusable(self) -> bool:
@@ -228,7 +231,7 @@ class MoeBlock(Operator):
 
         ``native`` is that of the step, if it has one.
         """
-        gate, experts = self.gate, self.experts
+        gate, experts = self._parts
         assert isinstance(gate, Router), gate
         assert isinstance(experts, Experts), experts
         if native is None:

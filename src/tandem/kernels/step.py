@@ -22,12 +22,12 @@ TILE_TOKENS = 4096
 """Earlier context that a prefill attends at a time."""
 
 
-def project_into(out: Tensor, x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> None:
-    """Write ``x W^T + b`` to ``out`` [T, N]."""
+def project_into(out: Tensor, x_TK: Tensor, w_KN: Tensor, bias_N: Tensor | None) -> None:
+    """Write ``x W + b`` to ``out`` [T, N]; the weight comes transposed, as views cost time too."""
     if bias_N is None:
-        torch.mm(x_TK, w_NK.t(), out=out)
+        torch.mm(x_TK, w_KN, out=out)
     else:
-        torch.addmm(bias_N, x_TK, w_NK.t(), out=out)
+        torch.addmm(bias_N, x_TK, w_KN, out=out)
 
 
 class NativeStep:
