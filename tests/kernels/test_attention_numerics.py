@@ -11,7 +11,7 @@ import torch
 
 from tandem.core.spec import KVLayout
 from tandem.kernels import attention as attention_module
-from tandem.kernels import reference, tolerance
+from tandem.kernels import paged, reference, step, tolerance
 from tandem.kernels.attention import PagedStep, attend, write_kv
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.rope import Rope, RopeParameters
@@ -20,6 +20,14 @@ HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3
 SCALE = SIZE**-0.5
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 both_dtypes = pytest.mark.parametrize("dtype", list(NAMES), ids=list(NAMES.values()))
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def operators(request, monkeypatch):
+    """Both ways of computing: torch's is what runs elsewhere than on the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(paged, "is_native", lambda tensor: False)
+    return request.param
 
 
 class Case:
@@ -52,12 +60,12 @@ class Case:
             if end > start
         ]
         batch = PagedBatch.build(chunks, self.block_size)
-        step = PagedStep(batch, self.cache, self.rope, self.dtype)
+        plan = PagedStep(batch, self.cache, self.rope, self.dtype)
         rows = [(s, *part) for s, part in enumerate(parts) if part[1] > part[0]]
         q = torch.cat([self.q[s][a:b] for s, a, b in rows])
         kv = torch.cat([self.kv[s][a:b] for s, a, b in rows])
-        write_kv(step, layer_idx, kv)
-        out = attend(step, layer_idx, q, kv, SCALE).view(-1, HEADS, SIZE)
+        write_kv(plan, layer_idx, kv)
+        out = attend(plan, layer_idx, q, kv, SCALE).view(-1, HEADS, SIZE)
         return dict(
             zip([s for s, _, _ in rows], out.split([b - a for _, a, b in rows]), strict=True)
         )
@@ -92,29 +100,14 @@ def test_chunks_equal_one_piece(dtype, draw, count_outside):
 
 
 def test_long_context_is_attended_in_tiles(draw, count_outside, monkeypatch):
-    monkeypatch.setattr(attention_module, "TILE_TOKENS", 16)
-    monkeypatch.setattr(attention_module, "MAX_GATHER_BYTES", 4096)
+    monkeypatch.setattr(step, "TILE_TOKENS", 16)
+    monkeypatch.setattr(step, "MAX_GATHER_BYTES", 4096)
+    monkeypatch.setattr(attention_module, "CAUSAL_ROWS", 8)
     case = Case([90, 70], torch.float32, draw)
     case.run([(0, 60), (0, 69)])
     for part in ([(60, 89), (69, 70)], [(89, 90), (0, 0)]):
         for s, out in case.run(part).items():
             assert count_outside(out, *case.oracle(s, *part[s])) == 0
-
-
-def test_flash_path_for_long_chunks(draw, count_outside, monkeypatch):
-    monkeypatch.setattr(attention_module, "MAX_TILED_TOKENS", {torch.float32: 8})
-    case = Case([70], torch.float32, draw)
-    assert count_outside(case.run([(0, 70)])[0], *case.oracle(0, 0, 70)) == 0
-
-
-def test_flash_stand_in_agrees(draw):
-    """Where the CPU's flash kernel is absent, plain products give the same parts."""
-    q, k, v = draw(2, 3, 5, 16, dtype=torch.float32), *draw(2, 2, 5, 16, dtype=torch.float32)
-    for is_causal in (True, False):
-        ours = attention_module._plain(q, k, v, SCALE, is_causal=is_causal)
-        flash = attention_module._flash(q, k, v, SCALE, is_causal=is_causal)
-        for a, b in zip(ours, flash, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 def test_kv_in_a_smaller_dtype(draw, count_outside):

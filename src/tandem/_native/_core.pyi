@@ -647,28 +647,123 @@ class ExpertBank:
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:
         """The packed bytes of each expert, no copy; keeps the memory alive."""
 
-class DecodeAttention:
-    """Attention of one step's sequences that compute one token each."""
+class KvPool:
+    """Blocks of keys and values that attention reads in place."""
 
-    def __init__(self, kv: Annotated[NDArray, dict(device='cpu', writable=False)], block_table: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], pool: object | None = None, isa: str = '') -> None:
+    @staticmethod
+    def grouped(tensor: TensorView) -> KvPool:
+        """
+        Of [blocks, layers, 2, kv_heads, block_size, head_dim], float32 or bfloat16.
+
+        Raises: ShapeError.
+        """
+
+    @staticmethod
+    def coded(tensor: TensorView, format: str, num_kv_heads: int, block_size: int, head_dim: int) -> KvPool:
+        """
+        Of uint8 [blocks, layers, bytes]: in each layer codes [2, kv_heads, block_size,
+        head_dim], int8 or fp8 (e4m3), then fp16 scales [2, kv_heads, block_size].
+
+        Raises: ShapeError; ConfigError (format).
+        """
+
+    @staticmethod
+    def latent(tensor: TensorView, value_dim: int) -> KvPool:
+        """
+        Of [blocks, layers, block_size, key_dim], float32 or bfloat16 (MLA): all heads
+        share a key, whose first `value_dim` items are the value. Raises: ShapeError.
+        """
+
+class PlannedAttention:
+    """Attention of one step's tokens, planned once for all layers."""
+
+    def __init__(self, kv: KvPool, block_table: object, query_start: Sequence[int], context_lens: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> None:
         """
         Plan a step.
 
         Args:
-            kv: the pool, [blocks, layers, 2, kv_heads, block_size, head_dim]; float32 or
-                bfloat16, contiguous; held, and read by `run`.
+            kv: the blocks; held.
             block_table: int64 [sequences, width]; held.
-            context_lens: int64 [sequences]; tokens to attend to, at least 1; held.
+            query_start: sequences + 1 row numbers: whose tokens are which; at least one each.
+            context_lens: tokens of each sequence, this step's included.
             pool: threads for steps large enough to share; None runs on the caller's.
             isa: a variant by name; empty is the widest here.
-        Raises: ShapeError (shape, dtype, a block or length out of bounds); ConfigError or
+        Raises: ShapeError (shape, type, a block or length out of bounds); ConfigError or
             UnsupportedError (isa).
         """
 
-    def run(self, layer_idx: int, q: Annotated[NDArray, dict(device='cpu', writable=False)], out: Annotated[NDArray, dict(device='cpu')], scale: float) -> None:
+    def attend(self, layer_idx: int, q: TensorView, out: TensorView, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: TensorView | None = None) -> None:
         """
-        Attend one layer's queries `q` [sequences, heads, head_dim] into `out`.
+        Attend each token to its sequence's context up to itself.
 
-        Bitwise the same for a sequence alone and in company, for any number of threads.
-        Raises: ShapeError.
+        Args:
+            layer_idx: whose keys and values; this step's were stored before.
+            q: [tokens, heads, key_dim]; heads beyond those of `out` are not read.
+            out: [tokens, heads, value_dim], written.
+            scale: on the products.
+            window: a token sees itself and window - 1 before it; 0 is all.
+            soft_cap: a score becomes cap * tanh(score / cap); 0 is none.
+            sinks: float32 [heads], a logit that takes weight and adds nothing.
+        A token's result is bitwise the same alone and in company, prefilled whole or in
+        chunks or decoded, for any number of threads. Raises: ShapeError.
         """
+
+    def store(self, layer_idx: int, rows: TensorView, first_head: int = 0) -> None:
+        """
+        Write the step's keys and values to their slots, in the type of the pool.
+
+        `rows` [tokens, heads, key_dim] holds keys of all KV heads from `first_head` on, then
+        values (a latent pool has keys only). Raises: ShapeError.
+        """
+
+class TensorView:
+    """
+    A CPU tensor as the row and attention operators take it.
+
+    Converting a tensor costs as much as a small operator, so it is done
+    once. The memory is shared and kept alive.
+    """
+
+    def __init__(self, tensor: object) -> None:
+        """View a tensor of any shape, strides and type. Raises: TypeError."""
+
+def rms_norm(x: TensorView, weight: TensorView, out: TensorView, eps: float, residual: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    out = x / sqrt(mean(x^2) + eps) * weight, per row of [rows, size].
+
+    With `residual`, first `residual += x` in place, and the sum is normed; `x` may then
+    have another type. `out` may be `x`. Bitwise the same alone and in company.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: int, num_k_heads: int, q_weight: TensorView | None = None, k_weight: TensorView | None = None, eps: float = 0.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    Norm and rotate the first heads of `x` [rows, heads, head_dim], in place.
+
+    Query heads come first, then key heads; a weight [head_dim] norms them, None does
+    not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only
+    their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def swiglu(gate_up: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    out = silu(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
+
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    Choose each row's top experts, best first; of equals the lower id.
+
+    Args:
+        logits: [rows, experts].
+        weights: [rows, top_k], written.
+        ids: int64 [rows, top_k], written; 0, 1, ... with NaN weights for a row with NaN.
+        scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.
+        bias: float32 [experts] added for the choice, not to the weights.
+        num_groups: equal groups of experts, of which only the `num_top_groups` with the
+            largest sum of their two best count.
+        weight_scale: on the weights.
+    Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
+    """

@@ -1,12 +1,13 @@
 """A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
 
-from torch import Tensor, rms_norm
+from torch import Tensor
 
-from tandem.kernels.attention import Attention, PagedStep
+from tandem.kernels.attention import Attention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.operator import Operator, WeightReader
+from tandem.kernels.step import PagedStep
 
 __all__ = ["DecoderLayer"]
 
@@ -16,7 +17,8 @@ class DecoderLayer(Operator):
 
     Module calls, keyword handling and temporaries between the parts are what a layer of the
     skeleton spends most of its time on when the batch is small; here the parts are called
-    directly and add into the residual stream in place.
+    directly and add into the residual stream in place. On the CPU all but the matrix products are
+    native calls on buffers that the step keeps.
     """
 
     def __init__(
@@ -32,19 +34,26 @@ class DecoderLayer(Operator):
         self.self_attn = self_attn
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        # Where no module has to search for them: that takes longer than some of the calls.
+        self._parts = (input_layernorm, self_attn, post_attention_layernorm, mlp)
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
     def run_(self, x_TD: Tensor, step: PagedStep) -> None:
         """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV."""
-        attention, norm = self.self_attn, self.input_layernorm
-        size = (norm.size,)
-        h = rms_norm(x_TD, size, norm.weight, norm.eps)
-        attention.project_into_(x_TD, attention.mix(h, step))
-        norm = self.post_attention_layernorm
-        h = rms_norm(x_TD, size, norm.weight, norm.eps)
-        self.mlp.add_into_(x_TD, h)
+        first_norm, attention, second_norm, mlp = self._parts
+        native = step.native
+        if native is None:
+            attention.project_into_(x_TD, attention.mix(first_norm(x_TD), step))
+            mlp.add_into_(x_TD, second_norm(x_TD))
+            return
+        x = native.view_residual(x_TD)
+        h, h_view = native.buffer("normed", first_norm.size)
+        first_norm.run(x, h_view, native.pool)
+        attention.project_into_(x_TD, attention.mix_natively(h, native))
+        second_norm.run(x, h_view, native.pool)
+        mlp.add_into_(x_TD, h, native)
 
     def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""

@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tandem import _native
 from tandem.kernels.experts import RoutedExperts
+from tandem.kernels.native import is_native, view_tensor
 from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.step import NativeStep, project_into
 
 __all__ = ["MoeBlock", "Router"]
 
 
 class Router(Operator):
-    """Choose each token's K experts by softmax of a linear score.
+    """Choose each token's K experts by softmax of a linear score; of equals, the lower id.
 
     Args:
         hidden_size: D.
@@ -31,15 +34,24 @@ class Router(Operator):
         self.num_experts = num_experts
         self.top_k = top_k
         self.is_normalised = is_normalised
+        self._scoring = "softmax_normalised" if is_normalised else "softmax"
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` [E, D]."""
         rows = [(f"{name}.weight", self.num_experts)]
         self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
+        self._weight_t = self.weight.t()
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
         logits = functional.linear(x_TD, self.weight)
+        if is_native(logits):
+            weights = logits.new_empty(len(logits), self.top_k)
+            ids = torch.empty(weights.shape, dtype=torch.int64)
+            _native.route(
+                view_tensor(logits), view_tensor(weights), view_tensor(ids), self._scoring
+            )
+            return logits, weights, ids
         if self.is_normalised:
             # The softmax over all, renormalised over K, is the softmax over the K best.
             best, ids = torch.topk(logits, self.top_k, dim=-1)
@@ -48,6 +60,15 @@ class Router(Operator):
             weights = torch.softmax(logits, -1, dtype=torch.float32)
             weights, ids = torch.topk(weights, self.top_k, dim=-1)
         return logits, weights.to(x_TD.dtype), ids
+
+    def route_natively(self, x_TD: Tensor, native: NativeStep) -> tuple[Tensor, Tensor]:
+        """Return (weights [T, K], ids [T, K]) in buffers of the step, valid until the next call."""
+        logits, logits_view = native.buffer("router_logits", self.num_experts)
+        project_into(logits, x_TD, self._weight_t, None)
+        weights, weights_view = native.buffer("router_weights", self.top_k)
+        ids, ids_view = native.buffer("router_ids", self.top_k, torch.int64)
+        _native.route(logits_view, weights_view, ids_view, self._scoring, pool=native.pool)
+        return weights, ids
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The face of transformers' routers: any leading dimensions, flattened."""
@@ -66,6 +87,8 @@ class MoeBlock(Operator):
         super().__init__()
         self.gate = gate
         self.experts = experts
+        # Where no module has to search for them.
+        self._parts = (gate, experts)
 
     @property
     def is_fusable(self) -> bool:
@@ -81,10 +104,18 @@ class MoeBlock(Operator):
         _, weights, ids = self.gate(x)
         return self.experts(x, ids, weights).reshape(hidden_states.shape)
 
-    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
-        gate, experts = self.gate, self.experts
+    def add_into_(
+        self, residual_TD: Tensor, x_TD: Tensor, native: NativeStep | None = None
+    ) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
+
+        ``native`` is that of the step, if it has one.
+        """
+        gate, experts = self._parts
         assert isinstance(gate, Router), gate
         assert isinstance(experts, RoutedExperts), experts
-        _, weights, ids = gate.route(x_TD)
+        if native is None:
+            _, weights, ids = gate.route(x_TD)
+        else:
+            weights, ids = gate.route_natively(x_TD, native)
         experts.add_into_(residual_TD, x_TD, ids, weights)

@@ -14,9 +14,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tandem._native import ThreadPool
+from tandem._native import KvPool, ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.core.spec import KVLayout
+from tandem.kernels.native import Buffer, is_native, view_tensor
 
 __all__ = ["TORCH_DTYPES", "PagedBatch", "PagedKvCache", "SequenceChunk"]
 
@@ -205,6 +206,9 @@ class PagedKvCache:
         self.device = tensor.device
         self.num_blocks = num_blocks
         self.tensor = tensor
+        self.native = KvPool.grouped(view_tensor(tensor)) if is_native(tensor) else None
+        """The same memory as native attention takes it; None where torch attends."""
+        self._step_buffers: tuple[object, dict[tuple[str, int, int], Buffer]] = (None, {})
         layers = range(layout.num_layers)
         self.slots = [tensor[:, layer].permute(0, 3, 1, 2, 4) for layer in layers]
         """Per layer, [num_blocks, block_size, 2, kv_heads, head_dim]: where a step's KV goes."""
@@ -230,6 +234,18 @@ class PagedKvCache:
             width = self.layout.block_size * self.layout.head_dim
             self._scratch = self.tensor.new_empty(num_rows, width)
         return self._scratch[:num_rows]
+
+    def step_buffers(
+        self, num_tokens: int, dtype: torch.dtype
+    ) -> dict[tuple[str, int, int], Buffer]:
+        """Return what the last native step of as many rows left, or nothing to start from.
+
+        Decoding has the same number of rows again and again; memory for a long prefill is given
+        back by the next step.
+        """
+        if self._step_buffers[0] != (num_tokens, dtype):
+            self._step_buffers = ((num_tokens, dtype), {})
+        return self._step_buffers[1]
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` tokens of a block to another and zero the rest of it.

@@ -16,6 +16,7 @@ from tandem.kernels.rope import RopeParameters
 
 __all__ = [
     "attention",
+    "choose_experts",
     "embedding",
     "experts",
     "gather_context",
@@ -114,18 +115,36 @@ def gather_context(cache: Array, block_table: list[int], layer_idx: int, length:
     return np.stack(tokens, axis=1)
 
 
-def attention(q_THd: Array, k_CKd: Array, v_CKd: Array, scale: float) -> Array:
-    """Causal GQA: query t sees the first C - T + t + 1 keys; head h reads KV head h // (H / K)."""
+def attention(
+    q_THd: Array,
+    k_CKd: Array,
+    v_CKd: Array,
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Causal GQA: query t sees the first C - T + t + 1 keys; head h reads KV head h // (H / K).
+
+    With a window it sees the last of those only; a cap bends scores, cap * tanh(score / cap); a
+    sink is one more score of its head, whose value is zero. Values may be narrower than keys.
+    """
     num_tokens, heads, _ = q_THd.shape
-    context, kv_heads, _ = k_CKd.shape
-    out = np.zeros_like(q_THd)
+    context, kv_heads, size = v_CKd.shape
+    out = np.zeros((num_tokens, heads, size))
     for t in range(num_tokens):
-        seen = context - num_tokens + t + 1
+        end = context - num_tokens + t + 1
+        seen = slice(max(0, end - window) if window else 0, end)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            scores = k_CKd[:seen, g] @ q_THd[t, h] * scale
-            p = np.exp(scores - scores.max())
-            out[t, h] = p @ v_CKd[:seen, g] / p.sum()
+            scores = k_CKd[seen, g] @ q_THd[t, h] * scale
+            if soft_cap:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            sink = -np.inf if sinks_H is None else sinks_H[h]
+            largest = max(scores.max(), sink)
+            p = np.exp(scores - largest)
+            out[t, h] = p @ v_CKd[seen, g] / (p.sum() + np.exp(sink - largest))
     return out
 
 
@@ -142,12 +161,40 @@ def mlp(x_TD: Array, gate_up: Array, down_DF: Array) -> Array:
 
 def router(x_TD: Array, w_ED: Array, top_k: int, *, is_normalised: bool) -> tuple[Array, Ids]:
     """Return weights and ids [T, P], best first: softmax over all experts, then the P best."""
-    logits = x_TD @ w_ED.T
-    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    ids = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(p, ids, axis=-1)
-    return (weights / weights.sum(axis=-1, keepdims=True) if is_normalised else weights), ids
+    scoring = "softmax_normalised" if is_normalised else "softmax"
+    return choose_experts(x_TD @ w_ED.T, top_k, scoring)
+
+
+def choose_experts(
+    logits_TE: Array,
+    top_k: int,
+    scoring: str,
+    *,
+    bias_E: Array | None = None,
+    num_groups: int = 1,
+    num_top_groups: int = 1,
+) -> tuple[Array, Ids]:
+    """Return weights and ids [T, P], best first; of equals the lower id.
+
+    Scores are softmax or sigmoid of the logits; the choice is by score (of a softmax: by logit)
+    plus bias, among the groups whose two best choices have the largest sum (DeepSeek-V3, arXiv:
+    2412.19437, section 2.1.2); the weights are scores, ``_normalised`` to a sum of one.
+    """
+    is_sigmoid = scoring.startswith("sigmoid")
+    p = np.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
+    scores = 1 / (1 + np.exp(-logits_TE)) if is_sigmoid else p / p.sum(axis=-1, keepdims=True)
+    choice = (scores if is_sigmoid else logits_TE) + (0 if bias_E is None else bias_E)
+    if num_groups > 1:
+        groups = choice.reshape(len(choice), num_groups, -1)
+        sums = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+        dropped = np.argsort(-sums, axis=-1, kind="stable")[:, num_top_groups:]
+        np.put_along_axis(groups, dropped[..., None], -np.inf, axis=1)
+        choice = groups.reshape(choice.shape)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    if scoring.endswith("_normalised"):
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights, ids
 
 
 def experts(x_TD: Array, ids_TP: Ids, w_TP: Array, gate_up: Array, down: Array) -> Array:

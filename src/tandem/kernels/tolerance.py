@@ -21,6 +21,7 @@ __all__ = [
     "ACCUMULATE_EPS",
     "UNIT_ROUNDOFF",
     "attention",
+    "choose_experts",
     "experts",
     "linear",
     "logits",
@@ -76,31 +77,54 @@ def rope(positions_T: Ids, factor: float, dtype: torch.dtype) -> Array:
     return factor * (angle_error + EXP_ULPS * ACCUMULATE_EPS + UNIT_ROUNDOFF[dtype])
 
 
-def attention(q_THd: Array, k_CKd: Array, v_CKd: Array, scale: float, dtype: torch.dtype) -> Array:
-    """Bound for causal GQA.
+def attention(
+    q_THd: Array,
+    k_CKd: Array,
+    v_CKd: Array,
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Bound for causal GQA; arguments as of ``reference.attention``.
 
     A score off by e changes its probability by a factor up to exp(2 e) (its own, and the
     normaliser's); scores may be rounded to the dtype before the softmax, and probabilities after
-    it. A context attended in parts is merged with weights that carry a few more roundings.
+    it. A context attended in parts is merged with weights that carry a few more roundings. A cap
+    has slope at most 1, and its tanh is off by EXP_ULPS units of the cap.
     """
     num_tokens, heads, size = q_THd.shape
-    context, kv_heads, _ = k_CKd.shape
+    context, kv_heads, value_size = v_CKd.shape
     eps = UNIT_ROUNDOFF[dtype]
-    out = np.zeros_like(q_THd)
+    out = np.zeros((num_tokens, heads, value_size))
     for t in range(num_tokens):
-        seen = context - num_tokens + t + 1
+        end = context - num_tokens + t + 1
+        seen = slice(max(0, end - window) if window else 0, end)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            k, v = k_CKd[:seen, g], v_CKd[:seen, g]
+            k, v = k_CKd[seen, g], v_CKd[seen, g]
             scores = k @ q_THd[t, h] * scale
             magnitude = np.abs(k) @ np.abs(q_THd[t, h]) * abs(scale)
             score_error = (size + 2) * ACCUMULATE_EPS * magnitude + 2 * eps * np.abs(scores)
-            p = np.exp(scores - scores.max())
-            p /= p.sum()
+            if soft_cap:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+                score_error += (EXP_ULPS + 3) * ACCUMULATE_EPS * soft_cap
+            sink = -np.inf if sinks_H is None else sinks_H[h]
+            largest = max(scores.max(), sink)
+            p = np.exp(scores - largest)
+            p /= p.sum() + np.exp(sink - largest)
             relative = np.expm1(2 * score_error.max())
-            relative += (EXP_ULPS + 2 * seen) * ACCUMULATE_EPS + 2 * eps
+            relative += (EXP_ULPS + 2 * len(k)) * ACCUMULATE_EPS + 2 * eps
             out[t, h] = relative * (p @ np.abs(v)) + 2 * eps * np.abs(p @ v) + SMALLEST
     return out
+
+
+def choose_experts(logits_TE: Array, weights_TP: Array, dtype: torch.dtype) -> Array:
+    """Bound for a router's weights, given its logits: exponentials, their sum, one quotient."""
+    relative = (2 * EXP_ULPS + logits_TE.shape[-1] + 3) * ACCUMULATE_EPS + UNIT_ROUNDOFF[dtype]
+    return relative * np.abs(weights_TP) + SMALLEST
 
 
 def mlp(x_TD: Array, gate_up: Array, down_DF: Array, dtype: torch.dtype) -> Array:

@@ -1,0 +1,245 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "bindings/status.h"
+#include "bindings/tensor_view.h"
+#include "kernels/row_ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tandem::bindings {
+namespace {
+
+// Below this, giving up the interpreter's lock costs more than the work.
+constexpr size_t kMinReleasedItems = 32 * 1024;
+
+const RowKernels& row_kernels(const std::string& isa) {
+  return choose_row_kernels(isa.empty() ? available_isas().back() : take(choose_isa(isa)));
+}
+
+template <class Run>
+void run_released(size_t num_items, Run run) {
+  if (num_items < kMinReleasedItems) {
+    raise_if_error(run());
+    return;
+  }
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = run();
+  }
+  raise_if_error(status);
+}
+
+void rms_norm(const TensorView& x, const TensorView& weight, const TensorView& out, float eps,
+              const TensorView* residual, ThreadPool* pool, const std::string& isa) {
+  constexpr const char* kWhere = "kernels.rms_norm";
+  if (x.num_dims() != 2) refuse_view(kWhere, "x", x, "give [rows, size]");
+  const size_t rows = x.shape(0), size = x.shape(1);
+  check_rows(kWhere, "x", x, rows, size);
+  check_rows(kWhere, "out", out, rows, size);
+  if (weight.num_dims() != 1 || weight.shape(0) != size || !weight.is_dense_from(0))
+    refuse_view(kWhere, "weight", weight, "give [" + std::to_string(size) + "]");
+  check_same_type(kWhere, "weight", weight, out);
+  NormTask task;
+  task.x = x.data();
+  task.x_stride = x.stride(0);
+  task.x_type = x.float_type();
+  if (residual != nullptr) {
+    check_rows(kWhere, "residual", *residual, rows, size);
+    check_same_type(kWhere, "residual", *residual, out);
+    task.residual = residual->data();
+    task.residual_stride = residual->stride(0);
+  } else {
+    check_same_type(kWhere, "x", x, out);
+  }
+  task.weight = weight.data();
+  task.out = out.data();
+  task.out_stride = out.stride(0);
+  task.type = out.float_type();
+  task.num_rows = rows;
+  task.size = size;
+  task.eps = eps;
+  if (rows == 0 || size == 0) return;
+  const RowKernels& kernels = row_kernels(isa);
+  run_released(rows * size, [&] { return run_norm(kernels, pool, task); });
+}
+
+const void* check_head_weight(const TensorView* weight, const char* name, const TensorView& x,
+                              size_t head_dim) {
+  constexpr const char* kWhere = "kernels.rotate_heads";
+  if (weight == nullptr) return nullptr;
+  if (weight->num_dims() != 1 || weight->shape(0) != head_dim || !weight->is_dense_from(0))
+    refuse_view(kWhere, name, *weight, "give [" + std::to_string(head_dim) + "]");
+  check_same_type(kWhere, name, *weight, x);
+  return weight->data();
+}
+
+void rotate_heads(const TensorView& x, const TensorView& cos, const TensorView& sin,
+                  size_t num_q_heads, size_t num_k_heads, const TensorView* q_weight,
+                  const TensorView* k_weight, float eps, ThreadPool* pool,
+                  const std::string& isa) {
+  constexpr const char* kWhere = "kernels.rotate_heads";
+  if (x.num_dims() != 3 || !x.is_dense_from(1) || !x.is_float() || x.shape(2) > kMaxHeadDim ||
+      x.shape(1) < num_q_heads + num_k_heads)
+    refuse_view(kWhere, "x", x,
+                "give [rows, heads, head_dim] of float32 or bfloat16 with dense rows, of at least " +
+                    std::to_string(num_q_heads + num_k_heads) + " heads of at most " +
+                    std::to_string(kMaxHeadDim));
+  const size_t rows = x.shape(0), head_dim = x.shape(2);
+  for (const auto& [angles, name] : {std::pair(&cos, "cos"), std::pair(&sin, "sin")}) {
+    if (angles->num_dims() != 2 || angles->shape(0) != rows || angles->shape(1) > head_dim ||
+        angles->shape(1) % 2 != 0 || !angles->is_dense_from(1))
+      refuse_view(kWhere, name, *angles, "give [rows, an even number of rotated items]");
+    check_same_type(kWhere, name, *angles, x);
+  }
+  if (cos.shape(1) != sin.shape(1) || (rows > 1 && cos.stride(0) != sin.stride(0)))
+    refuse_view(kWhere, "sin", sin, "give the shape and strides of cos");
+  HeadsTask task;
+  task.x = x.data();
+  task.x_stride = x.stride(0);
+  task.type = x.float_type();
+  task.num_rows = rows;
+  task.num_q_heads = num_q_heads;
+  task.num_k_heads = num_k_heads;
+  task.head_dim = head_dim;
+  task.q_weight = check_head_weight(q_weight, "q_weight", x, head_dim);
+  task.k_weight = check_head_weight(k_weight, "k_weight", x, head_dim);
+  task.eps = eps;
+  task.cos = cos.data();
+  task.sin = sin.data();
+  task.angle_stride = cos.stride(0);
+  task.rotary_size = cos.shape(1);
+  if (rows == 0) return;
+  const RowKernels& kernels = row_kernels(isa);
+  run_released(rows * head_dim * (num_q_heads + num_k_heads),
+               [&] { return run_heads(kernels, pool, task); });
+}
+
+void swiglu(const TensorView& gate_up, const TensorView& out, ThreadPool* pool,
+            const std::string& isa) {
+  constexpr const char* kWhere = "kernels.swiglu";
+  if (out.num_dims() != 2) refuse_view(kWhere, "out", out, "give [rows, size]");
+  const size_t rows = out.shape(0), size = out.shape(1);
+  check_rows(kWhere, "gate_up", gate_up, rows, 2 * size);
+  check_rows(kWhere, "out", out, rows, size);
+  check_same_type(kWhere, "out", out, gate_up);
+  SwigluTask task;
+  task.gate_up = gate_up.data();
+  task.gate_up_stride = gate_up.stride(0);
+  task.out = out.data();
+  task.out_stride = out.stride(0);
+  task.type = out.float_type();
+  task.num_rows = rows;
+  task.size = size;
+  if (rows == 0 || size == 0) return;
+  const RowKernels& kernels = row_kernels(isa);
+  run_released(rows * size, [&] { return run_swiglu(kernels, pool, task); });
+}
+
+Scoring find_scoring(const std::string& name) {
+  constexpr std::array<const char*, 4> kNames = {"softmax", "softmax_normalised", "sigmoid",
+                                                 "sigmoid_normalised"};
+  for (size_t i = 0; i < kNames.size(); ++i)
+    if (name == kNames[i]) return static_cast<Scoring>(i);
+  raise({Code::kConfig, "kernels.route",
+         "unknown scoring " + name +
+             ": choose one of softmax, softmax_normalised, sigmoid, sigmoid_normalised",
+         "scoring"});
+}
+
+void route(const TensorView& logits, const TensorView& weights, const TensorView& ids,
+           const std::string& scoring, const TensorView* bias, size_t num_groups,
+           size_t num_top_groups, float weight_scale, ThreadPool* pool, const std::string& isa) {
+  constexpr const char* kWhere = "kernels.route";
+  if (logits.num_dims() != 2 || !logits.is_dense_from(0) || !logits.is_float())
+    refuse_view(kWhere, "logits", logits, "give a contiguous [rows, experts] of floats");
+  const size_t rows = logits.shape(0), experts = logits.shape(1);
+  if (weights.num_dims() != 2 || weights.shape(0) != rows || !weights.is_dense_from(0) ||
+      !weights.is_float())
+    refuse_view(kWhere, "weights", weights, "give a contiguous [rows, top_k] of floats");
+  const size_t top_k = weights.shape(1);
+  if (ids.num_dims() != 2 || ids.shape(0) != rows || ids.shape(1) != top_k ||
+      !ids.is_dense_from(0) || !ids.is_int64())
+    refuse_view(kWhere, "ids", ids, "give a contiguous int64 of the shape of weights");
+  const bool has_groups = num_groups >= 1 && experts % num_groups == 0 && num_top_groups >= 1 &&
+                          num_top_groups <= num_groups;
+  if (!has_groups || experts > kMaxRouterExperts || top_k > kMaxTopK || top_k < 1 ||
+      top_k > experts / num_groups * num_top_groups)
+    raise({Code::kShape, kWhere,
+           "top " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts in " +
+               std::to_string(num_top_groups) + " of " + std::to_string(num_groups) +
+               " groups: give at most " + std::to_string(kMaxTopK) + " of " +
+               std::to_string(kMaxRouterExperts) + ", in groups that divide them and hold enough",
+           "ids"});
+  if (bias != nullptr && (bias->num_dims() != 1 || bias->shape(0) != experts ||
+                          !bias->is_dense_from(0) || !bias->is_float32()))
+    refuse_view(kWhere, "bias", *bias, "give float32 [experts]");
+  RouterTask task;
+  task.logits = logits.data();
+  task.logits_type = logits.float_type();
+  task.bias = bias == nullptr ? nullptr : static_cast<const float*>(bias->data());
+  task.weights = weights.data();
+  task.weights_type = weights.float_type();
+  task.ids = static_cast<int64_t*>(ids.data());
+  task.num_rows = rows;
+  task.num_experts = experts;
+  task.top_k = top_k;
+  task.num_groups = num_groups;
+  task.num_top_groups = num_top_groups;
+  task.scoring = find_scoring(scoring);
+  task.weight_scale = weight_scale;
+  if (rows == 0) return;
+  const RowKernels& kernels = row_kernels(isa);
+  run_released(rows * experts * 8, [&] { return run_router(kernels, pool, task); });
+}
+
+}  // namespace
+
+void bind_row_ops(nb::module_& module) {
+  nb::class_<TensorView>(module, "TensorView",
+                         "A CPU tensor as the row and attention operators take it.\n\n"
+                         "Converting a tensor costs as much as a small operator, so it is done\n"
+                         "once. The memory is shared and kept alive.")
+      .def(nb::init<TensorView::Array>(), "tensor"_a,
+           nb::sig("def __init__(self, tensor: object) -> None"),
+           "View a tensor of any shape, strides and type. Raises: TypeError.");
+  // Default arguments are null pointers: an absent operand.
+  module.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a,
+             "residual"_a.none() = nb::none(), "pool"_a.none() = nb::none(), "isa"_a = "",
+             "out = x / sqrt(mean(x^2) + eps) * weight, per row of [rows, size].\n\n"
+             "With `residual`, first `residual += x` in place, and the sum is normed; `x` may then\n"
+             "have another type. `out` may be `x`. Bitwise the same alone and in company.\n"
+             "Raises: ShapeError; ConfigError or UnsupportedError (isa).");
+  module.def("rotate_heads", &rotate_heads, "x"_a, "cos"_a, "sin"_a, "num_q_heads"_a,
+             "num_k_heads"_a, "q_weight"_a.none() = nb::none(), "k_weight"_a.none() = nb::none(),
+             "eps"_a = 0.0f, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "Norm and rotate the first heads of `x` [rows, heads, head_dim], in place.\n\n"
+             "Query heads come first, then key heads; a weight [head_dim] norms them, None does\n"
+             "not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only\n"
+             "their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).");
+  module.def("swiglu", &swiglu, "gate_up"_a, "out"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "out = silu(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.\n\n"
+             "Raises: ShapeError; ConfigError or UnsupportedError (isa).");
+  module.def("route", &route, "logits"_a, "weights"_a, "ids"_a, "scoring"_a,
+             "bias"_a.none() = nb::none(), "num_groups"_a = 1, "num_top_groups"_a = 1,
+             "weight_scale"_a = 1.0f, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "Choose each row's top experts, best first; of equals the lower id.\n\n"
+             "Args:\n"
+             "    logits: [rows, experts].\n"
+             "    weights: [rows, top_k], written.\n"
+             "    ids: int64 [rows, top_k], written; 0, 1, ... with NaN weights for a row with NaN.\n"
+             "    scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.\n"
+             "    bias: float32 [experts] added for the choice, not to the weights.\n"
+             "    num_groups: equal groups of experts, of which only the `num_top_groups` with the\n"
+             "        largest sum of their two best count.\n"
+             "    weight_scale: on the weights.\n"
+             "Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).");
+}
+
+}  // namespace tandem::bindings

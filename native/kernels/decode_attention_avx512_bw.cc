@@ -1,4 +1,0 @@
-// The decode attention kernel for one ISA; the flags are in CMakeLists.txt.
-#define TANDEM_DECODE_ATTENTION decode_attention_avx512_bw
-#define TANDEM_LANES 16
-#include "kernels/decode_attention-inl.h"

@@ -1,0 +1,111 @@
+// Operators on rows of activations: RMSNorm, rotation of heads with their norm, SwiGLU, and the
+// choice of experts. Rows are independent: a row's result is bitwise the same alone and in company,
+// for any number of threads and on every ISA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+#include "base/thread_pool.h"
+#include "kernels/float_type.h"
+#include "kernels/isa.h"
+
+namespace tandem {
+
+// y = x / sqrt(mean(x^2) + eps) * weight. With `residual`, first residual += x, rounded to its
+// type, and the sum is what is normed. Strides count items.
+struct NormTask {
+  const void* x = nullptr;
+  size_t x_stride = 0;
+  FloatType x_type = FloatType::kFloat32;  // Other than `type` only with a residual.
+  void* residual = nullptr;
+  size_t residual_stride = 0;
+  const void* weight = nullptr;
+  void* out = nullptr;
+  size_t out_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of residual, weight and out.
+  size_t num_rows = 0;
+  size_t size = 0;
+  float eps = 0.0f;
+};
+
+// In place on heads [first_head, first_head + num_heads) of each row: RMSNorm by the head's weight
+// where there is one, then the rotation of its first `rotary_size` items, halves by halves.
+struct HeadsTask {
+  void* x = nullptr;  // [rows][heads][head_dim], rows `x_stride` items apart.
+  size_t x_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of everything here.
+  size_t num_rows = 0;
+  size_t num_q_heads = 0;
+  size_t num_k_heads = 0;  // Behind the query heads.
+  size_t head_dim = 0;
+  const void* q_weight = nullptr;  // [head_dim]; null norms nothing.
+  const void* k_weight = nullptr;
+  float eps = 0.0f;
+  const void* cos = nullptr;  // [rows][rotary_size / 2 at least], rows `angle_stride` items apart.
+  const void* sin = nullptr;
+  size_t angle_stride = 0;
+  size_t rotary_size = 0;
+};
+
+// out[row, i] = silu(gate_up[row, i]) * gate_up[row, size + i].
+struct SwigluTask {
+  const void* gate_up = nullptr;
+  size_t gate_up_stride = 0;
+  void* out = nullptr;
+  size_t out_stride = 0;
+  FloatType type = FloatType::kFloat32;
+  size_t num_rows = 0;
+  size_t size = 0;
+};
+
+enum class Scoring {
+  kSoftmax,            // Over all experts.
+  kSoftmaxNormalised,  // Over the chosen ones.
+  kSigmoid,            // Of each; chosen by score + bias, weighed by score.
+  kSigmoidNormalised,  // The same, divided by the sum of the chosen.
+};
+
+// The top_k experts of each row, best first; of equals the lower id first. With several groups,
+// only those `num_top_groups` count whose two best choices have the largest sum. A row with a NaN
+// gets ids 0, 1, ... and NaN as weights.
+struct RouterTask {
+  const void* logits = nullptr;  // [rows][num_experts], contiguous.
+  FloatType logits_type = FloatType::kFloat32;
+  const float* bias = nullptr;  // [num_experts]; null is none.
+  void* weights = nullptr;      // [rows][top_k], contiguous.
+  FloatType weights_type = FloatType::kFloat32;
+  int64_t* ids = nullptr;  // [rows][top_k], contiguous.
+  size_t num_rows = 0;
+  size_t num_experts = 0;  // At most kMaxRouterExperts.
+  size_t top_k = 0;        // At most kMaxTopK and the experts of the groups that count.
+  size_t num_groups = 1;   // Divides num_experts.
+  size_t num_top_groups = 1;
+  Scoring scoring = Scoring::kSoftmax;
+  float weight_scale = 1.0f;
+};
+
+inline constexpr size_t kMaxRouterExperts = 4096;
+inline constexpr size_t kMaxTopK = 64;
+inline constexpr size_t kMaxHeadDim = 4096;
+
+// The functions of one ISA; each runs rows [begin, end).
+struct RowKernels {
+  void (*norm)(const NormTask&, size_t begin, size_t end);
+  void (*heads)(const HeadsTask&, size_t begin, size_t end);
+  void (*swiglu)(const SwigluTask&, size_t begin, size_t end);
+  void (*route)(const RouterTask&, size_t begin, size_t end);
+};
+
+// The kernels for an ISA of `available_isas()`.
+const RowKernels& choose_row_kernels(Isa isa);
+
+// Run all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs
+// say; pointers are borrowed for the call.
+Status run_norm(const RowKernels& kernels, ThreadPool* pool, const NormTask& task);
+Status run_heads(const RowKernels& kernels, ThreadPool* pool, const HeadsTask& task);
+Status run_swiglu(const RowKernels& kernels, ThreadPool* pool, const SwigluTask& task);
+Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask& task);
+
+}  // namespace tandem
