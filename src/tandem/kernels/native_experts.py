@@ -8,7 +8,9 @@ and, for integer formats, of the instruction set; see docs/design/kernels.md.
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +24,26 @@ from tandem.kernels.experts import RoutedExperts, read_experts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.operator import WeightReader
 
-__all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
+__all__ = ["Activation", "NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between gate, up and down: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
+
+    The default is SwiGLU's. gpt-oss has ``Activation(alpha=1.702, limit=7.0, up_offset=1.0)``.
+    """
+
+    name: str = "silu"
+    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
+    alpha: float = 1.0
+    """Of ``silu`` alone; positive."""
+    limit: float = math.inf
+    """The gate is at most this, up at most this far from zero; positive."""
+    up_offset: float = 0.0
+
+
+SILU = Activation()
 
 
 def count_bytes(
@@ -36,6 +57,7 @@ def count_bytes(
         bits=weight_format.bits,
         group_size=weight_format.group_size,
         has_minimum=weight_format.has_minimum,
+        is_float=weight_format.is_float,
         num_experts=num_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -43,7 +65,7 @@ def count_bytes(
 
 
 class PackedExperts:
-    """SwiGLU experts in one weight format.
+    """Gated experts in one weight format: ``down(activation(gate(x), up(x)))``.
 
     Args:
         weight_format: how the weights are stored.
@@ -54,11 +76,17 @@ class PackedExperts:
         isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
         storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
             that are packed already. None = memory of its own.
+        activation: of gate and up; SwiGLU's by default.
+        has_bias: whether experts have biases, zero until ``set_bias``.
+        num_parts: shares of F, each packed and computed by the threads of its NUMA node; give the
+            nodes of the pool. Results depend on it bitwise, not on the nodes. With several,
+            ``storage`` is copied, not kept.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
     Raises: ShapeError (sizes that are not whole groups); UnsupportedError (format, ISA);
-        ConfigError (unknown ISA, a size below 1); CapacityError (memory).
+        ConfigError (unknown ISA or activation, a size below 1, more parts than blocks of columns);
+        CapacityError (memory).
     """
 
     def __init__(
@@ -71,6 +99,9 @@ class PackedExperts:
         pool: ThreadPool,
         isa: str | None = None,
         storage: NDArray[np.uint8] | None = None,
+        activation: Activation = SILU,
+        has_bias: bool = False,
+        num_parts: int = 1,
     ) -> None:
         self.weight_format = weight_format
         self.num_experts = num_experts
@@ -85,8 +116,17 @@ class PackedExperts:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             isa="" if isa is None else isa,
-            storage=storage,
+            storage=storage if num_parts == 1 else None,
+            is_float=weight_format.is_float,
+            activation=activation.name,
+            alpha=activation.alpha,
+            limit=activation.limit,
+            up_offset=activation.up_offset,
+            has_bias=has_bias,
+            num_parts=num_parts,
         )
+        if storage is not None and num_parts > 1:
+            self._bank.load(pool, storage)
 
     @classmethod
     def pack(
@@ -97,6 +137,8 @@ class PackedExperts:
         *,
         pool: ThreadPool,
         isa: str | None = None,
+        activation: Activation = SILU,
+        num_parts: int = 1,
     ) -> "PackedExperts":
         """Code all experts of a layer.
 
@@ -107,6 +149,8 @@ class PackedExperts:
             down_EDF: the same [E, D, F].
             pool: as of the class.
             isa: as of the class.
+            activation: as of the class.
+            num_parts: as of the class.
 
         Raises: as the class and ``pack_expert``.
         """
@@ -121,7 +165,16 @@ class PackedExperts:
         if len(down_EDF) != num_experts:
             what = f"{num_experts} experts in gate_up, {len(down_EDF)} in down"
             raise ShapeError("kernels.pack", what, field="down")
-        experts = cls(weight_format, num_experts, hidden_size, rows // 2, pool=pool, isa=isa)
+        experts = cls(
+            weight_format,
+            num_experts,
+            hidden_size,
+            rows // 2,
+            pool=pool,
+            isa=isa,
+            activation=activation,
+            num_parts=num_parts,
+        )
         pairs: Iterable[tuple[Tensor, Tensor]] = zip(gate_up_E2FD, down_EDF, strict=True)
         for expert_id, (gate_up, down) in enumerate(pairs):
             experts.pack_expert(expert_id, gate_up[: rows // 2], gate_up[rows // 2 :], down)
@@ -139,6 +192,14 @@ class PackedExperts:
         views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
         self._bank.pack(self._pool, expert_id, *views)
 
+    def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        """Copy the biases of one expert, of any floating dtype; before any ``forward``.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).
+        """
+        views = [tensor.detach().float().contiguous() for tensor in (gate_F, up_F, down_D)]
+        self._bank.set_bias(expert_id, *views)
+
     @property
     def isa(self) -> str:
         """The variant of the kernels that runs."""
@@ -151,11 +212,14 @@ class PackedExperts:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says."""
+        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says.
+
+        Raises: UnsupportedError (several parts).
+        """
         return self._bank.array()
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum the chosen experts' SwiGLU outputs, each scaled by its router weight.
+        """Sum the chosen experts' outputs, each scaled by its router weight.
 
         Args:
             x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
