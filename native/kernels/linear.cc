@@ -12,6 +12,8 @@ namespace {
 // Rows of one task: more are split, so that a matrix of few outputs still occupies all threads.
 constexpr size_t kMaxTaskRows = 192;
 constexpr size_t kAlignment = 64;
+// Below, the last huge page of a matrix would mostly be waste.
+constexpr size_t kMinHugeBytes = size_t{16} << 20;
 // Outputs that share a scale in e4m3: rows are packed in whole blocks of them.
 constexpr size_t kBlockRows = 128;
 
@@ -54,7 +56,7 @@ Result<PackedMatrix> PackedMatrix::create(const Config& config) {
     return planned;
   }
   AlignedBuffer::Options options;
-  options.hugepages = true;
+  options.hugepages = matrix.size_bytes() >= kMinHugeBytes;
   Result<AlignedBuffer> buffer = AlignedBuffer::allocate(matrix.size_bytes(), options);
   if (!buffer.is_ok()) return buffer.error();
   matrix.own_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));

@@ -16,7 +16,7 @@ from tandem.kernels.formats import dequantize, find_format, quantize, round_to_b
 from tandem.models.families import describe_model
 from tandem.models.loader import load_model
 from tandem.models.plan import explain_rules
-from tandem.models.precision import choose_dtype, plan_experts
+from tandem.models.precision import choose_dtype, plan_weights
 
 IDS = list(range(3, 60))
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
@@ -143,11 +143,16 @@ def test_what_fits_no_format_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="'int3': choose one of") as caught:
         load_model(folder, expert_format="int3")
     assert caught.value.field == "model.expert_format"
-    with pytest.raises(ShapeError, match="hidden_size 48 is not a multiple"):
+    with pytest.raises(ShapeError, match="in_features 48 is not a multiple"):
         load_model(folder, expert_format="int8")
-    spec = describe_model(folder)
     with pytest.raises(UnsupportedError, match="cuda"):
-        plan_experts(spec, "bf16", "cuda")
+        plan(describe_model(folder), expert_format="bf16", device="cuda")
+
+
+def plan(spec, expert_format="auto", linear_format="auto", device="cpu"):
+    return plan_weights(
+        spec, expert_format=expert_format, linear_format=linear_format, device=device
+    )
 
 
 def make_spec(**changes) -> ModelSpec:
@@ -159,18 +164,29 @@ def make_spec(**changes) -> ModelSpec:
 
 
 def test_plans_say_bytes_and_why():
-    spec = make_spec(dtype="bfloat16")
+    spec = make_spec(dtype="bfloat16", num_parameters=5_000_000)
     weights = 2 * 4 * 3 * 256 * 256
-    auto = plan_experts(spec, "auto", "cpu")
-    assert (auto.name, auto.size_bytes, auto.plain_bytes) == ("bf16", 2 * weights, 2 * weights)
-    int8 = plan_experts(spec, "int8", "cpu")
+    auto = plan(spec)
+    assert (auto.experts.name, auto.linear.name, auto.router.name) == ("bf16", "bf16", "bf16")
+    assert auto.experts.size_bytes == auto.experts.plain_bytes == 2 * weights
+    int8 = plan(spec, "int8", "none").experts
     assert (int8.name, int8.size_bytes) == ("int8g128", weights * (128 + 2) // 128)
-    plain = plan_experts(make_spec(), "auto", "cpu")
-    assert (plain.name, plain.size_bytes) == ("", 4 * weights)
-    assert "no format of this dtype" in plain.reason
-    assert plan_experts(spec, "none", "cpu").reason == "bfloat16 tensors, as asked for"
-    dense = plan_experts(make_spec(num_experts=0, num_moe_layers=0), "int8", "cpu")
-    assert (dense.name, dense.size_bytes) == ("", 0)
+    plain = plan(make_spec())
+    assert (plain.experts.name, plain.experts.size_bytes) == ("none", 4 * weights)
+    assert "no format of this dtype" in plain.linear.reason
+    assert plan(spec, "none", "none").linear.reason == "bfloat16 tensors, as asked for"
+    dense = plan(make_spec(num_experts=0, num_moe_layers=0), "int8")
+    assert (dense.experts.name, dense.experts.size_bytes) == ("none", 0)
+
+
+def test_plans_count_what_is_loaded(checkpoint):
+    for changes in ({}, {"tie_word_embeddings": True}):
+        folder = checkpoint("qwen3_moe", **SIZES, **changes)
+        for experts, linear in (("auto", "auto"), ("int8", "int8g32"), ("none", "int8g16")):
+            model = load_model(
+                folder, dtype="bfloat16", expert_format=experts, linear_format=linear
+            )
+            assert model.plan.size_bytes == model.weight_bytes, (changes, experts, linear)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +194,7 @@ def test_plans_say_bytes_and_why():
     [
         (True, {}, "bfloat16"),
         (False, {}, "float32"),
-        (True, {"num_moe_layers": 0}, "float32"),
+        (True, {"num_moe_layers": 0}, "bfloat16"),
         (True, {"checkpoint_dtype": "float32"}, "float32"),
     ],
 )

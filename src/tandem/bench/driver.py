@@ -37,12 +37,23 @@ class EngineDriver:
         folder: the checkpoint's.
         dtype: what it runs in.
         expert_format: of its routed experts.
+        linear_format: of its other matrices.
     """
 
-    def __init__(self, folder: Path, dtype: Dtype, expert_format: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: Dtype,
+        expert_format: str = "auto",
+        linear_format: str = "auto",
+    ) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(
-            path=str(folder), dtype=dtype, expert_format=expert_format, packed_cache="off"
+            path=str(folder),
+            dtype=dtype,
+            expert_format=expert_format,
+            linear_format=linear_format,
+            packed_cache="off",
         )
         built = build_engine(model, config, MonotonicClock())
         self.engine: Engine = built.engine

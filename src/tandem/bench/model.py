@@ -27,12 +27,14 @@ from tandem.bench.harness import BenchCase, time_call
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
 from tandem.models.families import describe_model
-from tandem.models.precision import plan_experts
+from tandem.models.precision import plan_weights
 from tandem.models.skeleton import build_skeleton
 
 __all__ = ["make_cases"]
 
 FORMATS = ("int8g128", "int4g32", "bf16")
+LINEAR_FORMATS = {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"}
+"""Of the other matrices; llama.cpp's quantiser gives some of them more bits as well."""
 LARGEST_ERROR = {"int8g128": 0.06, "int4g32": 0.35, "bf16": 0.03}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
@@ -95,7 +97,9 @@ class _Bench:
     def ours(self, weight_format: str) -> EngineDriver:
         if self._ours is None or self._ours[0] != weight_format:
             self._ours = None  # Two formats at once may not fit.
-            driver = EngineDriver(self.folder, "bfloat16", weight_format)
+            driver = EngineDriver(
+                self.folder, "bfloat16", weight_format, LINEAR_FORMATS[weight_format]
+            )
             self._ours = (weight_format, driver)
         return self._ours[1]
 
@@ -136,11 +140,11 @@ class _Bench:
         torch.set_num_threads(self.threads)
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec = self.spec
-        packed = plan_experts(spec, weight_format, "cpu")
+        linear = LINEAR_FORMATS[weight_format]
+        plan = plan_weights(spec, expert_format=weight_format, linear_format=linear, device="cpu")
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
-        # The embedding's table is not read but for a row.
-        others = spec.weight_bytes - packed.plain_bytes - 2 * spec.vocab_size * spec.hidden_size
-        return (packed.size_bytes * share + others) * seconds_per_byte * 1e3
+        others = plan.linear.size_bytes + plan.router.size_bytes
+        return (plan.experts.size_bytes * share + others) * seconds_per_byte * 1e3
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:

@@ -20,6 +20,9 @@ def plan(
     expert_format: Annotated[
         str, typer.Option(help="Weight format of routed experts without a rule.")
     ] = "auto",
+    linear_format: Annotated[
+        str, typer.Option(help="Weight format of other matrices without a rule.")
+    ] = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Show what a rule file makes of a model."""

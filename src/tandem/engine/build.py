@@ -29,8 +29,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model, make_kv_layout
-from tandem.models.operators import NO_FORMAT
-from tandem.models.precision import choose_dtype, plan_experts
+from tandem.models.precision import choose_dtype, plan_weights
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -53,6 +52,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_format: str
     """Name of the routed experts' weight format, or ``none``."""
     expert_reason: str
+    linear_format: str
+    """Of the other matrices."""
+    linear_reason: str
     weight_bytes: int
     """Of all weights as they are stored here."""
     layout: KVLayout
@@ -74,6 +76,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("dtype", spec.dtype, spec.dtype_reason),
             ("experts", self.expert_format, self.expert_reason),
+            ("linear", self.linear_format, self.linear_reason),
             ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
             (
@@ -110,8 +113,12 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         )
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     spec = choose_dtype(describe_model(folder), model_config.dtype)
-    experts = plan_experts(spec, model_config.expert_format, model_config.device)
-    weight_bytes = spec.weight_bytes - experts.plain_bytes + experts.size_bytes
+    weights = plan_weights(
+        spec,
+        expert_format=model_config.expert_format,
+        linear_format=model_config.linear_format,
+        device=model_config.device,
+    )
     own = spec.max_position_embeddings
     if engine_config.max_model_len > own:
         raise ConfigError(
@@ -127,14 +134,16 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         engine_config,
         block_bytes=layout.bytes_per_block,
         max_model_len=max_model_len,
-        available_bytes=_count_available(topology) - weight_bytes,
+        available_bytes=_count_available(topology) - weights.size_bytes,
     )
     return EnginePlan(
         folder=str(folder),
         spec=spec,
-        expert_format=experts.name or NO_FORMAT,
-        expert_reason=experts.reason,
-        weight_bytes=weight_bytes,
+        expert_format=weights.experts.name,
+        expert_reason=weights.experts.reason,
+        linear_format=weights.linear.name,
+        linear_reason=weights.linear.reason,
+        weight_bytes=weights.size_bytes,
         layout=layout,
         config=msgspec.structs.replace(
             engine_config,
@@ -193,13 +202,15 @@ def build_engine(
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
         expert_format=plan.expert_format,
+        linear_format=plan.linear_format,
         packed_cache=model_config.packed_cache,
         pool=threads,
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
     # Whatever must be equal for KV of equal tokens to be interchangeable.
-    fingerprint = f"{model.fingerprint}/{plan.spec.dtype}/{plan.expert_format}/{plan.layout}"
+    formats = f"{plan.spec.dtype}/{plan.expert_format}/{plan.linear_format}"
+    fingerprint = f"{model.fingerprint}/{formats}/{plan.layout}"
     index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
         Scheduler(plan.config, pool, index),

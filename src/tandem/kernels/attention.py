@@ -11,13 +11,13 @@ partial results are merged by their log-sum-exp, so that memory is bounded whate
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tandem import _native
+from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.native import is_native, view_tensor
-from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 from tandem.kernels.rope import apply_rope_
-from tandem.kernels.step import DecodeGroup, NativeStep, PagedStep, Prefill, project_into
+from tandem.kernels.step import DecodeGroup, NativeStep, PagedStep, Prefill
 
 __all__ = ["Attention", "PagedStep", "attend", "write_kv"]
 
@@ -161,6 +161,7 @@ class Attention(Operator):
         has_qkv_bias: q, k and v projections have a bias.
         has_o_bias: so has the output projection.
         qk_norm_eps: epsilon of the norms of q and k; None is no such norms.
+        settings: how the projections are stored and run.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Attention(Operator):
         has_qkv_bias: bool = False,
         has_o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -186,30 +188,27 @@ class Attention(Operator):
         self.has_qkv_bias = has_qkv_bias
         self.has_o_bias = has_o_bias
         self.qk_norm_eps = qk_norm_eps
+        self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``{q,k,v,o}_proj`` and, where the heads are normed, ``{q,k}_norm``."""
         d, heads, kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
         sizes = [("q_proj", heads * d), ("k_proj", kv_heads * d), ("v_proj", kv_heads * d)]
-        weights = [(f"{name}.{part}.weight", rows) for part, rows in sizes]
-        self.qkv_weight = freeze(self._read_rows(reader, weights, self.hidden_size))
-        self.qkv_bias = self.o_bias = self.qk_weight = None
-        if self.has_qkv_bias:
-            biases = [(f"{name}.{part}.bias", rows) for part, rows in sizes]
-            self.qkv_bias = freeze(self._read_rows(reader, biases))
-        o_rows = [(f"{name}.o_proj.weight", self.hidden_size)]
-        self.o_weight = freeze(self._read_rows(reader, o_rows, heads * d))
-        if self.has_o_bias:
-            o_bias = [(f"{name}.o_proj.bias", self.hidden_size)]
-            self.o_bias = freeze(self._read_rows(reader, o_bias))
-        # Made once, and where no module has to search for them: that takes longer than the views.
-        self._products = (self.qkv_weight.t(), self.qkv_bias, self.o_weight.t(), self.o_bias)
+        qkv = [(f"{name}.{part}", rows) for part, rows in sizes]
+        output = [(f"{name}.o_proj", self.hidden_size)]
+        settings, qkv_bias, o_bias = self.settings, self.has_qkv_bias, self.has_o_bias
+        # Where no module has to search for them: that takes longer than some products.
+        self._matrices = (
+            read_matrix(self, "qkv_", reader, settings, qkv, self.hidden_size, has_bias=qkv_bias),
+            read_matrix(self, "o_", reader, settings, output, heads * d, has_bias=o_bias),
+        )
+        self.qk_weight = None
         self.q_view: _native.TensorView | None = None
         self.k_view: _native.TensorView | None = None
         if self.qk_norm_eps is None:
             return
         names = [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)]
-        self.qk_weight = freeze(self._read_rows(reader, names).view(2, d))
+        self.qk_weight = freeze(read_rows(reader, names).view(2, d))
         if is_native(self.qk_weight):
             self.q_view, self.k_view = (view_tensor(weight) for weight in self.qk_weight)
 
@@ -218,7 +217,7 @@ class Attention(Operator):
         if step.native is not None:
             return self.mix_natively(h_TD, step.native)
         heads, d = self.num_heads, self.head_dim
-        qkv = functional.linear(h_TD, self.qkv_weight, self.qkv_bias).view(len(h_TD), -1, d)
+        qkv = self._matrices[0].forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + self.num_kv_heads]
         normed = qk
         if self.qk_weight is not None:
@@ -236,8 +235,7 @@ class Attention(Operator):
         heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
         qkv, by_head = native.head_buffer("qkv", heads + 2 * kv_heads, d)
         mixed, mixed_by_head = native.head_buffer("mixed", heads, d)
-        weight, bias, _, _ = self._products
-        project_into(qkv, h_TD, weight, bias)
+        self._matrices[0].run_into(qkv, h_TD)
         _native.rotate_heads(
             by_head,
             native.cos,
@@ -255,14 +253,11 @@ class Attention(Operator):
 
     def project_into_(self, residual_TD: Tensor, mixed: Tensor) -> None:
         """Add the output projection of the attended heads to ``residual_TD``, in place."""
-        _, _, weight, bias = self._products
-        residual_TD.addmm_(mixed, weight)
-        if bias is not None:
-            residual_TD += bias
+        self._matrices[1].add_into_(residual_TD, mixed)
 
     def forward(
         self, hidden_states: Tensor, *_: object, tandem_step: PagedStep, **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = self.mix(hidden_states[0], tandem_step)
-        return functional.linear(mixed, self.o_weight, self.o_bias)[None], None
+        return self._matrices[1].forward(mixed, dtype=mixed.dtype)[None], None

@@ -4,11 +4,14 @@ Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logi
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
+from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
 __all__ = ["Embedding", "Linear", "LmHead"]
 
@@ -20,25 +23,33 @@ class Linear(Operator):
         in_features: K.
         out_features: N.
         has_bias: whether the checkpoint has ``bias`` beside ``weight``.
+        settings: how the matrix is stored and run.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool = False,
+        settings: MatrixSettings = TENSORS,
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = has_bias
-        self.bias = None
+        self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` and, if there is one, ``bias``."""
-        rows = self.out_features
-        self.weight = freeze(self._read_rows(reader, [(f"{name}.weight", rows)], self.in_features))
-        if self.has_bias:
-            self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", rows)]))
+        parts, size = [(name, self.out_features)], self.in_features
+        self._matrix = read_matrix(
+            self, "", reader, self.settings, parts, size, has_bias=self.has_bias
+        )
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
-        return functional.linear(x_TK, self.weight, self.bias)
+        return self._matrix.forward(x_TK, dtype=x_TK.dtype)
 
 
 class Embedding(Operator):
@@ -52,7 +63,7 @@ class Embedding(Operator):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``."""
         rows = [(f"{name}.weight", self.vocab_size)]
-        self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
+        self.weight = freeze(read_rows(reader, rows, self.hidden_size))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
@@ -67,6 +78,7 @@ class LmHead(Linear):
         vocab_size: V.
         tied_to: gives the embedding whose weight this one shares, at loading; None is a head
             with a weight of its own.
+        settings: how the matrix is stored and run; a packed one is a copy of the embedding's.
     """
 
     def __init__(
@@ -76,8 +88,9 @@ class LmHead(Linear):
         *,
         has_bias: bool = False,
         tied_to: Callable[[], nn.Module] | None = None,
+        settings: MatrixSettings = TENSORS,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, has_bias=has_bias)
+        super().__init__(hidden_size, vocab_size, has_bias=has_bias, settings=settings)
         self._tied_to = tied_to
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -85,6 +98,11 @@ class LmHead(Linear):
         if self._tied_to is None:
             super().load(reader, name)
             return
-        self.weight = self._tied_to().weight
-        if self.has_bias:
-            self.bias = freeze(self._read_rows(reader, [(f"{name}.bias", self.out_features)]))
+        weight: Any = self._tied_to().weight
+        rows = [(f"{name}.bias", self.out_features)]
+        bias = read_rows(reader, rows) if self.has_bias else None
+        self._matrix = make_matrix(self, "", self.settings, weight, bias)
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return logits [..., V], new, float32: sums are not rounded to the model's dtype first."""
+        return self._matrix.forward(x_TK, dtype=torch.float32)

@@ -4,8 +4,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem import _native
-from tandem.kernels.operator import Operator, WeightReader, freeze
-from tandem.kernels.step import NativeStep, project_into
+from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
+from tandem.kernels.operator import Operator, WeightReader
+from tandem.kernels.step import NativeStep
 
 __all__ = ["Mlp", "swiglu"]
 
@@ -19,37 +20,38 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class Mlp(Operator):
     """``down(silu(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, has_bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        has_bias: bool = False,
+        settings: MatrixSettings = TENSORS,
+    ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.has_bias = has_bias
+        self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``{gate,up,down}_proj``."""
-        size = self.intermediate_size
-        gate_up = [(f"{name}.{part}.weight", size) for part in ("gate_proj", "up_proj")]
-        self.gate_up_weight = freeze(self._read_rows(reader, gate_up, self.hidden_size))
-        down = [(f"{name}.down_proj.weight", self.hidden_size)]
-        self.down_weight = freeze(self._read_rows(reader, down, size))
-        self.gate_up_bias = self.down_bias = None
-        if self.has_bias:
-            biases = [(f"{name}.{part}.bias", size) for part in ("gate_proj", "up_proj")]
-            self.gate_up_bias = freeze(self._read_rows(reader, biases))
-            down = [(f"{name}.down_proj.bias", self.hidden_size)]
-            self.down_bias = freeze(self._read_rows(reader, down))
-        # Made once, and where no module has to search for them.
-        self._products = (
-            self.gate_up_weight.t(),
-            self.gate_up_bias,
-            self.down_weight.t(),
-            self.down_bias,
+        size, bias = self.intermediate_size, self.has_bias
+        gate_up = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
+        down = [(f"{name}.down_proj", self.hidden_size)]
+        settings = self.settings
+        # Where no module has to search for them.
+        self._matrices = (
+            read_matrix(
+                self, "gate_up_", reader, settings, gate_up, self.hidden_size, has_bias=bias
+            ),
+            read_matrix(self, "down_", reader, settings, down, size, has_bias=bias),
         )
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
-        hidden = swiglu(functional.linear(x_TD, self.gate_up_weight, self.gate_up_bias))
-        return functional.linear(hidden, self.down_weight, self.down_bias)
+        gate_up, down = self._matrices
+        return down.forward(swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)), dtype=x_TD.dtype)
 
     def add_into_(
         self, residual_TD: Tensor, x_TD: Tensor, native: NativeStep | None = None
@@ -58,14 +60,12 @@ class Mlp(Operator):
 
         ``native`` is that of the step, if it has one.
         """
-        gate_up_weight, gate_up_bias, down_weight, down_bias = self._products
+        gate_up_matrix, down_matrix = self._matrices
         if native is None:
-            hidden = swiglu(functional.linear(x_TD, self.gate_up_weight, gate_up_bias))
+            hidden = swiglu(gate_up_matrix.forward(x_TD, dtype=x_TD.dtype))
         else:
             gate_up, gate_up_view = native.buffer("gate_up", 2 * self.intermediate_size)
             hidden, hidden_view = native.buffer("hidden", self.intermediate_size)
-            project_into(gate_up, x_TD, gate_up_weight, gate_up_bias)
+            gate_up_matrix.run_into(gate_up, x_TD)
             _native.swiglu(gate_up_view, hidden_view, native.pool)
-        residual_TD.addmm_(hidden, down_weight)
-        if down_bias is not None:
-            residual_TD += down_bias
+        down_matrix.add_into_(residual_TD, hidden)

@@ -5,13 +5,13 @@ Shapes: T tokens, D hidden, E experts, K experts per token.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tandem import _native
 from tandem.kernels.experts import RoutedExperts
+from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.native import is_native, view_tensor
-from tandem.kernels.operator import Operator, WeightReader, freeze
-from tandem.kernels.step import NativeStep, project_into
+from tandem.kernels.operator import Operator, WeightReader
+from tandem.kernels.step import NativeStep
 
 __all__ = ["MoeBlock", "Router"]
 
@@ -24,27 +24,34 @@ class Router(Operator):
         num_experts: E.
         top_k: K.
         is_normalised: whether the K weights are scaled to sum to one.
+        settings: how the matrix is stored and run.
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, is_normalised: bool
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        is_normalised: bool,
+        settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
         self.is_normalised = is_normalised
+        self.settings = settings
         self._scoring = "softmax_normalised" if is_normalised else "softmax"
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` [E, D]."""
-        rows = [(f"{name}.weight", self.num_experts)]
-        self.weight = freeze(self._read_rows(reader, rows, self.hidden_size))
-        self._weight_t = self.weight.t()
+        parts = [(name, self.num_experts)]
+        self._matrix = read_matrix(self, "", reader, self.settings, parts, self.hidden_size)
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
-        logits = functional.linear(x_TD, self.weight)
+        logits = self._matrix.forward(x_TD, dtype=x_TD.dtype)
         if is_native(logits):
             weights = logits.new_empty(len(logits), self.top_k)
             ids = torch.empty(weights.shape, dtype=torch.int64)
@@ -64,7 +71,7 @@ class Router(Operator):
     def route_natively(self, x_TD: Tensor, native: NativeStep) -> tuple[Tensor, Tensor]:
         """Return (weights [T, K], ids [T, K]) in buffers of the step, valid until the next call."""
         logits, logits_view = native.buffer("router_logits", self.num_experts)
-        project_into(logits, x_TD, self._weight_t, None)
+        self._matrix.run_into(logits, x_TD)
         weights, weights_view = native.buffer("router_weights", self.top_k)
         ids, ids_view = native.buffer("router_ids", self.top_k, torch.int64)
         _native.route(logits_view, weights_view, ids_view, self._scoring, pool=native.pool)

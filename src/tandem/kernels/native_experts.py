@@ -22,7 +22,7 @@ from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.experts import RoutedExperts, read_experts
 from tandem.kernels.formats import WeightFormat
-from tandem.kernels.operator import WeightReader
+from tandem.kernels.operator import WeightReader, allocate_scratch
 
 __all__ = ["Activation", "NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -295,14 +295,14 @@ class NativeExperts(RoutedExperts):
         self._cache = cache
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights, which are not parameters of the module."""
+    def size_bytes(self) -> int:
+        """Bytes of the packed weights, before and after they are loaded."""
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
         return count_bytes(self.weight_format, *sizes)
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Map the weights if the cache has them, else read and pack them."""
-        size_bytes = self.packed_bytes
+        size_bytes = self.packed_bytes = self.size_bytes
         found = None if self._cache is None else self._cache.find(name, size_bytes)
         if found is not None:
             self._experts = self._make(found)
@@ -329,8 +329,8 @@ class NativeExperts(RoutedExperts):
         size, hidden = self.intermediate_size, self.hidden_size
         is_stacked = reader.has(f"{name}.gate_up_proj")
         count = self.num_experts if is_stacked else 1
-        gate_up = torch.empty((count, 2 * size, hidden), dtype=reader.dtype)
-        down = torch.empty((count, hidden, size), dtype=reader.dtype)
+        gate_up = allocate_scratch(count, 2 * size, hidden, dtype=reader.dtype)
+        down = allocate_scratch(count, hidden, size, dtype=reader.dtype)
         if is_stacked:
             read_experts(reader, name, gate_up, down)
         for i in range(self.num_experts):

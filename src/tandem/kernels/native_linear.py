@@ -154,9 +154,17 @@ class PackedLinear:
         Cost: reads the packed weights once for up to some hundred rows. Blocks; releases the GIL;
             thread-safe.
         """
-        out = torch.empty((*x_TK.shape[:-1], self.out_features), dtype=dtype)
+        shape = (*x_TK.shape[:-1], self.out_features)
+        out = torch.empty(shape, dtype=dtype)
         self._run(x_TK, out, is_added=False)
         return out
+
+    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
+        """Overwrite ``out_TN``, float32 or bfloat16, with ``x W^T + b``; as ``forward``."""
+        if out_TN.shape[:-1] != x_TK.shape[:-1]:
+            what = f"out {tuple(out_TN.shape)} for x {tuple(x_TK.shape)}"
+            raise ShapeError("kernels.run_linear", what, field="out")
+        self._run(x_TK, out_TN, is_added=False)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
         """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""

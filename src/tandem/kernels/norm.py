@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.kernels.native import is_native, view_tensor
-from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
 __all__ = ["RmsNorm"]
 
@@ -24,7 +24,7 @@ class RmsNorm(Operator):
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``."""
-        self.weight = freeze(self._read_rows(reader, [(f"{name}.weight", self.size)]))
+        self.weight = freeze(read_rows(reader, [(f"{name}.weight", self.size)]))
         self.weight_view = view_tensor(self.weight) if is_native(self.weight) else None
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """What all operators share: reading their own weights from a source that knows the checkpoint."""
 
+import mmap
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Operator", "WeightReader"]
+__all__ = ["Operator", "WeightReader", "allocate_scratch", "freeze", "read_rows"]
 
 
 class WeightReader(Protocol):
@@ -36,8 +38,11 @@ class WeightReader(Protocol):
 class Operator(nn.Module):
     """An operator of ours in the place of a module of the skeleton.
 
-    Weights do not exist before ``load``; after it they are parameters without gradient.
+    Weights do not exist before ``load``; after it they are parameters without gradient, or packed.
     """
+
+    packed_bytes: int = 0
+    """Of the weights that are packed, and so are no parameters of the module."""
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Allocate the weights and read them; ``name`` is the module's dotted path.
@@ -46,16 +51,37 @@ class Operator(nn.Module):
         """
         raise NotImplementedError  # An interface: each operator reads its own names.
 
-    def _read_rows(self, reader: WeightReader, parts: list[tuple[str, int]], *tail: int) -> Tensor:
-        """Read tensors stacked along their first dimension; ``parts`` are (name, rows)."""
-        out = torch.empty(
-            (sum(rows for _, rows in parts), *tail), dtype=reader.dtype, device=reader.device
-        )
-        row = 0
-        for name, rows in parts:
-            reader.read_into(name, out[row : row + rows])
-            row += rows
-        return out
+
+def allocate_scratch(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return zeroed memory on the CPU that goes back to the machine when it is freed.
+
+    The C library keeps freed blocks of some MiB; what is read to be packed should leave nothing.
+    """
+    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def read_rows(
+    reader: WeightReader,
+    parts: list[tuple[str, int]],
+    *tail: int,
+    is_scratch: bool = False,
+) -> Tensor:
+    """Read tensors stacked along their first dimension; ``parts`` are (name, rows).
+
+    ``is_scratch``: the result is packed at once and freed; see ``allocate_scratch``.
+
+    Raises: what ``WeightReader.read_into`` raises.
+    """
+    shape = (sum(count for _, count in parts), *tail)
+    if is_scratch:
+        out = allocate_scratch(*shape, dtype=reader.dtype)
+    else:
+        out = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+    row = 0
+    for name, count in parts:
+        reader.read_into(name, out[row : row + count])
+        row += count
+    return out
 
 
 def freeze(weight: Tensor) -> nn.Parameter:

@@ -13,21 +13,13 @@ from tandem.kernels.native import NATIVE_DTYPES, Buffer, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 
-__all__ = ["DecodeGroup", "NativeStep", "PagedStep", "Prefill", "project_into"]
+__all__ = ["DecodeGroup", "NativeStep", "PagedStep", "Prefill"]
 
 MAX_GATHER_BYTES = 32 << 20
 """Keys and values that one decode group gathers at most: a few L2s, far below the model."""
 
 TILE_TOKENS = 4096
 """Earlier context that a prefill attends at a time."""
-
-
-def project_into(out: Tensor, x_TK: Tensor, w_KN: Tensor, bias_N: Tensor | None) -> None:
-    """Write ``x W + b`` to ``out`` [T, N]; the weight comes transposed, as views cost time too."""
-    if bias_N is None:
-        torch.mm(x_TK, w_KN, out=out)
-    else:
-        torch.addmm(bias_N, x_TK, w_KN, out=out)
 
 
 class NativeStep:

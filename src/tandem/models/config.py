@@ -29,6 +29,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "for tensors of the dtype; auto decides and says why."
         ),
     ] = "auto"
+    linear_format: Annotated[
+        str,
+        Meta(
+            description="Weight format of all other matrices but the embedding and the routers; "
+            "as expert_format."
+        ),
+    ] = "auto"
     packed_cache: Annotated[
         str,
         Meta(

@@ -9,9 +9,9 @@ from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.paged import TORCH_DTYPES
 from tandem.models.families import open_checkpoint
 from tandem.models.injection import apply_rules, load_rules
-from tandem.models.operators import ExpertSettings
+from tandem.models.operators import WeightSettings
 from tandem.models.packed_cache import PackedCaches, choose_root
-from tandem.models.precision import choose_dtype, plan_experts
+from tandem.models.precision import choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
 from tandem.models.weights import Progress, WeightSource
 
@@ -62,7 +62,7 @@ def convert_model(
     """
     checkpoint = open_checkpoint(path_or_id)
     spec = choose_dtype(checkpoint.spec, "auto")
-    plan = plan_experts(spec, weight_format, "cpu")
+    plan = plan_weights(spec, expert_format=weight_format, linear_format="none", device="cpu")
     # An explicit wish: also what is too small for `auto` to keep.
     root = choose_root(packed_cache, checkpoint.folder, size_bytes=1 << 62)
     if root is None:
@@ -76,8 +76,8 @@ def convert_model(
         WeightSource(checkpoint.folder, dtype=dtype, progress=progress) as source,
         PackedCaches(root, source=source.fingerprint(config_bytes)) as caches,
     ):
-        experts = ExpertSettings(plan.weight_format, pool, caches)
-        apply_rules(model, checkpoint.config, load_rules(rules), device="cpu", experts=experts)
+        settings = WeightSettings.of_plan(plan, pool, caches)
+        apply_rules(model, checkpoint.config, load_rules(rules), device="cpu", settings=settings)
         modules = model.named_modules()
         operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}
         if not operators:
@@ -91,21 +91,21 @@ def convert_model(
             if not _is_packed(caches, name, operator):
                 raise CapacityError(
                     "models.convert",
-                    f"{root} does not take {name}, {operator.packed_bytes} bytes: free space "
+                    f"{root} does not take {name}, {operator.size_bytes} bytes: free space "
                     "there, end the process that writes to it, or name another folder",
                 )
         if is_verified:
             caches.verify()
     return ConvertReport(
         folder=str(root),
-        weight_format=plan.name,
+        weight_format=plan.experts.name,
         num_files=len(operators),
         num_packed=len(operators.keys() - had),
-        size_bytes=sum(operator.packed_bytes for operator in operators.values()),
-        source_bytes=plan.plain_bytes,
+        size_bytes=sum(operator.size_bytes for operator in operators.values()),
+        source_bytes=plan.experts.plain_bytes,
     )
 
 
 def _is_packed(caches: PackedCaches, name: str, operator: NativeExperts) -> bool:
     cache = caches.open(operator.weight_format.name)
-    return cache.find(name, operator.packed_bytes) is not None
+    return cache.find(name, operator.size_bytes) is not None

@@ -12,9 +12,9 @@ from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
     BuildContext,
-    ExpertSettings,
     OperatorEntry,
     UnfitModuleError,
+    WeightSettings,
     refuse,
     resolve_operator,
 )
@@ -63,7 +63,7 @@ def apply_rules(
     rules: tuple[Rule, ...],
     *,
     device: str,
-    experts: ExpertSettings,
+    settings: WeightSettings,
     strict: bool = True,
 ) -> tuple[RuleTable, list[Outcome]]:
     """Replace modules of ``model`` by operators, in place.
@@ -73,7 +73,7 @@ def apply_rules(
         config: its configuration.
         rules: in order of precedence.
         device: where the operators will run, to say where that differs from what a rule asks.
-        experts: how routed experts are stored and run.
+        settings: how weights are stored and run.
         strict: raise where a rule took a module that has no operator here; else say so in its
             outcome and keep the module.
 
@@ -92,7 +92,7 @@ def apply_rules(
             rules,
             entries,
             device=device,
-            experts=experts,
+            settings=settings,
             strict=strict,
         )
         outcomes[assignment.module.name] = outcome
@@ -114,7 +114,7 @@ def _apply_one(
     entries: list[OperatorEntry | None],
     *,
     device: str,
-    experts: ExpertSettings,
+    settings: WeightSettings,
     strict: bool,
 ) -> Outcome:
     name = assignment.module.name
@@ -131,7 +131,7 @@ def _apply_one(
         return Outcome(name, class_name, DEFAULT, assignment.rule, "no operator here")
     module = model.get_submodule(name)
     try:
-        built = entry.build(module, BuildContext(name, model, config, rule.kwargs, experts))
+        built = entry.build(module, BuildContext(name, model, config, rule.kwargs, settings))
     except UnfitModuleError as error:
         if not entry.is_optional:
             if strict:
@@ -145,7 +145,10 @@ def _apply_one(
 
 
 def _note_format(operator: nn.Module) -> str:
-    return operator.weight_format.name if isinstance(operator, NativeExperts) else ""
+    if isinstance(operator, NativeExperts):
+        return operator.weight_format.name
+    settings = getattr(operator, "settings", None)
+    return settings.weight_format.name if settings and settings.weight_format else ""
 
 
 def _note_devices(rule: Rule, device: str) -> str:

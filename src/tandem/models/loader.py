@@ -13,16 +13,15 @@ from tandem.core.spec import DTYPE_BYTES, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
-from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.injection import apply_rules, load_rules, require_no_meta
-from tandem.models.operators import ExpertSettings, make_rope_parameters
+from tandem.models.operators import WeightSettings, make_rope_parameters
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.plan import RulesReport
-from tandem.models.precision import ExpertPlan, choose_dtype, plan_experts
+from tandem.models.precision import WeightPlan, choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
 from tandem.models.weights import Progress, WeightSource
 
@@ -39,7 +38,7 @@ class CausalModel:
         report: which rule took which module, and unused rules.
         fingerprint: SHA-256 over configuration and samples of all weights.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
-        experts: how routed experts are stored where no rule says otherwise.
+        plan: how weights are stored where no rule says otherwise.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class CausalModel:
         report: RulesReport,
         fingerprint: str,
         ignored_weights: dict[str, str],
-        experts: ExpertPlan,
+        plan: WeightPlan,
         device: torch.device,
     ) -> None:
         self.spec = spec
         self.report = report
         self.fingerprint = fingerprint
         self.ignored_weights = ignored_weights
-        self.experts = experts
+        self.plan = plan
         self.device = device
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.skeleton = skeleton
@@ -76,7 +75,7 @@ class CausalModel:
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory; shared ones count once."""
         seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
-        packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, NativeExperts)]
+        packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
@@ -139,6 +138,7 @@ class CausalModel:
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
+        # A head of the skeleton's own gives the model's dtype.
         return self._head(hidden).float()
 
 
@@ -149,6 +149,7 @@ def load_model(
     rules: str | Path | None = None,
     device: str = "cpu",
     expert_format: str = "auto",
+    linear_format: str = "auto",
     packed_cache: str = "off",
     pool: ThreadPool | None = None,
     progress: Progress | None = None,
@@ -161,6 +162,7 @@ def load_model(
         rules: a rule file that goes before the built-in rules.
         device: where operators run.
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
+        linear_format: of the other matrices; the embedding stays a tensor.
         packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
         pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
@@ -175,7 +177,9 @@ def load_model(
     """
     checkpoint = open_checkpoint(path_or_id)
     spec = choose_dtype(checkpoint.spec, dtype)
-    plan = plan_experts(spec, expert_format, device)
+    plan = plan_weights(
+        spec, expert_format=expert_format, linear_format=linear_format, device=device
+    )
     all_rules = load_rules(rules)
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
@@ -187,14 +191,16 @@ def load_model(
             )
         )
         fingerprint = source.fingerprint(config_bytes)
-        root = choose_root(packed_cache, checkpoint.folder, plan.size_bytes)
+        root = None
+        if plan.experts.weight_format is not None:
+            root = choose_root(packed_cache, checkpoint.folder, plan.experts.size_bytes)
         caches = None
         if root is not None:
             caches = stack.enter_context(PackedCaches(root, source=fingerprint))
         model = build_skeleton(checkpoint.config)
-        experts = ExpertSettings(plan.weight_format, pool, caches)
+        settings = WeightSettings.of_plan(plan, pool, caches)
         table, outcomes = apply_rules(
-            model, checkpoint.config, all_rules, device=device, experts=experts
+            model, checkpoint.config, all_rules, device=device, settings=settings
         )
         _load_weights(model, checkpoint, source)
         ignored = source.check_all_used(_list_harmless(checkpoint))

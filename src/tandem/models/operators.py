@@ -19,6 +19,7 @@ from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import Experts, RoutedExperts
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
+from tandem.kernels.matrix import MatrixSettings
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.native_experts import NativeExperts
@@ -26,14 +27,14 @@ from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters
 from tandem.models.families import head_dim_of
 from tandem.models.packed_cache import PackedCaches
+from tandem.models.precision import NO_FORMAT, WeightPlan
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = [
-    "NO_FORMAT",
     "OPERATORS",
     "BuildContext",
-    "ExpertSettings",
     "OperatorEntry",
+    "WeightSettings",
     "make_rope_parameters",
     "resolve_operator",
 ]
@@ -42,10 +43,7 @@ DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
 """Keys whose value is a device; what runs on another device than asked is said in the report."""
 
 FORMAT_KWARG = "format"
-"""Weight format of routed experts, by name; our own word in the grammar."""
-
-NO_FORMAT = "none"
-"""The wish for tensors of the model's dtype."""
+"""Weight format of an operator's matrices, by name; our own word in the grammar."""
 
 KTRANSFORMERS_KWARGS = (
     *DEVICE_KWARGS,
@@ -65,15 +63,30 @@ class UnfitModuleError(Exception):
     """A module does not have the shape an operator needs; the text says what is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSettings:
-    """How routed experts are stored and run where no rule says otherwise."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSettings:
+    """How weights are stored and run where no rule says otherwise; None is as tensors."""
 
-    weight_format: WeightFormat | None
-    """None: tensors of the model's dtype."""
     pool: ThreadPool
+    experts: WeightFormat | None = None
+    linear: WeightFormat | None = None
+    router: WeightFormat | None = None
+    """Of the routers' scores, which choose: a format that loses nothing."""
     caches: PackedCaches | None = None
-    """Where packed weights are kept between runs."""
+    """Where packed experts are kept between runs."""
+
+    @classmethod
+    def of_plan(
+        cls, plan: WeightPlan, pool: ThreadPool, caches: PackedCaches | None = None
+    ) -> "WeightSettings":
+        """Return the settings that a plan comes to."""
+        return cls(
+            pool=pool,
+            experts=plan.experts.weight_format,
+            linear=plan.linear.weight_format,
+            router=plan.router.weight_format,
+            caches=caches,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,18 @@ class BuildContext:
     config: Any
     kwargs: dict[str, Any]
     """Of the rule."""
-    experts: ExpertSettings
+    settings: WeightSettings
+
+    def choose_format(self, default: WeightFormat | None) -> WeightFormat | None:
+        """Return the format that the rule asks for, or the default."""
+        wish = self.kwargs.get(FORMAT_KWARG)
+        if wish is None:
+            return default
+        return None if wish == NO_FORMAT else find_format(wish)
+
+    def choose_matrix(self) -> MatrixSettings:
+        """Return how a linear operator stores its matrices."""
+        return MatrixSettings(self.choose_format(self.settings.linear), self.settings.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +143,12 @@ def _build_linear(module: Any, context: BuildContext) -> nn.Module:
     _require(module, "in_features", "out_features")
     if context.model.get_output_embeddings() is module:
         return _build_lm_head(module, context)
-    return Linear(module.in_features, module.out_features, has_bias=_has_bias(module))
+    return Linear(
+        module.in_features,
+        module.out_features,
+        has_bias=_has_bias(module),
+        settings=context.choose_matrix(),
+    )
 
 
 def _build_lm_head(module: Any, context: BuildContext) -> LmHead:
@@ -130,6 +159,7 @@ def _build_lm_head(module: Any, context: BuildContext) -> LmHead:
         module.out_features,
         has_bias=_has_bias(module),
         tied_to=tied,
+        settings=context.choose_matrix(),
     )
 
 
@@ -200,6 +230,7 @@ def _build_attention(module: Any, context: BuildContext) -> Attention:
         has_qkv_bias=_has_bias(q),
         has_o_bias=_has_bias(o),
         qk_norm_eps=_norm_eps(module.q_norm) if hasattr(module, "q_norm") else None,
+        settings=context.choose_matrix(),
     )
 
 
@@ -208,11 +239,15 @@ def _build_mlp(module: Any, context: BuildContext) -> Mlp:
     if context.config.hidden_act not in ("silu", "swish"):
         raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
     gate = module.gate_proj
-    return Mlp(gate.in_features, gate.out_features, has_bias=_has_bias(gate))
+    return Mlp(
+        gate.in_features,
+        gate.out_features,
+        has_bias=_has_bias(gate),
+        settings=context.choose_matrix(),
+    )
 
 
 def _build_router(module: Any, context: BuildContext) -> Router:
-    del context
     _require(module, "weight", "top_k", "num_experts", "norm_topk_prob")
     if hasattr(module, "e_score_correction_bias") or hasattr(module, "n_group"):
         raise UnfitModuleError(f"{type(module).__name__} chooses by groups or with a bias")
@@ -221,6 +256,7 @@ def _build_router(module: Any, context: BuildContext) -> Router:
         module.num_experts,
         module.top_k,
         is_normalised=bool(module.norm_topk_prob),
+        settings=MatrixSettings(context.settings.router, context.settings.pool),
     )
 
 
@@ -229,11 +265,8 @@ def _build_experts(module: Any, context: BuildContext) -> RoutedExperts:
     if context.config.hidden_act not in ("silu", "swish"):
         raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
     sizes = module.down_proj.shape
-    settings = context.experts
-    wish = context.kwargs.get(FORMAT_KWARG)
-    weight_format = settings.weight_format
-    if wish is not None:
-        weight_format = None if wish == NO_FORMAT else find_format(wish)
+    settings = context.settings
+    weight_format = context.choose_format(settings.experts)
     if weight_format is None:
         return Experts(*sizes)
     cache = None if settings.caches is None else settings.caches.open(weight_format.name)
@@ -340,13 +373,13 @@ ABSENT = frozenset(
 """Names of the KTransformers documents for model families that have no operator here."""
 
 for _entry in (
-    OperatorEntry("Linear", _build_linear),
+    OperatorEntry("Linear", _build_linear, takes_format=True),
     OperatorEntry("Embedding", _build_embedding),
-    OperatorEntry("LmHead", _build_lm_head),
+    OperatorEntry("LmHead", _build_lm_head, takes_format=True),
     OperatorEntry("RmsNorm", _build_norm),
     OperatorEntry("Rope", _build_rope),
-    OperatorEntry("Attention", _build_attention, absorbs=True),
-    OperatorEntry("Mlp", _build_mlp, absorbs=True),
+    OperatorEntry("Attention", _build_attention, absorbs=True, takes_format=True),
+    OperatorEntry("Mlp", _build_mlp, absorbs=True, takes_format=True),
     OperatorEntry("Router", _build_router),
     OperatorEntry("Experts", _build_experts, absorbs=True, takes_format=True),
     OperatorEntry("MoeBlock", _build_moe_block),

@@ -8,8 +8,8 @@ from tandem._native import ThreadPool
 from tandem.core.spec import ModelSpec
 from tandem.models.families import open_checkpoint
 from tandem.models.injection import Outcome, apply_rules, load_rules
-from tandem.models.operators import ExpertSettings
-from tandem.models.precision import choose_dtype, plan_experts
+from tandem.models.operators import WeightSettings
+from tandem.models.precision import choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
 from tandem.placement.rules import DEFAULT, Rule
 
@@ -92,6 +92,7 @@ def explain_rules(
     dtype: str = "auto",
     device: str = "cpu",
     expert_format: str = "auto",
+    linear_format: str = "auto",
 ) -> RulesReport:
     """Report which rule takes which module; reads ``config.json`` and the rule file alone.
 
@@ -104,13 +105,15 @@ def explain_rules(
     model = build_skeleton(checkpoint.config)
     rules = load_rules(rules_path)
     spec = choose_dtype(checkpoint.spec, dtype)
-    plan = plan_experts(spec, expert_format, device)
+    plan = plan_weights(
+        spec, expert_format=expert_format, linear_format=linear_format, device=device
+    )
     table, outcomes = apply_rules(
         model,
         checkpoint.config,
         rules,
         device=device,
-        experts=ExpertSettings(plan.weight_format, ThreadPool(1)),
+        settings=WeightSettings.of_plan(plan, ThreadPool(1)),
         strict=False,
     )
     return RulesReport(

@@ -1,0 +1,206 @@
+"""llama.cpp as a peer: run by its own interpreter (see ``peers``); imports nothing of ours.
+
+Writes a qwen3_moe checkpoint as GGUF, quantised by the ``gguf`` package from the very same weights,
+and runs it through llama.cpp's C interface: batches of several sequences, greedy.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import numpy as np
+
+DECODE_STEPS = 8
+
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def read_tensors(path):
+    """Yield (name, float32 array) of a safetensors file of bfloat16 tensors."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        base = file.tell()
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, "r")
+    for name, entry in header.items():
+        assert entry["dtype"] == "BF16", (name, entry["dtype"])
+        begin, end = entry["data_offsets"]
+        raw = data[base + begin : base + end].view(np.uint16).astype(np.uint32) << 16
+        yield name, raw.view(np.float32).reshape(entry["shape"])
+
+
+def write_gguf(folder, path, kind):
+    """Write every tensor of the checkpoint; norms and routers in float32, the rest as ``kind``."""
+    folder, path = Path(folder), Path(path)
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "qwen3moe", use_temp_file=True)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in read_tensors(file):
+            for new_name, part in rename(name, tensor):
+                add_tensor(writer, new_name, part, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.stat().st_size
+
+
+def rename(name, tensor):
+    """Yield the tensors of llama.cpp that one of transformers is."""
+    if name in NAMES:
+        yield NAMES[name], tensor
+        return
+    _, _, layer, rest = name.split(".", 3)
+    if rest == "mlp.experts.gate_up_proj":
+        gate, up = np.split(tensor, 2, axis=1)
+        yield f"blk.{layer}.ffn_gate_exps.weight", gate
+        yield f"blk.{layer}.ffn_up_exps.weight", up
+    else:
+        yield f"blk.{layer}.{LAYER_NAMES[rest]}", tensor
+
+
+def add_tensor(writer, name, tensor, kind):
+    if tensor.ndim == 1 or "ffn_gate_inp" in name:
+        writer.add_tensor(name, np.ascontiguousarray(tensor))
+        return
+    # As llama.cpp's own quantiser does, the embedding and the head get no fewer than 8 bits.
+    wish = "Q8_0" if name in NAMES.values() else kind.upper()
+    quantised = gguf.GGMLQuantizationType[wish]
+    data = gguf.quants.quantize(np.ascontiguousarray(tensor), quantised)
+    writer.add_tensor(name, data, raw_dtype=quantised)
+
+
+class Model:
+    """A loaded GGUF; one context for all measurements."""
+
+    def __init__(self, path, threads, context_len, num_sequences):
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        assert self.model, path
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = context_len * num_sequences
+        params.n_batch = context_len * num_sequences
+        params.n_ubatch = 512
+        params.n_seq_max = num_sequences
+        params.n_threads = params.n_threads_batch = threads
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        assert self.context, "no context"
+        self.batch = llama_cpp.llama_batch_init(context_len * num_sequences, 0, 1)
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+
+    def clear(self):
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+
+    def run(self, rows):
+        """Decode (token, position, sequence, wants logits) rows in one call."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wants_logits) in enumerate(rows):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = wants_logits
+        code = llama_cpp.llama_decode(self.context, batch)
+        assert code == 0, code
+        llama_cpp.llama_synchronize(self.context)
+
+    def logits(self, row):
+        pointer = llama_cpp.llama_get_logits_ith(self.context, row)
+        return np.ctypeslib.as_array(pointer, (self.vocab_size,))
+
+    def prefill(self, prompts):
+        """Return the milliseconds, and the first token of each prompt."""
+        self.clear()
+        rows = [
+            (token, i, sequence, i == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for i, token in enumerate(prompt)
+        ]
+        begin = time.perf_counter()
+        self.run(rows)
+        elapsed = time.perf_counter() - begin
+        last = [i for i, row in enumerate(rows) if row[3]]
+        return elapsed * 1e3, [int(self.logits(i).argmax()) for i in last]
+
+    def decode(self, prompts):
+        """Return the milliseconds of a step, the mean of a few."""
+        _, tokens = self.prefill(prompts)
+        length = len(prompts[0])
+        begin = time.perf_counter()
+        for step in range(DECODE_STEPS):
+            self.run([(t, length + step, sequence, True) for sequence, t in enumerate(tokens)])
+            tokens = [int(self.logits(i).argmax()) for i in range(len(tokens))]
+        return (time.perf_counter() - begin) / DECODE_STEPS * 1e3
+
+    def score(self, prompt):
+        """Return the logits of every token of a prompt."""
+        self.clear()
+        self.run([(token, i, 0, True) for i, token in enumerate(prompt)])
+        return [self.logits(i).tolist() for i in range(len(prompt))]
+
+
+def main():
+    model = None
+    # Libraries may print: answers keep what was standard output to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        call = request.pop("call")
+        try:
+            if call == "write_gguf":
+                result = write_gguf(**request)
+            elif call == "load":
+                model = Model(**request)
+                result = model.vocab_size
+            elif call == "prefill":
+                result = model.prefill(**request)[0]
+            else:
+                result = getattr(model, call)(**request)
+            answer = {"result": result}
+        except Exception as error:  # noqa: BLE001 - the edge of this process: told to the caller
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

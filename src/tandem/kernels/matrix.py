@@ -1,0 +1,130 @@
+"""The matrices of operators: ``y = x W^T + b`` over tensors of the model's dtype, or packed.
+
+An operator reads a ``Matrix`` when it loads and does not care which one it got. ``TensorMatrix``
+runs in torch, on any device; ``PackedLinear`` runs on the native kernels, in a weight format.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tandem._native import ThreadPool
+from tandem.kernels.formats import WeightFormat
+from tandem.kernels.native_linear import PackedLinear
+from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
+
+__all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
+
+
+class Matrix(Protocol):
+    """What operators do with a matrix; x is [T, K] and contiguous, of the model's dtype."""
+
+    out_features: int
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Return [..., N], new, float32 or of the dtype of ``x_TK``; any leading dimensions."""
+        ...
+
+    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
+        """Write the product to ``out_TN``, overwriting it."""
+        ...
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """Add the product to ``residual_TN``, in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSettings:
+    """How matrices are stored and run."""
+
+    weight_format: WeightFormat | None = None
+    """None: tensors of the model's dtype."""
+    pool: ThreadPool | None = None
+    """Runs the kernels of a format; borrowed for the life of the matrices."""
+
+
+TENSORS = MatrixSettings()
+"""As the checkpoint has them, for torch."""
+
+
+class TensorMatrix:
+    """A matrix as tensors [N, K] and, if there is a bias, [N]."""
+
+    def __init__(self, weight_NK: nn.Parameter, bias_N: nn.Parameter | None = None) -> None:
+        self.weight = weight_NK
+        self.bias = bias_N
+        self.out_features = len(weight_NK)
+        # Made once: a view costs as much as a small product.
+        self._weight_t = weight_NK.t()
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """See ``Matrix``."""
+        return functional.linear(x_TK, self.weight, self.bias).to(dtype)
+
+    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
+        """See ``Matrix``."""
+        if self.bias is None:
+            torch.mm(x_TK, self._weight_t, out=out_TN)
+        else:
+            torch.addmm(self.bias, x_TK, self._weight_t, out=out_TN)
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """See ``Matrix``."""
+        residual_TN.addmm_(x_TK, self._weight_t)
+        if self.bias is not None:
+            residual_TN += self.bias
+
+
+def read_matrix(
+    owner: Operator,
+    name: str,
+    reader: WeightReader,
+    settings: MatrixSettings,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    *,
+    has_bias: bool = False,
+) -> Matrix:
+    """Read the matrix whose outputs are those of ``parts``, one after the other.
+
+    Args:
+        owner: the operator; tensors become its parameters ``{name}weight`` and ``{name}bias``.
+        name: prefix of these.
+        reader: gives ``{part}.weight`` and, where ``has_bias``, ``{part}.bias``.
+        settings: how to store it.
+        parts: (checkpoint name of the linear module, outputs).
+        in_features: K.
+        has_bias: of all parts alike.
+
+    Raises: what the reader raises; as ``PackedLinear``.
+    """
+    weights = [(f"{part}.weight", rows) for part, rows in parts]
+    biases = [(f"{part}.bias", rows) for part, rows in parts]
+    is_packed = settings.weight_format is not None
+    weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
+    bias = read_rows(reader, biases) if has_bias else None
+    return make_matrix(owner, name, settings, weight, bias)
+
+
+def make_matrix(
+    owner: Operator, name: str, settings: MatrixSettings, weight_NK: Tensor, bias_N: Tensor | None
+) -> Matrix:
+    """Return the matrix of tensors that are read already; else as ``read_matrix``."""
+    if settings.weight_format is None:
+        weight = weight_NK if isinstance(weight_NK, nn.Parameter) else freeze(weight_NK)
+        bias = None if bias_N is None else freeze(bias_N)
+        setattr(owner, f"{name}weight", weight)
+        setattr(owner, f"{name}bias", bias)
+        return TensorMatrix(weight, bias)
+    assert settings.pool is not None, "a weight format needs a pool"
+    packed = PackedLinear.pack(
+        settings.weight_format, weight_NK.detach(), bias_N, pool=settings.pool
+    )
+    owner.packed_bytes += packed.size_bytes
+    return packed

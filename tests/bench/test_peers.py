@@ -1,0 +1,60 @@
+"""Goal: a rival in a process of its own answers, or ends in an error that says what happened."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.bench import peers
+from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
+
+SCRIPT = """
+import json, os, sys, time
+print("noise of a library", file=sys.stderr)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["call"] == "die":
+        os._exit(3)
+    if request["call"] == "hang":
+        time.sleep(30)
+    answer = {"error": "no"} if request["call"] == "fail" else {"result": request["x"] * 100_000}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    script = tmp_path / "peer.py"
+    script.write_text(SCRIPT)
+    with peers.PeerProcess(python, str(script)) as process:
+        yield process
+
+
+def test_calls_and_errors(peer):
+    assert peer.call("echo", x="ab") == "ab" * 100_000
+    with pytest.raises(UnsupportedError, match="fail: no"):
+        peer.call("fail")
+    assert peer.call("echo", x="c") == "c" * 100_000
+
+
+def test_a_peer_that_ends_is_named(peer):
+    with pytest.raises(PeerLostError, match="ended with 3 in die"):
+        peer.call("die")
+    with pytest.raises(PeerLostError):
+        peer.call("echo", x="a")
+
+
+def test_a_peer_that_hangs_does_not_hang_the_bench(peer, monkeypatch):
+    monkeypatch.setattr(peers, "CLOSE_TIMEOUT_S", 0.2)
+    with pytest.raises(DeadlineError, match="no answer"):
+        peer.call("hang", timeout_s=0.2)
+
+
+def test_a_failed_installation_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    with pytest.raises(UnsupportedError, match="cannot be installed"):
+        peers.install_peer("nothing", ["./no-such-folder-here"])
+    assert not list(Path(tmp_path).glob("*/installed"))

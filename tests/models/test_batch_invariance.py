@@ -1,0 +1,79 @@
+"""Goal: on native kernels a token's logits are bitwise those it has alone, in one piece, in one thread.
+
+Method: random models in bfloat16, where every product is rounded, so that any other order of
+summation shows. The same tokens run alone and among others, whole, in chunks and one by one, with
+one thread and with two, and in blocks of another size and order.
+"""
+
+import pytest
+import torch
+
+from tandem._native import ThreadPool
+from tandem.kernels.paged import PagedBatch
+from tandem.models.loader import load_model
+
+FAMILIES = ["llama", "qwen3", "qwen3_moe"]
+PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33, 40))]
+FORMATS = [("auto", "auto"), ("int8g32", "int8g16"), ("int4g32", "bf16")]
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, checkpoint):
+    moe = {"moe_intermediate_size": 64} if request.param == "qwen3_moe" else {}
+    return checkpoint(request.param, hidden_size=64, intermediate_size=64, **moe)
+
+
+@pytest.fixture(params=FORMATS, ids=lambda formats: "-".join(formats))
+def load(request, folder):
+    expert_format, linear_format = request.param
+
+    def load_one(num_threads=2):
+        return load_model(
+            folder,
+            dtype="bfloat16",
+            expert_format=expert_format,
+            linear_format=linear_format,
+            pool=ThreadPool(num_threads),
+        )
+
+    return load_one
+
+
+def run_together(model, open_session, prompts):
+    cache = model.allocate_kv(64, block_size=16)
+    sessions = [
+        open_session(model, cache=cache, table=list(range(8 * i, 8 * i + 8)))
+        for i in range(len(prompts))
+    ]
+    chunks = [session.chunk(prompt) for session, prompt in zip(sessions, prompts, strict=True)]
+    logits = model.forward(PagedBatch.build(chunks, 16), cache)
+    return logits.split([len(prompt) for prompt in prompts])
+
+
+def test_alone_as_among_others(load, open_session):
+    model = load()
+    alone = [open_session(model).run(prompt) for prompt in PROMPTS]
+    together = run_together(model, open_session, PROMPTS)
+    for want, got in zip(alone, together, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_chunked_as_whole(load, open_session):
+    model = load()
+    whole = open_session(model).run(PROMPTS[0])
+    for sizes in ([30, 1, 44], [1] * 75, [64, 11]):
+        session = open_session(model, block_size=32)
+        pieces = [session.run(list(piece)) for piece in torch.tensor(PROMPTS[0]).split(sizes)]
+        assert torch.equal(whole, torch.cat(pieces)), sizes
+
+
+def test_one_thread_as_two(load, open_session):
+    one, two = load(1), load(2)
+    wants, gots = (run_together(model, open_session, PROMPTS) for model in (one, two))
+    assert all(torch.equal(want, got) for want, got in zip(wants, gots, strict=True))
+
+
+def test_the_comparison_can_fail(load, open_session):
+    logits = open_session(load()).run(PROMPTS[0])
+    other = open_session(load()).run([PROMPTS[0][0] + 1, *PROMPTS[0][1:]])
+    assert not torch.equal(logits[-1], other[-1])
