@@ -1,4 +1,4 @@
-"""Goal: on native kernels a token's logits are bitwise those it has alone, in one piece, in one thread.
+"""Goal: on native kernels a token's logits are bitwise those it has alone, whole, on one thread.
 
 Method: random models in bfloat16, where every product is rounded, so that any other order of
 summation shows. The same tokens run alone and among others, whole, in chunks and one by one, with
