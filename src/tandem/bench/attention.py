@@ -9,7 +9,7 @@ A decode's ceiling is reading the layer's blocks once, scales included; a prefil
 multiply-adds on operands in registers, with the unit's own bf16 product.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,10 @@ class _Case:
 
     def __init__(self, kind: str, kv: str, tokens: int, context: int) -> None:
         self.shape, self.kv, self.tokens, self.context = SHAPES[kind], kv, tokens, context
-        self.threads = _native.ThreadPool(
-            _native.recommend_threads(_native.read_topology()).threads
-        )
         self.turn = 0
         self.chosen: tuple[torch.dtype, int] = (torch.bfloat16, 1)
         self.layers: _Layers
+        self.threads: _native.ThreadPool
         self.rivals: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     @property
@@ -107,6 +105,9 @@ class _Case:
 
     def prepare(self) -> None:
         shape, n = self.shape, self.tokens
+        advice = _native.recommend_threads(_native.read_topology())
+        self.threads = _native.ThreadPool(advice.threads)
+        self.multiplier = PackedExperts(find_format("bf16"), 1, 64, 64, pool=self.threads)
         self.layers = layers = _Layers(shape, self.context, self.kv)
         plan: Any = _native.PlannedAttention
         whole = plan(layers.pool, layers.table, [0, self.context], [self.context], self.threads)
@@ -169,7 +170,7 @@ class _Case:
     def time_ceiling(self) -> float:
         layer = (self.turn + self.layers.count // 2) % self.layers.count
         read = time_call(lambda: self.layers.pool.read(layer, self.threads))
-        multiplied = time_call(lambda: _multiplier(self.threads)(self.num_macs))
+        multiplied = time_call(lambda: self.multiplier.multiply_registers(self.num_macs))
         return max(read, multiplied) * 1e3
 
     def check(self) -> str:
@@ -183,10 +184,6 @@ class _Case:
         kinds = [(d, t) for d in self.rivals for t in sorted({1, self.threads.num_threads})]
         self.chosen = min(kinds, key=lambda kind: min(self.time_rival(kind) for _ in range(2)))
         return "ok"
-
-
-def _multiplier(pool: _native.ThreadPool) -> Callable[[int], None]:
-    return PackedExperts(find_format("bf16"), 1, 64, 64, pool=pool).multiply_registers
 
 
 def _make_case(kind: str, kv: str, tokens: int, context: int) -> BenchCase:
