@@ -92,6 +92,17 @@ class KvPool {
 
   const KvView& view() const { return view_; }
 
+  void read(size_t layer_idx, ThreadPool* pool) const {
+    if (layer_idx >= view_.num_layers) refuse("no such layer", "layer_idx");
+    uint64_t sum = 0;
+    Status status;
+    {
+      const nb::gil_scoped_release release;
+      status = read_kv(pool, view_, layer_idx, sum);
+    }
+    raise_if_error(status);
+  }
+
  private:
   KvPool(const TensorView& tensor, const KvView& view) : tensor_(tensor), view_(view) {}
 
@@ -252,7 +263,10 @@ void bind_attention(nb::module_& module) {
       .def_static("latent", &KvPool::make_latent, "tensor"_a, "value_dim"_a,
                   nb::rv_policy::take_ownership,
                   "Of [blocks, layers, block_size, key_dim], float32 or bfloat16 (MLA): all heads\n"
-                  "share a key, whose first `value_dim` items are the value. Raises: ShapeError.");
+                  "share a key, whose first `value_dim` items are the value. Raises: ShapeError.")
+      .def("read", &KvPool::read, "layer_idx"_a, "pool"_a.none() = nb::none(),
+           "Read a layer of all blocks and do nothing: a ceiling for benchmarks.\n\n"
+           "Raises: ShapeError.");
   nb::class_<PlannedAttention>(module, "PlannedAttention",
                                "Attention of one step's tokens, planned once for all layers.")
       .def(nb::init<nb::object, Ids, std::vector<int64_t>, std::vector<int64_t>, nb::object,

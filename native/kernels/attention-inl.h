@@ -23,6 +23,39 @@ constexpr size_t kTile = kTileTokens;
 inline size_t min_of(size_t a, size_t b) { return a < b ? a : b; }
 inline size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
+// Rows of the next tile, fetched a line at a time while this one is computed, so that memory never
+// waits for the unit.
+class Ahead {
+ public:
+  void start(size_t num_rows, size_t row_bytes) {
+    row_ = offset_ = 0;
+    num_rows_ = num_rows;
+    row_bytes_ = row_bytes;
+  }
+  TANDEM_INLINE void fetch() {
+    if (row_ == num_rows_) return;
+    __builtin_prefetch(rows[row_] + offset_, 0, 2);
+    offset_ += 64;
+    if (offset_ < row_bytes_) return;
+    offset_ = 0;
+    ++row_;
+  }
+  TANDEM_INLINE void fetch_some(size_t count) {
+    for (size_t i = 0; i < count && row_ < num_rows_; ++i) fetch();
+  }
+  void fetch_rest() {
+    while (row_ < num_rows_) fetch();
+  }
+
+  const uint8_t* rows[2 * kTile];
+
+ private:
+  size_t row_ = 0, offset_ = 0, num_rows_ = 0, row_bytes_ = 0;
+};
+// Lines beside a square of keys and a step of values: half of a tile of 128 items in all.
+constexpr size_t kLinesBesideSquare = 8;
+constexpr size_t kLinesBesideValues = 4;
+
 // What a step along K multiplies: one float a lane, or a pair of bf16.
 struct FloatOperand {
   typedef F32 Columns;
@@ -48,7 +81,7 @@ struct Bf16Operand {
 template <class Op, int kRows, int kVectors, bool kStartsFromZero>
 TANDEM_INLINE inline void multiply_block(const uint8_t* a, size_t a_stride, const uint8_t* b,
                                          size_t b_stride, size_t num_steps, float* out,
-                                         size_t out_stride, const float* factors) {
+                                         size_t out_stride, const float* factors, Ahead& ahead) {
   F32 sums[kRows][kVectors];
   unroll<kRows>([&](auto r) TANDEM_INLINE {
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
@@ -60,6 +93,7 @@ TANDEM_INLINE inline void multiply_block(const uint8_t* a, size_t a_stride, cons
     });
   });
   for (size_t step = 0; step < num_steps; ++step) {
+    ahead.fetch();
     typename Op::Columns columns[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       columns[v.value] = Op::load(b + step * b_stride + v.value * kLanes * 4);
@@ -87,6 +121,7 @@ struct Product {
   float* out;
   size_t out_stride;  // Items.
   const float* factors;
+  Ahead* ahead;
 };
 
 template <class Op, int kRows, int kVectors, bool kStartsFromZero>
@@ -94,7 +129,7 @@ void multiply_rows(const Product& p, size_t row, size_t column) {
   multiply_block<Op, kRows, kVectors, kStartsFromZero>(
       p.a + row * p.a_stride, p.a_stride, p.b + column * 4, p.b_stride, p.num_steps,
       p.out + row * p.out_stride + column, p.out_stride,
-      kStartsFromZero ? nullptr : p.factors + row);
+      kStartsFromZero ? nullptr : p.factors + row, *p.ahead);
 }
 
 template <class Op, int kVectors, bool kStartsFromZero>
@@ -143,20 +178,21 @@ struct Fp8 {
 };
 TANDEM_INLINE inline F32 load_items(const float* p) { return load_f32(p); }
 TANDEM_INLINE inline F32 load_items(const uint16_t* p) { return load_wide(p); }
-TANDEM_INLINE inline F32 load_items(const int8_t* p) {
-  I8 s;
-  __builtin_memcpy(&s, p, sizeof s);
-  return to_f32(__builtin_convertvector(s, I32));
-}
-// e4m3: the exponent is rebased by a multiplication, which also normalises denormals.
-TANDEM_INLINE inline F32 load_items(const Fp8* p) {
-  U8 s;
-  __builtin_memcpy(&s, p, sizeof s);
-  const I32 code = __builtin_convertvector(s, I32);
+TANDEM_INLINE inline F32 decode_int8(I32 code) { return to_f32(code); }
+// e4m3, rebased to float's exponent; below 2^-6 the leading one is not there, and what is left
+// counts twice. No intermediate is denormal: a product of those takes a hundred times as long.
+TANDEM_INLINE inline F32 decode_fp8(I32 code) {
   const I32 magnitude = code & 0x7f;
-  const F32 value = as_f32(magnitude << 20) * 0x1p120f;
-  const I32 bits = as_i32(value) | ((code & 0x80) << 24);
+  const F32 normal = as_f32((magnitude << 20) + 0x3c000000);
+  const F32 left = normal - 0x1p-7f;
+  const I32 bits = as_i32(magnitude < 8 ? left + left : normal) | ((code & 0x80) << 24);
   return as_f32(magnitude == 0x7f ? bits | 0x7fc00000 : bits);
+}
+TANDEM_INLINE inline F32 load_items(const int8_t* p) {
+  return decode_int8((load_bytes_wide(p) << 24) >> 24);
+}
+TANDEM_INLINE inline F32 load_items(const Fp8* p) {
+  return decode_fp8(load_bytes_wide(p));
 }
 
 // `count` items from `p`, completed by zeros.
@@ -176,9 +212,18 @@ TANDEM_INLINE inline I32 load_bytes(const uint8_t* p, size_t count) {
   return load_i32(bytes);
 }
 
-// Two vectors of floats as bf16, an item of each beside the other's.
+// Two vectors of floats that bf16 holds exactly, an item of each beside the other's.
 TANDEM_INLINE inline I32 pair_bf16(F32 even, F32 odd) {
-  return ((round_bf16(even) >> 16) & 0xffff) | (round_bf16(odd) & static_cast<int32_t>(0xffff0000));
+  return ((as_i32(even) >> 16) & 0xffff) | (as_i32(odd) & static_cast<int32_t>(0xffff0000));
+}
+// Pairs of consecutive codes.
+TANDEM_INLINE inline I32 load_pairs(const int8_t* p) {
+  const I32 codes = load_shorts(reinterpret_cast<const uint16_t*>(p));
+  return pair_bf16(decode_int8((codes << 24) >> 24), decode_int8((codes << 16) >> 24));
+}
+TANDEM_INLINE inline I32 load_pairs(const Fp8* p) {
+  const I32 codes = load_shorts(reinterpret_cast<const uint16_t*>(p));
+  return pair_bf16(decode_fp8(codes & 0xff), decode_fp8(codes >> 8));
 }
 
 // kLanes steps along K of a key: floats, or pairs of bf16.
@@ -191,31 +236,19 @@ TANDEM_INLINE inline I32 load_key_steps(const uint8_t* row, size_t step, size_t 
   } else if constexpr (sizeof(T) == 2) {
     return load_bytes(reinterpret_cast<const uint8_t*>(items), left * 2);
   } else {
-    // Codes are exact in bf16, so they are narrowed in memory order.
-    uint16_t narrow[2 * kLanes];
-    store_narrow(narrow, load_some(items, left));
-    store_narrow(narrow + kLanes,
-                 left > kLanes ? load_some(items + kLanes, left - kLanes) : zero_f32());
-    return load_i32(narrow);
+    static_assert(sizeof(T) == 1, "float keys have float operands");
+    if (left >= 2 * kLanes) return load_pairs(items);
+    T some[2 * kLanes];
+    __builtin_memset(some, 0, sizeof some);
+    __builtin_memcpy(some, items, left);
+    return load_pairs(some);
   }
-}
-
-// Rows to fetch while others are packed, so that memory is read while the unit computes.
-struct Ahead {
-  const uint8_t* const* rows;
-  size_t num_rows;
-  size_t row_bytes;
-};
-
-TANDEM_INLINE inline void prefetch(const Ahead& ahead, size_t row) {
-  if (row >= ahead.num_rows) return;
-  for (size_t i = 0; i < ahead.row_bytes; i += 64) __builtin_prefetch(ahead.rows[row] + i, 0, 2);
 }
 
 // Packs keys as [steps][kTile keys], 4 bytes each; those beyond the rows given are zeros.
 template <class Op, class T>
 void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t key_dim,
-               const Ahead& ahead) {
+               Ahead& ahead) {
   const size_t num_steps = (key_dim + Op::kItems - 1) / Op::kItems;
   // In these a whole register is read of every row.
   const size_t full_steps = key_dim / (Op::kItems * kLanes) * kLanes;
@@ -233,6 +266,7 @@ void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t
                                            : set_i32(0);
       }
       transpose(square);
+      ahead.fetch_some(kLinesBesideSquare);
       float* line = reinterpret_cast<float*>(out + (step * kTile + first) * 4);
       if (step < full_steps) {
         unroll<kLanes>([&](auto i) TANDEM_INLINE {
@@ -243,7 +277,6 @@ void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t
         for (size_t i = 0; i < count; ++i) store_f32(line + i * kTile, as_f32(square[i]));
       }
     }
-    for (size_t i = 0; i < kLanes; ++i) prefetch(ahead, first + i);
   }
 }
 
@@ -263,7 +296,7 @@ TANDEM_INLINE inline I32 join_values(const T* even, const T* odd, size_t left) {
 // Packs values as [kTile / items of a step][columns], 4 bytes each.
 template <class Op, class T>
 void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t value_dim,
-                 const Ahead& ahead) {
+                 Ahead& ahead) {
   const size_t columns = round_up(value_dim, kColumnStep);
   for (size_t token = 0; token < kTile; token += Op::kItems) {
     float* line = reinterpret_cast<float*>(out + token / Op::kItems * columns * 4);
@@ -280,7 +313,7 @@ void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size
         store_f32(line + c, as_f32(join_values<Op, T>(even + c, odd + c, value_dim - c)));
     }
     for (; c < columns; c += kLanes) store_f32(line + c, zero_f32());
-    for (size_t i = 0; i < Op::kItems; ++i) prefetch(ahead, token + i);
+    ahead.fetch_some(kLinesBesideValues);
   }
 }
 
@@ -319,38 +352,54 @@ struct TileRowsOf {
   float scales[kTile];
 };
 
-inline float load_scale(const uint8_t* p) {
-  uint16_t lanes[kLanes];
-  __builtin_memset(lanes, 0, sizeof lanes);
-  __builtin_memcpy(lanes, p, 2);
-  return load_fp16(lanes)[0];
-}
-
 inline void find_rows(const SplitTask& task, size_t first, size_t count, bool is_value,
                       TileRowsOf& found) {
   const KvView& kv = *task.kv;
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
   const int64_t* block = task.blocks + first / kv.block_size;
   size_t offset = first % kv.block_size;
+  uint16_t halves[kTile];
   for (size_t t = 0; t < count; offset = 0, ++block) {
     const uint8_t* layer =
         kv.base + static_cast<size_t>(*block) * kv.block_bytes + task.layer_idx * kv.layer_bytes;
     const uint8_t* row = layer + task.kv_head * kv.head_bytes + offset * kv.row_bytes +
                          (is_value ? kv.value_offset : 0);
-    const uint8_t* scale = layer + (is_value ? kv.value_scale_offset : kv.key_scale_offset) +
-                           (task.kv_head * kv.block_size + offset) * 2;
     const size_t end = min_of(count, t + kv.block_size - offset);
-    for (; t < end; ++t, row += kv.row_bytes, scale += 2) {
-      found.rows[t] = row;
-      if (has_scales) found.scales[t] = load_scale(scale);
+    if (has_scales)
+      __builtin_memcpy(halves + t,
+                       layer + (is_value ? kv.value_scale_offset : kv.key_scale_offset) +
+                           (task.kv_head * kv.block_size + offset) * 2,
+                       (end - t) * 2);
+    for (; t < end; ++t, row += kv.row_bytes) found.rows[t] = row;
+  }
+  if (!has_scales) return;
+  for (size_t t = count; t < kTile; ++t) halves[t] = 0;
+  for (size_t t = 0; t < kTile; t += kLanes) store_f32(found.scales + t, load_fp16(halves + t));
+}
+
+// Notes the rows of the tile from `first` on, of which `left` tokens remain.
+inline void find_ahead(const SplitTask& task, size_t first, size_t left, Ahead& ahead) {
+  const KvView& kv = *task.kv;
+  const size_t count = min_of(kTile, left);
+  const int64_t* block = task.blocks + first / kv.block_size;
+  size_t offset = first % kv.block_size;
+  for (size_t t = 0; t < count; offset = 0, ++block) {
+    const uint8_t* row = kv.base + static_cast<size_t>(*block) * kv.block_bytes +
+                         task.layer_idx * kv.layer_bytes + task.kv_head * kv.head_bytes +
+                         offset * kv.row_bytes;
+    const size_t end = min_of(count, t + kv.block_size - offset);
+    for (; t < end; ++t, row += kv.row_bytes) {
+      ahead.rows[t] = row;
+      ahead.rows[count + t] = row + kv.value_offset;
     }
   }
-  for (size_t t = has_scales ? count : kTile; t < kTile; ++t) found.scales[t] = 0.0f;
+  // Latent values lie within their keys.
+  ahead.start(kv.value_offset == 0 ? count : 2 * count, kv.row_bytes);
 }
 
 template <class Op>
 void pack_tile(const KvView& kv, const TileRowsOf& found, size_t count, bool is_value, void* out,
-               const Ahead& ahead) {
+               Ahead& ahead) {
   uint8_t* packed = static_cast<uint8_t*>(out);
   const size_t size = is_value ? kv.value_dim : kv.key_dim;
   const auto pack = [&](auto item) {
@@ -362,7 +411,9 @@ void pack_tile(const KvView& kv, const TileRowsOf& found, size_t count, bool is_
   };
   switch (kv.type) {
     case KvType::kFloat32:
-      return pack(float{});
+      // Float keys are never multiplied as bf16.
+      if constexpr (Op::kItems == 1) pack(float{});
+      return;
     case KvType::kBfloat16:
       return pack(uint16_t{});
     case KvType::kFp8:
@@ -479,7 +530,8 @@ void attend_rows(const SplitTask& task) {
       static_cast<int64_t>((task.first_row + task.num_rows - 1) / task.group);
   const size_t context = static_cast<size_t>(last_position) + 1;
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
-  TileRowsOf keys, values, next;
+  TileRowsOf keys, values;
+  Ahead ahead;
   for (size_t tile = task.key_begin; tile < task.key_end && tile < context; tile += kTile) {
     TileWork work = {0, task.num_rows, nullptr, nullptr};
     // Rows ascend in position: the first see too little, with a window the last too much.
@@ -494,29 +546,25 @@ void attend_rows(const SplitTask& task) {
     const size_t count = min_of(kTile, context - tile);
     find_rows(task, tile, count, false, keys);
     find_rows(task, tile, count, true, values);
-    const size_t after = tile + kTile;
-    const size_t num_next =
-        after < task.key_end && after < context ? min_of(kTile, context - after) : 0;
-    find_rows(task, after, num_next, false, next);
-    // Latent values lie within their keys, which have been read.
-    const Ahead values_ahead = {values.rows, kv.value_offset == 0 ? 0 : count, kv.row_bytes};
     if (has_scales) work.key_scales = keys.scales, work.value_scales = values.scales;
-    pack_tile<Op>(kv, keys, count, false, task.scratch.keys, values_ahead);
+    const size_t after = tile + kTile;
+    find_ahead(task, after, after < task.key_end && after < context ? context - after : 0, ahead);
+    pack_tile<Op>(kv, keys, count, false, task.scratch.keys, ahead);
     const uint8_t* queries = static_cast<const uint8_t*>(task.queries);
     multiply<Op, true>({queries + work.begin_row * steps * 4, steps * 4,
                         static_cast<const uint8_t*>(task.scratch.keys), kTile * 4, steps,
-                        task.scratch.scores + work.begin_row * kTile, kTile, nullptr},
+                        task.scratch.scores + work.begin_row * kTile, kTile, nullptr, &ahead},
                        num_rows, kTile);
     weigh_tile<Op>(task, work, tile);
-    pack_tile<Op>(kv, values, count, true, task.scratch.values,
-                  {next.rows, num_next, kv.row_bytes});
+    pack_tile<Op>(kv, values, count, true, task.scratch.values, ahead);
     const uint8_t* weights = static_cast<const uint8_t*>(task.scratch.weights);
     const size_t weight_stride = kTile / Op::kItems * 4;
     multiply<Op, false>({weights + work.begin_row * weight_stride, weight_stride,
                          static_cast<const uint8_t*>(task.scratch.values), columns * 4,
                          kTile / Op::kItems, task.state.sums + work.begin_row * columns, columns,
-                         task.scratch.factors + work.begin_row},
+                         task.scratch.factors + work.begin_row, &ahead},
                         num_rows, columns);
+    ahead.fetch_rest();
   }
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/kv_store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -139,6 +140,29 @@ Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows)
     return {};
   }
   return pool->parallel_for(num_tokens, chunk, body);
+}
+
+Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_idx, uint64_t& sum) {
+  std::atomic<uint64_t> total{0};
+  const auto body = [&](size_t begin, size_t end, int) {
+    uint64_t words[8] = {};
+    for (size_t block = begin; block < end; ++block) {
+      const uint8_t* p = kv.base + block * kv.block_bytes + layer_idx * kv.layer_bytes;
+      for (size_t i = 0; i + sizeof words <= kv.layer_bytes; i += sizeof words) {
+        uint64_t line[8];
+        std::memcpy(line, p + i, sizeof line);
+        for (size_t w = 0; w < 8; ++w) words[w] += line[w];
+      }
+    }
+    for (const uint64_t word : words) total.fetch_add(word, std::memory_order_relaxed);
+  };
+  Status status;
+  if (pool == nullptr)
+    body(0, kv.num_blocks, 0);
+  else
+    status = pool->parallel_for(kv.num_blocks, 4, body);
+  sum = total.load();
+  return status;
 }
 
 }  // namespace tandem

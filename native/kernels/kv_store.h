@@ -24,4 +24,8 @@ struct KvRows {
 // codes are; NaN and infinity give a NaN scale. REQUIRES: what the structs say.
 Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows);
 
+// Reads one layer of all blocks and does nothing with it: a ceiling for benchmarks. `sum` only
+// keeps the reads.
+Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_idx, uint64_t& sum);
+
 }  // namespace tandem

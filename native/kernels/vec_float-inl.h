@@ -8,7 +8,6 @@
 
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
-typedef int8_t I8 __attribute__((vector_size(kLanes)));
 
 // Registers that hold 16 and 64 floats.
 inline constexpr size_t kWordVectors = 16 / kLanes;
@@ -109,6 +108,12 @@ inline I32 load_shorts(const uint16_t* p) {
   U16 s;
   __builtin_memcpy(&s, p, sizeof s);
   return __builtin_convertvector(s, I32);
+}
+// Widened in two steps, as GCC 12 takes a vector apart for one of four times the width.
+inline I32 load_bytes_wide(const void* p) {
+  U8 s;
+  __builtin_memcpy(&s, p, sizeof s);
+  return __builtin_convertvector(__builtin_convertvector(s, U16), I32);
 }
 // bfloat16 is the upper half of a float.
 inline F32 load_wide(const uint16_t* p) { return as_f32(load_shorts(p) << 16); }

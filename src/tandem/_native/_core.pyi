@@ -760,6 +760,13 @@ class KvPool:
         share a key, whose first `value_dim` items are the value. Raises: ShapeError.
         """
 
+    def read(self, layer_idx: int, pool: ThreadPool | None = None) -> None:
+        """
+        Read a layer of all blocks and do nothing: a ceiling for benchmarks.
+
+        Raises: ShapeError.
+        """
+
 class PlannedAttention:
     """Attention of one step's tokens, planned once for all layers."""
 

@@ -14,6 +14,7 @@ from tandem.core.errors import NotFoundError
 __all__ = ["bench"]
 
 BENCHES = {
+    "attention": "tandem.bench.attention",
     "engine": "tandem.bench.engine",
     "kernels": "tandem.bench.kernels",
     "model": "tandem.bench.model",
