@@ -159,7 +159,8 @@ void bind_kernels(nb::module_& module) {
         for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));
         return names;
       },
-      "Variants of the kernels that this machine can run, ascending; the last is the default.");
+      "Variants of the kernels that this machine can run, ascending; the last is the default,\n"
+      "or the one before `amx`, which has to be named.");
   module.def(
       "count_expert_bytes",
       [](int bits, int group_size, bool has_minimum, int64_t num_experts, int64_t hidden_size,

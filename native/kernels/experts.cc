@@ -12,17 +12,10 @@
 namespace tandem {
 namespace {
 
-// Rows of one gate-up task: more are split, so that one popular expert still occupies all threads.
-constexpr size_t kMaxTaskRows = 192;
 // Rows of an expert up to which its weights come from memory, and a task should read a long piece.
 constexpr size_t kFewRows = 8;
 // Elements that one task adds over the parts.
 constexpr size_t kMergeChunk = 4096;
-constexpr size_t kAlignment = 64;
-
-size_t round_up(size_t size, size_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
 
 Status check_activation(const Activation& activation) {
   const bool is_silu = activation.kind == ActivationKind::kSilu;
@@ -318,10 +311,10 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   const size_t num_pairs = routing.tokens.size();
   const size_t hidden_row = padded_size(format_, hidden_size_);
   const size_t sum_size = parts_.size() > 1 ? batch.num_tokens * hidden_size_ : 0;
-  size_t scratch_bytes = operand_bytes(format_, batch.num_tokens, hidden_row) + kAlignment;
+  size_t scratch_bytes = operand_bytes(format_, batch.num_tokens, hidden_row) + kPackedAlignment;
   for (const Part& part : parts_)
     scratch_bytes += operand_bytes(format_, num_pairs, part.num_gate_panels * kPanelColumns) +
-                     round_up(sum_size * sizeof(float), kAlignment);
+                     round_up(sum_size * sizeof(float), kPackedAlignment);
   Status status = arena.reserve(scratch_bytes);
   if (!status.is_ok()) return status;
   Scratch scratch;

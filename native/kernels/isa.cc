@@ -8,8 +8,8 @@
 namespace tandem {
 namespace {
 
-constexpr std::array<std::string_view, 5> kIsaNames = {"plain", "avx2", "avx512_bw", "avx512_vnni",
-                                                       "avx512_bf16"};
+constexpr std::array<std::string_view, 7> kIsaNames = {
+    "amx_emulated", "plain", "avx2", "avx512_bw", "avx512_vnni", "avx512_bf16", "amx"};
 
 std::vector<Isa> detect_isas() {
   const CpuFeatures& cpu = cpu_features();
@@ -22,7 +22,9 @@ std::vector<Isa> detect_isas() {
   if (!cpu.avx512_vnni) return isas;
   isas.push_back(Isa::kAvx512Vnni);
   // The lookup that widens e4m3 is VBMI's; only Cooper Lake has one without the other.
-  if (cpu.avx512_bf16 && cpu.avx512_vbmi) isas.push_back(Isa::kAvx512Bf16);
+  if (!(cpu.avx512_bf16 && cpu.avx512_vbmi)) return isas;
+  isas.push_back(Isa::kAvx512Bf16);
+  if (cpu.amx_tile && cpu.amx_int8 && cpu.amx_bf16) isas.push_back(Isa::kAmx);
 #else
   static_cast<void>(cpu);
 #endif
@@ -46,14 +48,14 @@ const std::vector<Isa>& available_isas() {
 
 Result<Isa> choose_isa(std::string_view name) {
   const std::vector<Isa>& isas = available_isas();
-  if (name.empty()) return isas.back();
+  if (name.empty()) return isas.back() == Isa::kAmx ? Isa::kAvx512Bf16 : isas.back();
   const auto found = std::find(kIsaNames.begin(), kIsaNames.end(), name);
   const std::string choice = "choose one of " + join_names(isas);
   if (found == kIsaNames.end())
     return Error{Code::kConfig, "kernels.choose_isa",
                  "unknown ISA " + std::string(name) + ": " + choice, "isa"};
   const Isa isa = static_cast<Isa>(found - kIsaNames.begin());
-  if (std::find(isas.begin(), isas.end(), isa) == isas.end())
+  if (isa != Isa::kAmxEmulated && std::find(isas.begin(), isas.end(), isa) == isas.end())
     return Error{Code::kUnsupported, "kernels.choose_isa",
                  std::string(name) + " is not usable on this machine: " + choice, "isa"};
   return isa;

@@ -9,9 +9,6 @@
 namespace tandem {
 namespace {
 
-// Rows of one task: more are split, so that a matrix of few outputs still occupies all threads.
-constexpr size_t kMaxTaskRows = 192;
-constexpr size_t kAlignment = 64;
 // Below, the last huge page of a matrix would mostly be waste.
 constexpr size_t kMinHugeBytes = size_t{16} << 20;
 // Outputs that share a scale in e4m3: rows are packed in whole blocks of them.
@@ -93,7 +90,7 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   if (batch.num_rows == 0) return {};
   thread_local Arena arena;
   const size_t row_size = padded_size(format_, in_features_);
-  Status status = arena.reserve(operand_bytes(format_, batch.num_rows, row_size) + kAlignment);
+  Status status = arena.reserve(operand_bytes(format_, batch.num_rows, row_size) + kPackedAlignment);
   if (!status.is_ok()) return status;
   const Operand x = take_operand(arena, format_, batch.num_rows, row_size);
   status = prepare_rows(pool, *kernels_,

@@ -57,7 +57,9 @@ void compare_isas(const WeightFormat& format, const LinearShape& shape) {
   float largest = 0;
   for (const float value : want) largest = std::max(largest, std::fabs(value));
   const float tolerance = has_codes(format) ? 0.0f : 0.02f * largest;
-  for (const Isa isa : available_isas()) {
+  std::vector<Isa> isas = available_isas();
+  isas.push_back(Isa::kAmxEmulated);
+  for (const Isa isa : isas) {
     const std::vector<float> got = run(*pool, format, shape, isa);
     for (size_t i = 0; i < want.size(); ++i) CHECK(std::fabs(got[i] - want[i]) <= tolerance);
   }

@@ -44,6 +44,16 @@ TANDEM_INLINE inline void unroll(const Body& body) {
   }
 }
 
+// The hardware follows the one sequence that a panel is, but with several operations for each line
+// it falls behind: 4-bit weights came at half the speed for two rows. At the end of a panel this
+// reaches into the one that mostly comes next.
+constexpr size_t kPrefetchBytes = 4096;
+template <int kVectors>
+TANDEM_INLINE inline void prefetch_step(const uint8_t* codes) {
+  for (size_t i = 0; i < kVectors * kLanes * 4; i += 64)
+    __builtin_prefetch(codes + kPrefetchBytes + i);
+}
+
 template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                    size_t k, const IntWeights (&w)[kVectors]) {
@@ -59,6 +69,7 @@ template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                    size_t k, size_t group_size, const uint8_t* codes) {
   for (size_t step = 0; step < group_size / 4; ++step, k += 4, codes += kStepBytes) {
+    prefetch_step<kVectors>(codes);
     IntWeights w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
@@ -71,6 +82,7 @@ template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                    size_t k, size_t group_size, const uint8_t* codes) {
   for (size_t step = 0; step < group_size / 8; ++step, k += 8, codes += kStepBytes) {
+    prefetch_step<kVectors>(codes);
     IntWeights w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = int_weights(low_nibbles(load_i32(codes + v.value * kLanes * 4)));
@@ -87,14 +99,44 @@ TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* c
 // What stands beside the codes of an integer format.
 enum class Scales { kGroup, kGroupMinimum, kRow };
 
+constexpr size_t kScaleBytes = kPanelColumns * 2;
+// Bytes before the codes of each group.
+template <Scales kScales>
+constexpr size_t kHeaderBytes =
+    kScales == Scales::kRow ? 0 : (kScales == Scales::kGroupMinimum ? 2 : 1) * kScaleBytes;
+
+// The sum with a group added: products of codes times both steps, and what the minimum adds.
+template <Scales kScales>
+TANDEM_INLINE inline F32 add_group(F32 sum, I32 products, F32 scale, F32 minimum,
+                                   const Operand& operand, size_t group_id) {
+  sum = fma(to_f32(products), scale * set_f32(operand.scales[group_id]), sum);
+  if constexpr (kScales == Scales::kGroupMinimum)
+    sum = fma(minimum, set_f32(operand.offsets[group_id]), sum);
+  return sum;
+}
+
+// One scale a row: applied to the whole sum.
+inline void scale_row(float* out, const uint8_t* panel) {
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
+  for (size_t c = 0; c < kPanelColumns; c += kLanes)
+    store_f32(out + c, load_f32(out + c) * load_fp16(scales + c));
+}
+
+// The scales of columns [column, column + kLanes) of a group of a float format.
+template <int kBits>
+TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) {
+  if constexpr (kBits == 8)
+    return load_f32(reinterpret_cast<const float*>(header)) * set_f32(kE4m3Factor);
+  else
+    return as_f32(shift_left_23(load_u8(header + column)));
+}
+
 // out[kRows, 64 columns]; groups are summed in ascending order. All columns of a group come before
 // the next group, so that a panel is read once, in order, however many columns the registers hold.
 template <int kRows, int kVectors, int kBits, Scales kScales>
 void tile_int(const Tile& tile, size_t first_row) {
   constexpr bool kHasMinimum = kScales == Scales::kGroupMinimum;
   constexpr bool kIsRow = kScales == Scales::kRow;
-  constexpr size_t kScaleBytes = kPanelColumns * 2;
-  constexpr size_t kHeaderBytes = kIsRow ? 0 : (kHasMinimum ? 2 : 1) * kScaleBytes;
   const size_t group_size = static_cast<size_t>(kIsRow ? kRowGroupSize : tile.format.group_size);
   const size_t code_bytes = kPanelColumns * group_size * kBits / 8;
   const Operand operand = *tile.a;
@@ -113,7 +155,7 @@ void tile_int(const Tile& tile, size_t first_row) {
   for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
     for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(p) + column;
-      const uint8_t* codes = p + kHeaderBytes + column * 4;
+      const uint8_t* codes = p + kHeaderBytes<kScales> + column * 4;
       I32 acc[kRows][kVectors];
       unroll<kRows>([&](auto r) TANDEM_INLINE {
         // Starting from the correction undoes the codes' offset at no cost.
@@ -129,26 +171,16 @@ void tile_int(const Tile& tile, size_t first_row) {
         if constexpr (!kIsRow) scale = load_fp16(scales + v.value * kLanes);
         if constexpr (kHasMinimum) minimum = load_fp16(scales + kPanelColumns + v.value * kLanes);
         unroll<kRows>([&](auto r) TANDEM_INLINE {
-          const size_t id = group_id[r.value] + group;
           float* at = out[r.value] + column + v.value * kLanes;
-          const F32 step = set_f32(operand.scales[id]);
-          F32 sum = fma(to_f32(acc[r.value][v.value]), scale * step, load_f32(at));
-          if constexpr (kHasMinimum) sum = fma(minimum, set_f32(operand.offsets[id]), sum);
-          store_f32(at, sum);
+          store_f32(at, add_group<kScales>(load_f32(at), acc[r.value][v.value], scale, minimum,
+                                           operand, group_id[r.value] + group));
         });
       });
     }
-    p += kHeaderBytes + code_bytes;
+    p += kHeaderBytes<kScales> + code_bytes;
   }
-  if constexpr (kIsRow) {
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile.panel);
-    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      const F32 scale = load_fp16(scales + c);
-      unroll<kRows>([&](auto r) TANDEM_INLINE {
-        store_f32(out[r.value] + c, load_f32(out[r.value] + c) * scale);
-      });
-    }
-  }
+  if constexpr (kIsRow)
+    unroll<kRows>([&](auto r) TANDEM_INLINE { scale_row(out[r.value], tile.panel); });
 }
 
 template <int kRows, int kVectors>
@@ -161,6 +193,7 @@ void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
   });
   const uint8_t* p = tile.panel + column * 4;
   for (size_t k = 0; k < tile.size; k += 2, p += kStepBytes) {
+    prefetch_step<kVectors>(p);
     Bf16Pair w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
       w[v.value] = bf16_weights(load_i32(p + v.value * kLanes * 4));
@@ -201,6 +234,7 @@ void tile_float(const Tile& tile, size_t first_row) {
       });
       const uint8_t* codes = p + kFloatHeaderBytes + column * 4;
       for (size_t k = first; k < first + kGroup; k += kStep, codes += kStepBytes) {
+        prefetch_step<kVectors>(codes);
         // A vector of weights at a time: widened, all of them would not fit beside the sums.
         unroll<kVectors>([&](auto v) TANDEM_INLINE {
           const I32 packed = load_i32(codes + v.value * kLanes * 4);
@@ -224,11 +258,7 @@ void tile_float(const Tile& tile, size_t first_row) {
       }
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
         const size_t at = column + v.value * kLanes;
-        F32 scale;
-        if constexpr (kBits == 8)
-          scale = load_f32(reinterpret_cast<const float*>(p)) * set_f32(kE4m3Factor);
-        else
-          scale = as_f32(shift_left_23(load_u8(p + at)));
+        const F32 scale = load_float_scale<kBits>(p, at);
         unroll<kRows>([&](auto r) TANDEM_INLINE {
           float* sum = out[r.value] + at;
           store_f32(sum, fma(acc[r.value][v.value], scale, load_f32(sum)));
@@ -270,8 +300,8 @@ void run_rows(const Tile& tile, size_t row, size_t count) {
   if constexpr (kRows > 1) run_rows<kRows - 1>(tile, row, count);
 }
 
-// out[num_rows, 64] = rows of a times the panel.
-void multiply(const Tile& tile, size_t num_rows) {
+// out[num_rows, 64] = rows of a times the panel, with vectors.
+void multiply_vectors(const Tile& tile, size_t num_rows) {
   // Blocks of equal height: 8 rows as 4 + 4 rather than 6 + 2.
   const size_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   size_t row = 0;
@@ -281,3 +311,11 @@ void multiply(const Tile& tile, size_t num_rows) {
     row += count;
   }
 }
+
+#if defined(TANDEM_TILE_HEADER)
+#include TANDEM_TILE_HEADER
+
+#include "kernels/multiply_tiles-inl.h"
+#else
+inline void multiply(const Tile& tile, size_t num_rows) { multiply_vectors(tile, num_rows); }
+#endif

@@ -11,11 +11,6 @@ namespace {
 
 // Below, coding the rows takes less than waking the pool does.
 constexpr size_t kMinParallelRows = 8;
-constexpr size_t kAlignment = 64;
-
-size_t round_up(size_t size, size_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
 
 }  // namespace
 
@@ -26,7 +21,9 @@ const PackedKernels& packed_kernels(Isa isa) {
     case Isa::kAvx512Bw: return kPackedAvx512Bw;
     case Isa::kAvx512Vnni: return kPackedAvx512Vnni;
     case Isa::kAvx512Bf16: return kPackedAvx512Bf16;
+    case Isa::kAmx: return kPackedAmx;
 #endif
+    case Isa::kAmxEmulated: return kPackedAmxEmulated;
     default: return kPackedPlain;
   }
 }
@@ -43,14 +40,14 @@ Status Arena::reserve(size_t size_bytes) {
 
 uint8_t* Arena::take(size_t size_bytes) {
   uint8_t* p = buffer_->data() + used_;
-  used_ += round_up(size_bytes, kAlignment);
+  used_ += round_up(size_bytes, kPackedAlignment);
   return p;
 }
 
 size_t operand_bytes(const WeightFormat& format, size_t rows, size_t row_size) {
-  if (!has_codes(format)) return round_up(rows * row_size * 2, kAlignment);
-  return round_up(rows * row_size, kAlignment) +
-         2 * round_up(rows * (row_size / unit_size(format)) * 4, kAlignment);
+  if (!has_codes(format)) return round_up(rows * row_size * 2, kPackedAlignment);
+  return round_up(rows * row_size, kPackedAlignment) +
+         2 * round_up(rows * (row_size / unit_size(format)) * 4, kPackedAlignment);
 }
 
 Operand take_operand(Arena& arena, const WeightFormat& format, size_t rows, size_t row_size) {

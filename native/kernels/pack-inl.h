@@ -10,6 +10,8 @@ constexpr float kLargestE4m3 = 448.0f;
 // which stay in L1, and a chunk reads whole lines of each column's weights.
 constexpr size_t kPackColumns = 16;
 constexpr size_t kPackChunk = 512;
+// Columns ahead of the one being coded whose weights are fetched.
+constexpr size_t kPackAhead = 2;
 
 // REQUIRES: |value| <= kLargestFp16.
 inline uint16_t narrow_to_fp16(float value) {
@@ -52,12 +54,32 @@ inline void widen_weights(const PackTask& task, size_t row, size_t k, size_t cou
   }
 }
 
+// A chunk of a row is too short a piece for the hardware to see what comes next.
+inline void prefetch_weights(const PackTask& task, size_t row, size_t k) {
+  const size_t size = task.is_bf16 ? 2 : 4;
+  const size_t count = task.row_size - k < kPackChunk ? task.row_size - k : kPackChunk;
+  const uint8_t* p = static_cast<const uint8_t*>(task.weights) + (row * task.row_size + k) * size;
+  for (size_t i = 0; i < count * size; i += 64) __builtin_prefetch(p + i);
+}
+
 // Of |w|, as bits, whose order is that of the values; NaN is above infinity.
 inline uint32_t max_magnitude(const float* w, size_t count) {
   I32 peak = set_i32(0);
   for (size_t i = 0; i < count; i += kLanes)
     peak = max_i32(peak, as_i32(load_f32(w + i)) & set_i32(INT32_MAX));
   return static_cast<uint32_t>(reduce_max(peak));
+}
+
+struct Range {
+  float low, high;
+};
+inline Range find_range(const float* w, size_t count) {
+  F32 low = load_f32(w), high = low;
+  for (size_t i = kLanes; i < count; i += kLanes) {
+    low = at_most(load_f32(w + i), low);
+    high = at_least(load_f32(w + i), high);
+  }
+  return {reduce_min(low), reduce_max(high)};
 }
 
 // u = clamp(round((w - minimum) * inverse), low, high) + offset
@@ -75,22 +97,23 @@ inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t 
   const int32_t levels = 1 << format.bits;
   float wanted, base = 0.0f;
   if (format.has_minimum) {
-    F32 low = load_f32(w), high = low;
-    for (size_t i = kLanes; i < count; i += kLanes) {
-      low = at_most(load_f32(w + i), low);
-      high = at_least(load_f32(w + i), high);
-    }
-    base = reduce_min(low);
-    wanted = (reduce_max(high) - base) / static_cast<float>(levels - 1);
+    const Range range = find_range(w, count);
+    base = range.low;
+    wanted = (range.high - base) / static_cast<float>(levels - 1);
   } else if (format.bits == 8) {
     // Eight bits have a step to spare and stay even about zero.
     wanted = amax / 127.0f;
   } else {
     // Four bits have not: the largest weight, the first if there are several, gets the code 0,
     // whatever its sign, which makes the step negative where it is positive.
-    size_t i = 0;
-    while ((bits_of(w[i]) & 0x7fffffff) != amax_bits) ++i;
-    wanted = w[i] / -8.0f;
+    const Range range = find_range(w, count);
+    float peak = range.high == amax ? amax : -amax;
+    if (range.high == -range.low) {
+      size_t i = 0;
+      while ((bits_of(w[i]) & 0x7fffffff) != amax_bits) ++i;
+      peak = w[i];
+    }
+    wanted = peak / -8.0f;
   }
   if (!(__builtin_fabsf(wanted) <= kLargestFp16 && __builtin_fabsf(base) <= kLargestFp16))
     return false;
@@ -182,11 +205,13 @@ uint32_t scan_block(const PackTask& task, size_t first_row, size_t last_row, siz
 bool pack_bf16(const PackTask& task, const float* w, size_t first, size_t count, size_t column) {
   // What would round to infinity.
   if (max_magnitude(w, count) >= 0x7f7f8000) return false;
-  uint8_t* at = task.panel + first / 2 * kStepBytes + column * 4;
-  for (size_t k = 0; k < count; k += 2, at += kStepBytes) {
-    const uint32_t word = uint32_t{round_to_bf16(w[k])} | uint32_t{round_to_bf16(w[k + 1])} << 16;
-    __builtin_memcpy(at, &word, 4);
+  alignas(64) uint16_t values[kPackChunk];
+  for (size_t k = 0; k < count; ++k) {
+    const uint32_t bits = bits_of(w[k]);
+    values[k] = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
   }
+  uint8_t* at = task.panel + first / 2 * kStepBytes + column * 4;
+  for (size_t k = 0; k < count; k += 2, at += kStepBytes) __builtin_memcpy(at, values + k, 4);
   return true;
 }
 
@@ -333,6 +358,8 @@ int64_t pack(const PackTask& task) {
       const size_t count = task.size - first < kPackChunk ? task.size - first : kPackChunk;
       const size_t wide = (count + 15) / 16 * 16;
       for (size_t c = begin; c < end; ++c) {
+        if (c + kPackAhead < end)
+          prefetch_weights(task, task.first_row + c + kPackAhead, task.first_k + first);
         // Beyond the part that the panel holds there is nothing, even where the row goes on.
         widen_weights(task, task.first_row + c, task.first_k + first, wide, w);
         const size_t in_part = task.last_k - task.first_k - first;

@@ -140,11 +140,13 @@ inline constexpr size_t kIntStepMacs = 12 * 16 * 4;
 inline constexpr size_t kBf16StepMacs = 12 * 16 * 2;
 
 extern const PackedKernels kPackedPlain;
+extern const PackedKernels kPackedAmxEmulated;
 #if defined(__x86_64__)
 extern const PackedKernels kPackedAvx2;
 extern const PackedKernels kPackedAvx512Bw;
 extern const PackedKernels kPackedAvx512Vnni;
 extern const PackedKernels kPackedAvx512Bf16;
+extern const PackedKernels kPackedAmx;
 #endif
 
 }  // namespace tandem

@@ -13,13 +13,8 @@ namespace {
 // Tasks of a thread at least, for balance, before several pieces are put together.
 constexpr size_t kTasksPerThread = 6;
 constexpr size_t kMaxTaskPieces = 4;
-constexpr size_t kStorageAlignment = 64;
 // An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
 constexpr size_t kMaxIntSize = 65536;
-
-size_t round_up(size_t size, size_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
 
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return kFloatHeaderBytes;
@@ -98,7 +93,7 @@ size_t pieces_per_task(const ThreadPool& pool, size_t count) {
 }
 
 Status check_storage(const WeightStorage& storage, size_t size_bytes, const char* where) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(storage.data) % kStorageAlignment == 0;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(storage.data) % kPackedAlignment == 0;
   if (storage.size_bytes == size_bytes && is_aligned) return {};
   return Error{Code::kShape, where,
                "storage of " + std::to_string(storage.size_bytes) +

@@ -13,6 +13,16 @@
 
 namespace tandem {
 
+// Of packed weights and of scratch: a cache line.
+inline constexpr size_t kPackedAlignment = 64;
+// Rows of one task: more are split, so that one popular expert, or a matrix of few outputs, still
+// occupies all threads.
+inline constexpr size_t kMaxTaskRows = 192;
+
+constexpr size_t round_up(size_t size, size_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
+
 // A row-major matrix [rows, columns], fp32 or bf16, borrowed.
 struct MatrixView {
   const void* data = nullptr;

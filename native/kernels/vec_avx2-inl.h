@@ -19,6 +19,9 @@ inline F32 load_f32(const float* p) { return _mm256_loadu_ps(p); }
 inline I32 load_i32(const void* p) {
   return (I32)_mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
+inline void store_i32(void* p, I32 v) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), raw(v));
+}
 inline void store_f32(float* p, F32 v) { _mm256_storeu_ps(p, v); }
 inline I32 load_u8(const uint8_t* p) {
   return (I32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

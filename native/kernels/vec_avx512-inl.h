@@ -18,6 +18,7 @@ inline F32 set_f32(float x) { return _mm512_set1_ps(x); }
 inline I32 set_i32(int32_t x) { return (I32)_mm512_set1_epi32(x); }
 inline F32 load_f32(const float* p) { return _mm512_loadu_ps(p); }
 inline I32 load_i32(const void* p) { return (I32)_mm512_loadu_si512(p); }
+inline void store_i32(void* p, I32 v) { _mm512_storeu_si512(p, raw(v)); }
 inline void store_f32(float* p, F32 v) { _mm512_storeu_ps(p, v); }
 inline I32 load_u8(const uint8_t* p) {
   return (I32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -95,6 +96,8 @@ inline Bf16Pair bf16_row(const uint8_t* p) { return {broadcast(p)}; }
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w.v, (__m512bh)a.v);
 }
+
+inline void store_pair(uint8_t* p, Bf16Pair w) { _mm512_storeu_si512(p, raw(w.v)); }
 
 // The two bytes of bf16 by the seven bits of an e4m3 magnitude. Subnormal ones are normalised, for
 // the dot product takes bf16's own subnormals for zeros.

@@ -28,6 +28,7 @@ inline I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
 inline void store_u8(uint8_t* p, I32 v) {
   for (size_t i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(v[i]);
 }
+inline void store_i32(void* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 inline void store_f32(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 // One rounding, as in hardware, so that integer formats agree bitwise across ISAs.
 inline F32 fma(F32 a, F32 b, F32 c) {
@@ -161,4 +162,13 @@ inline Bf16Pair e2m1_weights(I32 v) {
     w.odd[i] = widen(v[i] >> (16 + 4 * kPair));
   }
   return w;
+}
+// As bf16, which holds them exactly: what bf16_weights takes.
+inline void store_pair(uint8_t* p, Bf16Pair w) {
+  const I32 even = as_i32(w.even), odd = as_i32(w.odd);
+  for (size_t i = 0; i < kLanes; ++i) {
+    const uint32_t word = static_cast<uint32_t>(even[i]) >> 16 | (static_cast<uint32_t>(odd[i]) &
+                                                                  0xffff0000);
+    __builtin_memcpy(p + i * 4, &word, 4);
+  }
 }

@@ -24,8 +24,8 @@ INTEGER = [f for f in WEIGHT_FORMATS.values() if f.is_integer]
 EXPERT_ERRORS = {
     "bf16": 0.005,
     "fp8": 0.05,
-    "mxfp4": 0.25,
-    "int8row": 0.026,
+    "mxfp4": 0.21,
+    "int8row": 0.024,
     "int8g32": 0.016,
     "int8g128": 0.021,
     "int4g32": 0.145,

@@ -16,6 +16,8 @@ from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
 from tandem.kernels.native_experts import SILU, Activation, PackedExperts
 from tandem.kernels.packed_oracle import Layer, activate, decode, run_experts
 
+ISAS = [*kernel_isas(), "amx_emulated"]
+"""The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
 FORMATS = [
     "bf16",
     "fp8",
@@ -116,13 +118,13 @@ def check(case: Case, name: str, pool: ThreadPool, isa: str) -> None:
     assert worst <= 1, f"error is {worst:.2f} of the tolerance"
 
 
-@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
     check(make_case(1), name, pool, isa)
 
 
-@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("name", "hidden", "inner"),
     [
@@ -156,7 +158,7 @@ def test_input_in_bf16(name: str, pool: ThreadPool):
     check(replace(case, x=case.x.bfloat16()), name, pool, kernel_isas()[-1])
 
 
-@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-4, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
@@ -179,7 +181,7 @@ def with_biases(case: Case) -> Case:
     return replace(case, biases=biases)
 
 
-@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
 @pytest.mark.parametrize("name", ["bf16", "int8g32"])
 def test_activations_and_biases(name: str, activation: Activation, isa: str, pool: ThreadPool):
@@ -204,7 +206,7 @@ def test_activations_at_hard_gates(activation: Activation, pool: ThreadPool):
         weights=torch.ones(size, 1),
         activation=activation,
     )
-    for isa in kernel_isas():
+    for isa in ISAS:
         check(case, "bf16", pool, isa)
 
 
@@ -289,8 +291,8 @@ def test_mutants_are_caught(name: str, pool: ThreadPool):
     [
         ("bf16", 0.005),
         ("fp8", 0.05),
-        ("mxfp4", 0.25),
-        ("int8row", 0.026),
+        ("mxfp4", 0.21),
+        ("int8row", 0.024),
         ("int8g32", 0.016),
         ("int8g128", 0.021),
         ("int4g32", 0.145),

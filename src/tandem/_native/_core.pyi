@@ -584,7 +584,8 @@ class TransferCore:
 
 def kernel_isas() -> list[str]:
     """
-    Variants of the kernels that this machine can run, ascending; the last is the default.
+    Variants of the kernels that this machine can run, ascending; the last is the default,
+    or the one before `amx`, which has to be named.
     """
 
 def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False) -> int:

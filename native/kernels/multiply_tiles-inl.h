@@ -1,0 +1,222 @@
+// Rows times a panel with the tile registers of AMX, which read panels as they lie: 16 rows beside
+// 64 columns, four tiles of sums. Included by multiply-inl.h where the variant has tiles.
+//
+// Integer sums are exact, so a few rows may take the vectors instead, with equal results; products of
+// bf16 are rounded in another order than the vectors' and always take the tiles. A tile computes
+// each row for itself, so a result does not depend on the rows beside it.
+
+constexpr size_t kTileRows = 16;
+constexpr size_t kMaxStepBytes = 64;
+// Up to here the weights come from memory, and vectors multiply as fast as they come.
+constexpr size_t kMaxVectorRows = 4;
+
+struct TileScratch {
+  alignas(64) uint8_t rows[kTileRows * kMaxStepBytes];
+  // A group of weights, widened: 128 inputs of 64 columns in bf16, or in int8.
+  alignas(64) uint8_t weights[kMaxGroupSize * kPanelColumns * 2];
+  alignas(64) int32_t sums[kTileRows][kPanelColumns];
+};
+
+// `count` rows of an operand from `first_row` on.
+struct TileRows {
+  const Tile* tile;
+  size_t first_row;
+  size_t count;
+};
+
+// Bytes [offset, offset + size) of the rows; gathered where they do not lie at equal distances.
+inline const uint8_t* find_rows(const TileRows& rows, size_t offset, size_t size,
+                                TileScratch& scratch, size_t* stride) {
+  const Operand& a = *rows.tile->a;
+  if (rows.tile->rows.ids == nullptr) {
+    *stride = a.row_bytes;
+    return a.data + row_at(rows.tile->rows, rows.first_row) * a.row_bytes + offset;
+  }
+  *stride = kMaxStepBytes;
+  for (size_t i = 0; i < rows.count; ++i) {
+    const size_t row = row_at(rows.tile->rows, rows.first_row + i);
+    __builtin_memcpy(scratch.rows + i * kMaxStepBytes, a.data + row * a.row_bytes + offset, size);
+  }
+  return scratch.rows;
+}
+
+inline void store_tiles(const Tiles& tiles, TileScratch& scratch) {
+  constexpr size_t kStride = sizeof scratch.sums[0];
+  tiles.store<0>(&scratch.sums[0][0], kStride);
+  tiles.store<1>(&scratch.sums[0][16], kStride);
+  tiles.store<2>(&scratch.sums[0][32], kStride);
+  tiles.store<3>(&scratch.sums[0][48], kStride);
+}
+
+inline float* find_out(const TileRows& rows, size_t i) {
+  return rows.tile->out + (rows.first_row + i) * rows.tile->out_stride;
+}
+
+inline void clear_out(const TileRows& rows) {
+  for (size_t i = 0; i < rows.count; ++i)
+    for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(find_out(rows, i) + c, zero_f32());
+}
+
+inline void widen_int4(const uint8_t* codes, size_t group_size, uint8_t* out) {
+  for (size_t k = 0; k < group_size; k += 8, codes += kStepBytes, out += 2 * kStepBytes) {
+    for (size_t i = 0; i < kStepBytes; i += kLanes * 4) {
+      const I32 packed = load_i32(codes + i);
+      store_i32(out + i, low_nibbles(packed));
+      store_i32(out + kStepBytes + i, high_nibbles(packed));
+    }
+  }
+}
+
+template <int kBits, Scales kScales>
+void tiles_int(const TileRows& rows) {
+  constexpr bool kIsRow = kScales == Scales::kRow;
+  const Tile& tile = *rows.tile;
+  const Operand& operand = *tile.a;
+  const size_t group_size = static_cast<size_t>(kIsRow ? kRowGroupSize : tile.format.group_size);
+  const size_t step = group_size < kMaxStepBytes ? group_size : kMaxStepBytes;
+  TileScratch scratch;
+  Tiles tiles(rows.count, step);
+  clear_out(rows);
+  const uint8_t* p = tile.panel + (kIsRow ? kScaleBytes : 0);
+  for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(p);
+    const uint8_t* codes = p + kHeaderBytes<kScales>;
+    p = codes + kPanelColumns * group_size * kBits / 8;
+    if constexpr (kBits == 4) {
+      widen_int4(codes, group_size, scratch.weights);
+      codes = scratch.weights;
+    }
+    tiles.clear();
+    for (size_t i = 0; i < group_size; i += step, codes += step / 4 * kStepBytes) {
+      size_t stride;
+      const uint8_t* a = find_rows(rows, k + i, step, scratch, &stride);
+      tiles.add_int8<0>(a, stride, codes, kStepBytes);
+      tiles.add_int8<1>(a, stride, codes + 64, kStepBytes);
+      tiles.add_int8<2>(a, stride, codes + 128, kStepBytes);
+      tiles.add_int8<3>(a, stride, codes + 192, kStepBytes);
+    }
+    store_tiles(tiles, scratch);
+    for (size_t i = 0; i < rows.count; ++i) {
+      const size_t row = row_at(tile.rows, rows.first_row + i);
+      const size_t id = row * operand.num_groups + group;
+      I32 start = set_i32(0);
+      if constexpr (kScales != Scales::kGroupMinimum) start = set_i32(operand.corrections[id]);
+      float* out = find_out(rows, i);
+      for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+        F32 scale = set_f32(1.0f), minimum = zero_f32();
+        if constexpr (!kIsRow) scale = load_fp16(scales + c);
+        if constexpr (kScales == Scales::kGroupMinimum)
+          minimum = load_fp16(scales + kPanelColumns + c);
+        const I32 products = load_i32(&scratch.sums[i][c]) + start;
+        store_f32(out + c,
+                  add_group<kScales>(load_f32(out + c), products, scale, minimum, operand, id));
+      }
+    }
+  }
+  if constexpr (kIsRow)
+    for (size_t i = 0; i < rows.count; ++i) scale_row(find_out(rows, i), tile.panel);
+}
+
+// Adds inputs [first, last) of the rows, in steps of `step` values of bf16, to the tiles.
+inline void add_bf16_steps(Tiles& tiles, const TileRows& rows, size_t first, size_t last, size_t step,
+                           const uint8_t* values, TileScratch& scratch) {
+  for (size_t k = first; k < last; k += step, values += step / 2 * kStepBytes) {
+    size_t stride;
+    const uint8_t* a = find_rows(rows, k * 2, step * 2, scratch, &stride);
+    tiles.add_bf16<0>(a, stride, values, kStepBytes);
+    tiles.add_bf16<1>(a, stride, values + 64, kStepBytes);
+    tiles.add_bf16<2>(a, stride, values + 128, kStepBytes);
+    tiles.add_bf16<3>(a, stride, values + 192, kStepBytes);
+  }
+}
+
+// out += scale * sums
+template <class Scale>
+inline void add_sums(const TileRows& rows, const TileScratch& scratch, const Scale& scale) {
+  for (size_t i = 0; i < rows.count; ++i) {
+    float* out = find_out(rows, i);
+    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+      const F32 sum = as_f32(load_i32(&scratch.sums[i][c]));
+      store_f32(out + c, fma(sum, scale(c), load_f32(out + c)));
+    }
+  }
+}
+
+void tiles_bf16(const TileRows& rows) {
+  constexpr size_t kStep = kMaxStepBytes / 2;
+  TileScratch scratch;
+  const size_t size = rows.tile->size, whole = size / kStep * kStep;
+  const auto one = [](size_t) { return set_f32(1.0f); };
+  clear_out(rows);
+  if (whole > 0) {
+    Tiles tiles(rows.count, kMaxStepBytes);
+    tiles.clear();
+    add_bf16_steps(tiles, rows, 0, whole, kStep, rows.tile->panel, scratch);
+    store_tiles(tiles, scratch);
+    add_sums(rows, scratch, one);
+  }
+  if (whole < size) {
+    Tiles tiles(rows.count, (size - whole) * 2);
+    tiles.clear();
+    add_bf16_steps(tiles, rows, whole, size, size - whole,
+                   rows.tile->panel + whole / 2 * kStepBytes, scratch);
+    store_tiles(tiles, scratch);
+    add_sums(rows, scratch, one);
+  }
+}
+
+template <int kBits>
+inline void widen_floats(const uint8_t* codes, size_t group_size, uint8_t* out) {
+  constexpr size_t kStep = kBits == 8 ? 4 : 8;
+  for (size_t k = 0; k < group_size; k += kStep, codes += kStepBytes, out += kStep / 2 * kStepBytes) {
+    for (size_t i = 0; i < kStepBytes; i += kLanes * 4) {
+      const I32 packed = load_i32(codes + i);
+      if constexpr (kBits == 8) {
+        Bf16Pair w[2];
+        e4m3_weights(packed, w);
+        store_pair(out + i, w[0]);
+        store_pair(out + kStepBytes + i, w[1]);
+      } else {
+        unroll<4>([&](auto j) TANDEM_INLINE {
+          store_pair(out + j.value * kStepBytes + i, e2m1_weights<j.value>(packed));
+        });
+      }
+    }
+  }
+}
+
+template <int kBits>
+void tiles_float(const TileRows& rows) {
+  constexpr size_t kGroup = kBits == 8 ? 128 : 32;
+  TileScratch scratch;
+  Tiles tiles(rows.count, kMaxStepBytes);
+  clear_out(rows);
+  const uint8_t* p = rows.tile->panel;
+  for (size_t k = 0; k < rows.tile->size; k += kGroup) {
+    widen_floats<kBits>(p + kFloatHeaderBytes, kGroup, scratch.weights);
+    tiles.clear();
+    add_bf16_steps(tiles, rows, k, k + kGroup, kMaxStepBytes / 2, scratch.weights, scratch);
+    store_tiles(tiles, scratch);
+    add_sums(rows, scratch, [&](size_t column) { return load_float_scale<kBits>(p, column); });
+    p += kFloatHeaderBytes + kPanelColumns * kGroup * kBits / 8;
+  }
+}
+
+void run_tiles(const TileRows& rows) {
+  const WeightFormat& format = rows.tile->format;
+  if (format.bits == 16) return tiles_bf16(rows);
+  if (format.is_float) return format.bits == 8 ? tiles_float<8>(rows) : tiles_float<4>(rows);
+  if (format.bits == 8 && format.group_size == 0) return tiles_int<8, Scales::kRow>(rows);
+  if (format.bits == 8)
+    return format.has_minimum ? tiles_int<8, Scales::kGroupMinimum>(rows)
+                              : tiles_int<8, Scales::kGroup>(rows);
+  return format.has_minimum ? tiles_int<4, Scales::kGroupMinimum>(rows)
+                            : tiles_int<4, Scales::kGroup>(rows);
+}
+
+void multiply(const Tile& tile, size_t num_rows) {
+  const bool has_exact_sums = tile.format.bits < 16 && !tile.format.is_float;
+  if (has_exact_sums && num_rows <= kMaxVectorRows) return multiply_vectors(tile, num_rows);
+  for (size_t row = 0; row < num_rows; row += kTileRows)
+    run_tiles({&tile, row, num_rows - row < kTileRows ? num_rows - row : kTileRows});
+}
