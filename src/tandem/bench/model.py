@@ -2,8 +2,9 @@
 
 The shape is Qwen3-30B-A3B's with six of its 48 layers and a vocabulary of 32,000, random weights:
 large enough that no cache holds it, small enough for a laptop. Ours is whole engine steps; the
-rival is transformers in bfloat16 with grouped experts. Logits must be near those of the same
-format's plain arithmetic before a time counts: near the rival's, as far as the format's own error.
+rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp in the format
+nearest to ours, from the very same weights. Before a time counts, logits must be near
+transformers', as far as the format's own error; llama.cpp's as well.
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -13,6 +14,7 @@ prefill is left to `tandem bench kernels`, whose operators bound it.
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from tandem import _native
 from tandem.bench.driver import EngineDriver, Phase, TransformersDriver
 from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.peers import PeerProcess, install_peer
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
 from tandem.models.families import describe_model
@@ -39,6 +42,8 @@ LARGEST_ERROR = {"int8g128": 0.06, "int4g32": 0.35, "bf16": 0.03}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else."""
+LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
+LLAMA_REQUIREMENTS = ("llama-cpp-python==0.3.36", "gguf")
 DECODE_CONTEXT = 128
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
 SHAPE = {
@@ -64,13 +69,43 @@ QUICK_SHAPE = SHAPE | {
 }
 
 
+class _LlamaCpp:
+    """llama.cpp in one type, in a process of its own, with the better of one and all threads."""
+
+    def __init__(self, folder: Path, kind: str, threads: int, num_sequences: int) -> None:
+        self.name = f"llama.cpp {kind}"
+        python = install_peer("llama-cpp", LLAMA_REQUIREMENTS)
+        self._process = PeerProcess(python, "llama_cpp_peer.py")
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
+        self._process.call(
+            "load",
+            path=str(path),
+            threads=threads,
+            context_len=max(PREFILLS) // num_sequences if num_sequences > 1 else max(PREFILLS),
+            num_sequences=num_sequences,
+        )
+
+    def score(self, prompt: list[int]) -> torch.Tensor:
+        return torch.tensor(self._process.call("score", prompt=prompt))
+
+    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
+        return self._process.call(phase, prompts=prompts)
+
+    def close(self) -> None:
+        self._process.close()
+
+
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
-    def __init__(self, folder: Path, shape: dict[str, int]) -> None:
+    def __init__(self, folder: Path, shape: dict[str, int], *, with_peers: bool) -> None:
         self._folder = folder
         self._shape = shape
+        self._with_peers = with_peers
         self._ours: tuple[str, EngineDriver] | None = None
+        self._llama: tuple[tuple[str, int], _LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
@@ -103,6 +138,22 @@ class _Bench:
             self._ours = (weight_format, driver)
         return self._ours[1]
 
+    def llama(self, weight_format: str, batch: int) -> _LlamaCpp | None:
+        """The peer of a format, loaded; None without peers, or where it has no such type."""
+        kind = LLAMA_TYPES.get(weight_format)
+        if not self._with_peers or kind is None:
+            return None
+        key = (kind, batch)
+        if self._llama is None or self._llama[0] != key:
+            self.close()
+            self._llama = (key, _LlamaCpp(self.folder, kind, self.threads, batch))
+        return self._llama[1]
+
+    def close(self) -> None:
+        if self._llama is not None:
+            self._llama[1].close()
+            self._llama = None
+
     def case(self, weight_format: str, phase: Phase, tokens: int, batch: int) -> BenchCase:
         prompts: list[list[int]] = []
 
@@ -113,11 +164,26 @@ class _Bench:
             prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
             got = self.ours(weight_format).score(prompts[0][:64])
             want = self.rival.score(prompts[0][:64])
-            error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
+            error = _compare(got, want)
             if not error < LARGEST_ERROR[weight_format]:
                 return f"logits differ by {error:.4f}"
             self.ours(weight_format).measure(phase, prompts)
+            peer = self.llama(weight_format, batch)
+            if peer is not None:
+                error = _compare(peer.score(prompts[0][:64]), want)
+                if not error < LARGEST_ERROR[weight_format]:
+                    return f"logits of {peer.name} differ by {error:.4f}"
             return "ok"
+
+        def measure_rival() -> float:
+            peer = self.llama(weight_format, batch)
+            if peer is not None:
+                return peer.measure(phase, prompts)
+            return self.rival.measure(phase, prompts, self.threads)
+
+        def name_rival() -> str:
+            peer = self.llama(weight_format, batch)
+            return self.rival_name if peer is None else peer.name
 
         words = f"tokens={tokens}" if phase == "prefill" else f"batch={batch}"
         is_decode = phase == "decode"
@@ -126,8 +192,8 @@ class _Bench:
             unit="ms",
             ours=lambda: self.ours(weight_format).measure(phase, prompts),
             check=check,
-            baseline=lambda: self.rival.measure(phase, prompts, self.threads),
-            baseline_name=f"{self.rival_name} threads={self.threads}",
+            baseline=measure_rival,
+            baseline_name=lambda: f"{name_rival()} threads={self.threads}",
             ceiling=(lambda: self._measure_reading(weight_format, batch)) if is_decode else None,
         )
 
@@ -147,11 +213,18 @@ class _Bench:
         return (plan.experts.size_bytes * share + others) * seconds_per_byte * 1e3
 
 
-def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases, a format after the other; ``quick`` takes a tiny model and the ends."""
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases, a format after the other.
+
+    Args:
+        quick: a tiny model and the ends of the ranges.
+        with_peers: the baseline is llama.cpp where it has the format, installed if need be.
+    """
     disable_progress_bar()
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = _Bench(Path(scratch), QUICK_SHAPE if quick else SHAPE)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        bench = _Bench(Path(scratch), QUICK_SHAPE if quick else SHAPE, with_peers=with_peers)
+        stack.callback(bench.close)
         if not quick:
             _check_memory()
         for weight_format in FORMATS:
@@ -159,6 +232,11 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
                 yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch)
             for tokens in PREFILLS[:1] if quick else PREFILLS:
                 yield bench.case(weight_format, "prefill", tokens, 1)
+
+
+def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the median token: where two experts score alike, one may go to the other."""
+    return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 
 def _check_memory() -> None:
