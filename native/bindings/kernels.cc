@@ -2,9 +2,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <limits>
+#include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
+#include "bindings/packed_arrays.h"
 #include "bindings/status.h"
 #include "kernels/experts.h"
 #include "kernels/isa.h"
@@ -15,64 +21,42 @@ using namespace nb::literals;
 namespace tandem::bindings {
 namespace {
 
-// Any array is taken and then checked, so that a wrong one is a ShapeError with the reason and not
-// silently converted.
-using AnyInput = nb::ndarray<nb::ro>;
-using AnyOutput = nb::ndarray<>;
-
-template <class Array>
-std::string describe_array(const Array& array) {
-  std::string text = "[";
-  for (size_t i = 0; i < array.ndim(); ++i)
-    text += (i > 0 ? ", " : "") + std::to_string(array.shape(i));
-  return text + "] of " + std::to_string(array.dtype().bits) + "-bit items of type code " +
-         std::to_string(array.dtype().code);
+Activation make_activation(const std::string& name, float alpha, float limit, float up_offset) {
+  constexpr std::array<std::string_view, 3> kNames = {"silu", "gelu", "gelu_tanh"};
+  for (size_t i = 0; i < kNames.size(); ++i)
+    if (kNames[i] == name) return {static_cast<ActivationKind>(i), alpha, limit, up_offset};
+  raise({Code::kConfig, "kernels.create_experts",
+         "activation " + name + ": choose one of silu, gelu, gelu_tanh", "activation"});
 }
 
-template <class Array>
-bool is_contiguous(const Array& array) {
-  if (array.size() == 0) return true;
-  int64_t stride = 1;
-  for (size_t i = array.ndim(); i-- > 0; stride *= static_cast<int64_t>(array.shape(i)))
-    if (array.shape(i) > 1 && array.stride(i) != stride) return false;
-  return true;
-}
-
-bool is_bf16(const nb::dlpack::dtype& dtype) {
-  return dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16 &&
-         dtype.lanes == 1;
-}
-
-// Raises ShapeError unless the array is contiguous, on the CPU, of one of the types and [rows,
-// columns].
-template <class Array>
-void check_matrix(const Array& array, const char* where, const char* name, bool has_dtype,
-                  const char* dtypes, size_t rows, size_t columns) {
-  const bool is_on_cpu = array.device_type() == nb::device::cpu::value;
-  if (has_dtype && is_on_cpu && array.ndim() == 2 && array.shape(0) == rows &&
-      array.shape(1) == columns && is_contiguous(array))
-    return;
-  raise({Code::kShape, where,
-         std::string(name) + " is " + describe_array(array) + ": give a contiguous [" +
-             std::to_string(rows) + ", " + std::to_string(columns) + "] of " + dtypes +
-             " on the CPU",
-         name});
-}
-
-bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
-
-ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
-                      int64_t hidden_size, int64_t intermediate_size, const std::string& isa) {
+ExpertBank::Config make_config(int bits, int group_size, bool has_minimum, bool is_float,
+                               int64_t num_experts, int64_t hidden_size,
+                               int64_t intermediate_size) {
   for (const int64_t size : {num_experts, hidden_size, intermediate_size})
     if (size < 1)
       raise({Code::kConfig, "kernels.create_experts",
              "size " + std::to_string(size) + ": give at least 1", ""});
   ExpertBank::Config config;
-  config.format = {bits, group_size, has_minimum};
+  config.format = {bits, group_size, has_minimum, is_float};
   config.num_experts = static_cast<size_t>(num_experts);
   config.hidden_size = static_cast<size_t>(hidden_size);
   config.intermediate_size = static_cast<size_t>(intermediate_size);
+  return config;
+}
+
+ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
+                      int64_t hidden_size, int64_t intermediate_size, const std::string& isa,
+                      nb::object storage, bool is_float, const std::string& activation, float alpha,
+                      float limit, float up_offset, bool has_bias, int64_t num_parts) {
+  ExpertBank::Config config = make_config(bits, group_size, has_minimum, is_float, num_experts,
+                                          hidden_size, intermediate_size);
   config.isa = isa;
+  config.activation = make_activation(activation, alpha, limit, up_offset);
+  config.has_bias = has_bias;
+  // A negative number wraps to more than there can be.
+  config.num_parts = static_cast<size_t>(num_parts);
+  if (!storage.is_none())
+    config.storage = view_storage(std::move(storage), "kernels.create_experts");
   return new ExpertBank(take(ExpertBank::create(config)));
 }
 
@@ -80,9 +64,7 @@ void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput&
           const AnyInput& up, const AnyInput& down) {
   constexpr const char* kWhere = "kernels.pack";
   const auto view = [&](const AnyInput& array, const char* name, size_t rows, size_t columns) {
-    const bool has_dtype = is_float(array.dtype()) || is_bf16(array.dtype());
-    check_matrix(array, kWhere, name, has_dtype, "float32 or bfloat16", rows, columns);
-    return MatrixView{array.data(), is_bf16(array.dtype()), rows, columns};
+    return view_matrix(array, kWhere, name, rows, columns);
   };
   const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
   const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
@@ -94,6 +76,26 @@ void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput&
     status = bank.pack(pool, static_cast<size_t>(expert_id), gate_view, up_view, down_view);
   }
   raise_if_error(status);
+}
+
+void load(ExpertBank& bank, ThreadPool& pool, nb::object packed) {
+  const std::shared_ptr<const WeightStorage> view = view_storage(std::move(packed), "kernels.load");
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = bank.load(pool, view->data, view->size_bytes);
+  }
+  raise_if_error(status);
+}
+
+void set_bias(ExpertBank& bank, int64_t expert_id, const AnyInput& gate, const AnyInput& up,
+              const AnyInput& down) {
+  constexpr const char* kWhere = "kernels.set_bias";
+  raise_if_error(
+      bank.set_bias(static_cast<size_t>(expert_id),
+                    view_vector(gate, kWhere, "gate", bank.intermediate_size()),
+                    view_vector(up, kWhere, "up", bank.intermediate_size()),
+                    view_vector(down, kWhere, "down", bank.hidden_size())));
 }
 
 void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
@@ -158,14 +160,30 @@ void bind_kernels(nb::module_& module) {
         return names;
       },
       "Variants of the kernels that this machine can run, ascending; the last is the default.");
+  module.def(
+      "count_expert_bytes",
+      [](int bits, int group_size, bool has_minimum, int64_t num_experts, int64_t hidden_size,
+         int64_t intermediate_size, bool is_float) {
+        return take(ExpertBank::count_bytes(make_config(bits, group_size, has_minimum, is_float,
+                                                        num_experts, hidden_size,
+                                                        intermediate_size)));
+      },
+      nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "num_experts"_a, "hidden_size"_a,
+      "intermediate_size"_a, "is_float"_a = false,
+      "Bytes that an `ExpertBank` of these sizes takes.\n\nRaises: as `ExpertBank`.");
   nb::class_<ExpertBank>(module, "ExpertBank",
-                         "Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is "
+                         "Packed gated experts of one layer; `tandem.kernels.native_experts` is "
                          "their face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",
-           "Reserve the memory; weights are zero until packed.\n\n"
-           "Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError\n"
-           "    (unknown ISA, a size below 1); CapacityError (memory).")
+           "storage"_a = nb::none(), "is_float"_a = false, "activation"_a = "silu",
+           "alpha"_a = 1.0f, "limit"_a = std::numeric_limits<float>::infinity(),
+           "up_offset"_a = 0.0f, "has_bias"_a = false, "num_parts"_a = 1,
+           "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
+           "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n\n"
+           "Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not\n"
+           "    whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts\n"
+           "    than column blocks); CapacityError (memory).")
       .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
       .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
                    "Packed bytes of one expert, scales included.")
@@ -174,8 +192,18 @@ void bind_kernels(nb::module_& module) {
            nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
                    "down: object) -> None"),
            "Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].\n\n"
-           "Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the\n"
-           "    format cannot hold).")
+           "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
+           "    UnsupportedError (weights that the format cannot hold).")
+      .def_prop_ro("num_parts", &ExpertBank::num_parts, "Shares of the intermediate dimension.")
+      .def("load", &load, "pool"_a, "packed"_a,
+           nb::sig("def load(self, pool: ThreadPool, packed: object) -> None"),
+           "Copy what a bank of one part packed, uint8, into these parts.\n\n"
+           "Raises: ShapeError (size); ConflictError (read-only storage).")
+      .def("set_bias", &set_bias, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
+           nb::sig("def set_bias(self, expert_id: int, gate: object, up: object, down: object"
+                   ") -> None"),
+           "Copy the biases of one expert, float32 vectors.\n\n"
+           "Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).")
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
            nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
                    "weights: object, out: object) -> None"),
@@ -191,11 +219,16 @@ void bind_kernels(nb::module_& module) {
           "array",
           [](nb::handle self) {
             const ExpertBank& bank = nb::cast<const ExpertBank&>(self);
+            if (bank.num_parts() > 1)
+              raise({Code::kUnsupported, "kernels.view_packed",
+                     "the packed bytes of several parts do not lie together: use one part",
+                     "num_parts"});
             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>, nb::c_contig>(
                 bank.data(), {bank.num_experts(), bank.expert_bytes()}, self);
           },
           nb::sig("def array(self) -> numpy.typing.NDArray[numpy.uint8]"),
-          "The packed bytes of each expert, no copy; keeps the memory alive.");
+          "The packed bytes of each expert, no copy; keeps the memory alive.\n\n"
+          "Raises: UnsupportedError (several parts).");
 }
 
 }  // namespace tandem::bindings

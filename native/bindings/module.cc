@@ -15,6 +15,7 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_transfer_memory(module);
   tandem::bindings::bind_transfer_engine(module);
   tandem::bindings::bind_kernels(module);
+  tandem::bindings::bind_linear(module);
   tandem::bindings::bind_attention(module);
   tandem::bindings::bind_row_ops(module);
 }

@@ -1,85 +1,40 @@
 #include "kernels/experts.h"
 
 #include <algorithm>
-#include <atomic>
+#include <cmath>
+#include <cstring>
 #include <mutex>
 #include <string>
-#include <vector>
+#include <utility>
 
-#include "kernels/experts_kernels.h"
+#include "kernels/operand.h"
 
 namespace tandem {
 namespace {
 
 // Rows of one gate-up task: more are split, so that one popular expert still occupies all threads.
 constexpr size_t kMaxTaskRows = 192;
-// Below, coding the input takes less than waking the pool does.
-constexpr size_t kMinParallelTokens = 8;
+// Rows of an expert up to which its weights come from memory, and a task should read a long piece.
+constexpr size_t kFewRows = 8;
+// Elements that one task adds over the parts.
+constexpr size_t kMergeChunk = 4096;
 constexpr size_t kAlignment = 64;
 
 size_t round_up(size_t size, size_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-const ExpertKernels& kernels_of(Isa isa) {
-  switch (isa) {
-#if defined(__x86_64__)
-    case Isa::kAvx2: return kExpertsAvx2;
-    case Isa::kAvx512Bw: return kExpertsAvx512Bw;
-    case Isa::kAvx512Vnni: return kExpertsAvx512Vnni;
-    case Isa::kAvx512Bf16: return kExpertsAvx512Bf16;
-#endif
-    default: return kExpertsPlain;
-  }
-}
-
-// Memory that grows and stays, one per calling thread: a layer's scratch is the next layer's, and
-// fresh pages would cost more than the work of a small batch.
-class Arena {
- public:
-  Status reserve(size_t size_bytes) {
-    used_ = 0;
-    if (buffer_ && buffer_->size_bytes() >= size_bytes) return {};
-    buffer_.reset();
-    Result<AlignedBuffer> made = AlignedBuffer::allocate(size_bytes, {});
-    if (!made.is_ok()) return made.error();
-    buffer_ = std::make_unique<AlignedBuffer>(std::move(made.value()));
+Status check_activation(const Activation& activation) {
+  const bool is_silu = activation.kind == ActivationKind::kSilu;
+  if (activation.limit > 0 && activation.alpha > 0 && std::isfinite(activation.alpha) &&
+      std::isfinite(activation.up_offset) && (is_silu || activation.alpha == 1.0f))
     return {};
-  }
-  uint8_t* take(size_t size_bytes) {
-    uint8_t* p = buffer_->data() + used_;
-    used_ += round_up(size_bytes, kAlignment);
-    return p;
-  }
-
- private:
-  std::unique_ptr<AlignedBuffer> buffer_;
-  size_t used_ = 0;
-};
-
-size_t row_groups(const WeightFormat& format, size_t row_size) {
-  return format.bits == 16 ? 0 : row_size / static_cast<size_t>(format.group_size);
-}
-
-size_t operand_bytes(const WeightFormat& format, size_t rows, size_t row_size) {
-  const size_t row_bytes = row_size * (format.bits == 16 ? 2 : 1);
-  return round_up(rows * row_bytes, kAlignment) +
-         2 * round_up(rows * row_groups(format, row_size) * 4, kAlignment);
-}
-
-Operand take_operand(Arena& arena, const WeightFormat& format, size_t rows, size_t row_size) {
-  Operand operand{};
-  operand.row_bytes = row_size * (format.bits == 16 ? 2 : 1);
-  operand.data = arena.take(rows * operand.row_bytes);
-  operand.num_groups = row_groups(format, row_size);
-  const size_t num_words = rows * operand.num_groups;
-  operand.scales = reinterpret_cast<float*>(arena.take(num_words * 4));
-  uint8_t* extra = arena.take(num_words * 4);
-  if (format.has_minimum)
-    operand.offsets = reinterpret_cast<float*>(extra);
-  else
-    operand.corrections = reinterpret_cast<int32_t*>(extra);
-  return operand;
+  return Error{Code::kConfig, "kernels.create_experts",
+               "alpha " + std::to_string(activation.alpha) + ", limit " +
+                   std::to_string(activation.limit) + ", up_offset " +
+                   std::to_string(activation.up_offset) +
+                   ": give a positive limit, a positive alpha (silu only) and a finite offset",
+               "activation"};
 }
 
 }  // namespace
@@ -98,14 +53,16 @@ struct ExpertBank::Routing {
 
 struct ExpertBank::Scratch {
   Operand x;
-  Operand h;
+  std::vector<Operand> h;          // Of each part.
+  std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
 };
 
-Result<ExpertBank> ExpertBank::create(const Config& config) {
+Result<ExpertBank> ExpertBank::plan(const Config& config) {
   Status status = check_format(config.format);
   if (status.is_ok()) status = check_size(config.format, config.hidden_size, "hidden_size");
   if (status.is_ok())
     status = check_size(config.format, config.intermediate_size, "intermediate_size");
+  if (status.is_ok()) status = check_activation(config.activation);
   if (!status.is_ok()) return status.error();
   if (config.num_experts == 0)
     return Error{Code::kConfig, "kernels.create_experts", "0 experts: give at least 1",
@@ -114,30 +71,118 @@ Result<ExpertBank> ExpertBank::create(const Config& config) {
   if (!isa.is_ok()) return isa.error();
   ExpertBank bank;
   bank.format_ = config.format;
+  bank.activation_ = config.activation;
   bank.isa_ = isa.value();
-  bank.kernels_ = &kernels_of(bank.isa_);
+  bank.kernels_ = &packed_kernels(bank.isa_);
   bank.num_experts_ = config.num_experts;
   bank.hidden_size_ = config.hidden_size;
   bank.intermediate_size_ = config.intermediate_size;
   bank.hidden_panel_bytes_ = panel_bytes(config.format, config.hidden_size);
-  bank.intermediate_panel_bytes_ = panel_bytes(config.format, config.intermediate_size);
-  bank.num_gate_panels_ = round_up(config.intermediate_size,
-                                   kPanelColumns * bank.panels_per_block()) / kPanelColumns;
-  bank.num_down_panels_ = round_up(config.hidden_size, kPanelColumns) / kPanelColumns;
-  bank.gate_up_bytes_ = 2 * bank.num_gate_panels_ * bank.hidden_panel_bytes_;
-  bank.down_bytes_ = bank.num_down_panels_ * bank.intermediate_panel_bytes_;
-  AlignedBuffer::Options options;
-  options.hugepages = true;
-  Result<AlignedBuffer> buffer =
-      AlignedBuffer::allocate(config.num_experts * bank.expert_bytes(), options);
-  if (!buffer.is_ok()) return buffer.error();
-  bank.weights_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
+  bank.num_down_panels_ = count_panels(config.hidden_size);
+  bank.whole_ = bank.plan_part(0, config.intermediate_size);
+  const size_t num_blocks = bank.whole_.num_gate_panels / bank.block_panels();
+  if (config.num_parts == 0 || config.num_parts > num_blocks)
+    return Error{Code::kConfig, "kernels.create_experts",
+                 std::to_string(config.num_parts) + " parts of " + std::to_string(num_blocks) +
+                     " column blocks: give 1 to " + std::to_string(num_blocks),
+                 "num_parts"};
+  for (size_t p = 0; p < config.num_parts; ++p) {
+    const size_t first = num_blocks * p / config.num_parts * bank.block_size();
+    const size_t last = num_blocks * (p + 1) / config.num_parts * bank.block_size();
+    bank.parts_.push_back(
+        bank.plan_part(first, std::min(last, config.intermediate_size) - first));
+  }
   return bank;
 }
 
+ExpertBank::Part ExpertBank::plan_part(size_t first, size_t size) const {
+  Part part;
+  part.first = first;
+  part.size = size;
+  part.num_gate_panels = round_up(size, block_size()) / kPanelColumns;
+  part.down_panel_bytes = panel_bytes(format_, size);
+  part.gate_up_bytes = 2 * part.num_gate_panels * hidden_panel_bytes_;
+  part.expert_bytes = part.gate_up_bytes + num_down_panels_ * part.down_panel_bytes;
+  return part;
+}
+
 // A block of gate-up columns holds whole groups of down's input.
-size_t ExpertBank::panels_per_block() const {
-  return std::max<size_t>(1, static_cast<size_t>(format_.group_size) / kPanelColumns);
+size_t ExpertBank::block_panels() const {
+  return std::max<size_t>(1, unit_size(format_) / kPanelColumns);
+}
+
+size_t ExpertBank::expert_bytes() const {
+  size_t sum = 0;
+  for (const Part& part : parts_) sum += part.expert_bytes;
+  return sum;
+}
+
+Result<size_t> ExpertBank::count_bytes(const Config& config) {
+  Result<ExpertBank> bank = plan(config);
+  if (!bank.is_ok()) return bank.error();
+  return config.num_experts * bank.value().expert_bytes();
+}
+
+Result<ExpertBank> ExpertBank::create(const Config& config) {
+  Result<ExpertBank> planned = plan(config);
+  if (!planned.is_ok()) return planned;
+  ExpertBank& bank = planned.value();
+  if (config.has_bias) {
+    const size_t width = bank.whole_.num_gate_panels * kPanelColumns;
+    bank.gate_bias_.assign(config.num_experts * width, 0.0f);
+    bank.up_bias_.assign(config.num_experts * width, 0.0f);
+    bank.down_bias_.assign(config.num_experts * bank.num_down_panels_ * kPanelColumns, 0.0f);
+  }
+  if (config.storage) {
+    if (config.num_parts > 1)
+      return Error{Code::kUnsupported, "kernels.create_experts",
+                   "storage for several parts: copy it with load()", "storage"};
+    const size_t size_bytes = config.num_experts * bank.expert_bytes();
+    Status status = check_storage(*config.storage, size_bytes, "kernels.create_experts");
+    if (!status.is_ok()) return status.error();
+    bank.storage_ = config.storage;
+    bank.parts_[0].data = config.storage->data;
+    return planned;
+  }
+  AlignedBuffer::Options options;
+  options.hugepages = true;
+  for (Part& part : bank.parts_) {
+    Result<AlignedBuffer> buffer =
+        AlignedBuffer::allocate(config.num_experts * part.expert_bytes, options);
+    if (!buffer.is_ok()) return buffer.error();
+    part.own = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
+    part.data = part.own->data();
+  }
+  return planned;
+}
+
+Status ExpertBank::run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> count,
+                             FunctionRef<Status(const PartTask&)> run) const {
+  const size_t num_nodes = parts_.size() > 1 ? static_cast<size_t>(pool.num_nodes()) : 1;
+  std::vector<std::vector<PartTask>> tasks(num_nodes);
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    std::vector<PartTask>& of_node = tasks[p * num_nodes / parts_.size()];
+    const size_t num_items = count(parts_[p]);
+    for (size_t item = 0; item < num_items; ++item) of_node.push_back({p, item});
+  }
+  size_t most = 0;
+  for (const std::vector<PartTask>& of_node : tasks) most = std::max(most, of_node.size());
+  if (most == 0) return {};
+  std::mutex mutex;
+  Status status;
+  const auto body = [&](size_t begin, size_t end, int) {
+    for (size_t i = begin; i < end; ++i) {
+      const std::vector<PartTask>& of_node = tasks[i / most];
+      if (i % most >= of_node.size()) continue;
+      Status ran = run(of_node[i % most]);
+      if (ran.is_ok()) continue;
+      const std::lock_guard lock(mutex);
+      if (status.is_ok()) status = std::move(ran);
+    }
+  };
+  const Status submitted = num_nodes > 1 ? pool.parallel_for_nodes(most, 1, body)
+                                         : pool.parallel_for(most, 1, body);
+  return submitted.is_ok() ? status : submitted;
 }
 
 Status ExpertBank::pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate,
@@ -146,40 +191,86 @@ Status ExpertBank::pack(ThreadPool& pool, size_t expert_id, const MatrixView& ga
     return {Code::kNotFound, "kernels.pack",
             "expert " + std::to_string(expert_id) + " of " + std::to_string(num_experts_),
             "expert_id"};
-  const auto check = [](const MatrixView& matrix, size_t rows, size_t columns, const char* name) {
-    if (matrix.rows == rows && matrix.columns == columns) return Status();
-    return Status(Code::kShape, "kernels.pack",
-                  std::string(name) + " is [" + std::to_string(matrix.rows) + ", " +
-                      std::to_string(matrix.columns) + "], wanted [" + std::to_string(rows) +
-                      ", " + std::to_string(columns) + "]",
-                  name);
-  };
-  Status status = check(gate, intermediate_size_, hidden_size_, "gate");
-  if (status.is_ok()) status = check(up, intermediate_size_, hidden_size_, "up");
-  if (status.is_ok()) status = check(down, hidden_size_, intermediate_size_, "down");
+  if (!is_writable())
+    return {Code::kConflict, "kernels.pack", "these weights are mapped read-only", "storage"};
+  Status status = check_matrix(gate, intermediate_size_, hidden_size_, "gate");
+  if (status.is_ok()) status = check_matrix(up, intermediate_size_, hidden_size_, "up");
+  if (status.is_ok()) status = check_matrix(down, hidden_size_, intermediate_size_, "down");
   if (!status.is_ok()) return status;
-  uint8_t* gate_up_panels = weights_->data() + expert_id * expert_bytes();
-  uint8_t* down_panels = gate_up_panels + gate_up_bytes_;
-  const size_t num_gate_up = 2 * ((intermediate_size_ + kPanelColumns - 1) / kPanelColumns);
-  std::mutex mutex;
-  const auto pack_one = [&](size_t i) {
-    if (i < num_gate_up)
-      return pack_panel(format_, i % 2 == 0 ? gate : up, i / 2 * kPanelColumns,
-                        gate_up_panels + i * hidden_panel_bytes_);
-    const size_t panel = i - num_gate_up;
-    return pack_panel(format_, down, panel * kPanelColumns,
-                      down_panels + panel * intermediate_panel_bytes_);
-  };
-  const Status ran = pool.parallel_for(
-      num_gate_up + num_down_panels_, 1, [&](size_t begin, size_t end, int) {
-        for (size_t i = begin; i < end; ++i) {
-          Status packed = pack_one(i);
-          if (packed.is_ok()) continue;
-          const std::lock_guard lock(mutex);
-          if (status.is_ok()) status = std::move(packed);
-        }
+  return run_parts(
+      pool,
+      [&](const Part& part) { return 2 * count_panels(part.size) + num_down_panels_; },
+      [&](const PartTask& task) {
+        return pack_part(parts_[task.part], expert_id, task.item, gate, up, down);
       });
-  return ran.is_ok() ? status : ran;
+}
+
+Status ExpertBank::pack_part(const Part& part, size_t expert_id, size_t panel,
+                             const MatrixView& gate, const MatrixView& up,
+                             const MatrixView& down) const {
+  uint8_t* expert = part.data + expert_id * part.expert_bytes;
+  const size_t num_gate_up = 2 * count_panels(part.size);
+  if (panel < num_gate_up)
+    return pack_panel(
+        *kernels_, format_,
+        {panel % 2 == 0 ? &gate : &up, part.first + panel / 2 * kPanelColumns, 0, hidden_size_},
+        expert + panel * hidden_panel_bytes_);
+  panel -= num_gate_up;
+  return pack_panel(*kernels_, format_,
+                    {&down, panel * kPanelColumns, part.first, part.first + part.size},
+                    expert + part.gate_up_bytes + panel * part.down_panel_bytes);
+}
+
+Status ExpertBank::load(ThreadPool& pool, const uint8_t* packed, size_t size_bytes) {
+  if (!is_writable())
+    return {Code::kConflict, "kernels.load", "these weights are mapped read-only", "storage"};
+  if (size_bytes != num_experts_ * whole_.expert_bytes)
+    return {Code::kShape, "kernels.load",
+            std::to_string(size_bytes) + " packed bytes: give " +
+                std::to_string(num_experts_ * whole_.expert_bytes),
+            "packed"};
+  return run_parts(
+      pool, [&](const Part&) { return num_experts_; },
+      [&](const PartTask& task) {
+        copy_part(parts_[task.part], task.item, packed);
+        return Status();
+      });
+}
+
+// Gate and up are columns, one after the other; of each down panel the part is a range of groups.
+void ExpertBank::copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const {
+  const uint8_t* from = packed + expert_id * whole_.expert_bytes;
+  uint8_t* to = part.data + expert_id * part.expert_bytes;
+  std::memcpy(to, from + 2 * (part.first / kPanelColumns) * hidden_panel_bytes_,
+              part.gate_up_bytes);
+  from += whole_.gate_up_bytes;
+  to += part.gate_up_bytes;
+  const size_t body_bytes = group_bytes(format_, padded_size(format_, part.size));
+  const size_t head_bytes = part.down_panel_bytes - body_bytes;
+  const size_t skipped_bytes = group_bytes(format_, part.first);
+  for (size_t i = 0; i < num_down_panels_; ++i) {
+    std::memcpy(to, from, head_bytes);
+    std::memcpy(to + head_bytes, from + head_bytes + skipped_bytes, body_bytes);
+    from += whole_.down_panel_bytes;
+    to += part.down_panel_bytes;
+  }
+}
+
+Status ExpertBank::set_bias(size_t expert_id, const float* gate, const float* up,
+                            const float* down) {
+  if (expert_id >= num_experts_)
+    return {Code::kNotFound, "kernels.set_bias",
+            "expert " + std::to_string(expert_id) + " of " + std::to_string(num_experts_),
+            "expert_id"};
+  if (gate_bias_.empty())
+    return {Code::kConflict, "kernels.set_bias", "made without biases: ask for them when creating",
+            "has_bias"};
+  const size_t width = whole_.num_gate_panels * kPanelColumns;
+  std::copy_n(gate, intermediate_size_, gate_bias_.data() + expert_id * width);
+  std::copy_n(up, intermediate_size_, up_bias_.data() + expert_id * width);
+  std::copy_n(down, hidden_size_,
+              down_bias_.data() + expert_id * num_down_panels_ * kPanelColumns);
+  return {};
 }
 
 Result<ExpertBank::Routing> ExpertBank::route(const Batch& batch) const {
@@ -225,22 +316,28 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   const Routing& routing = routed.value();
   thread_local Arena arena;
   const size_t num_pairs = routing.tokens.size();
-  const size_t hidden_row = round_up(hidden_size_, 2);
-  const size_t intermediate_row = num_gate_panels_ * kPanelColumns;
-  Status status = arena.reserve(operand_bytes(format_, batch.num_tokens, hidden_row) +
-                                operand_bytes(format_, num_pairs, intermediate_row) + kAlignment);
+  const size_t hidden_row = padded_size(format_, hidden_size_);
+  const size_t sum_size = parts_.size() > 1 ? batch.num_tokens * hidden_size_ : 0;
+  size_t scratch_bytes = operand_bytes(format_, batch.num_tokens, hidden_row) + kAlignment;
+  for (const Part& part : parts_)
+    scratch_bytes += operand_bytes(format_, num_pairs, part.num_gate_panels * kPanelColumns) +
+                     round_up(sum_size * sizeof(float), kAlignment);
+  Status status = arena.reserve(scratch_bytes);
   if (!status.is_ok()) return status;
-  const Scratch scratch{take_operand(arena, format_, batch.num_tokens, hidden_row),
-                        take_operand(arena, format_, num_pairs, intermediate_row)};
-  const auto prepare = [&](size_t begin, size_t end, int) {
-    kernels_->prepare({format_, batch.x, batch.is_bf16, hidden_size_, begin, end, scratch.x});
-  };
-  if (batch.num_tokens < kMinParallelTokens)
-    prepare(0, batch.num_tokens, 0);
-  else
-    status = pool.parallel_for(batch.num_tokens, kMinParallelTokens / 2, prepare);
+  Scratch scratch;
+  scratch.x = take_operand(arena, format_, batch.num_tokens, hidden_row);
+  for (const Part& part : parts_) {
+    scratch.h.push_back(
+        take_operand(arena, format_, num_pairs, part.num_gate_panels * kPanelColumns));
+    if (sum_size > 0)
+      scratch.sums.push_back(reinterpret_cast<float*>(arena.take(sum_size * sizeof(float))));
+  }
+  status = prepare_rows(
+      pool, *kernels_,
+      {format_, batch.x, batch.is_bf16, hidden_size_, 0, batch.num_tokens, scratch.x});
   if (status.is_ok()) status = run_gate_up(pool, routing, scratch);
   if (status.is_ok()) status = run_down(pool, routing, scratch, batch);
+  if (status.is_ok() && parts_.size() > 1) status = merge_parts(pool, scratch, batch);
   return status;
 }
 
@@ -252,8 +349,10 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
     size_t num_pairs;
   };
   std::vector<Share> shares;
+  size_t most_pairs = 0;
   for (const Routing::Active& active : routing.active) {
     const size_t num_shares = (active.num_pairs + kMaxTaskRows - 1) / kMaxTaskRows;
+    most_pairs = std::max(most_pairs, active.num_pairs);
     for (size_t i = 0; i < num_shares; ++i) {
       const size_t begin = active.num_pairs * i / num_shares;
       const size_t end = active.num_pairs * (i + 1) / num_shares;
@@ -263,66 +362,97 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
   // Longest first, so that the last tasks to end are short ones.
   std::stable_sort(shares.begin(), shares.end(),
                    [](const Share& a, const Share& b) { return a.num_pairs > b.num_pairs; });
-  const size_t block_panels = panels_per_block();
-  const size_t num_blocks = num_gate_panels_ / block_panels;
-  const size_t block_bytes = 2 * block_panels * hidden_panel_bytes_;
-  return pool.parallel_for(
-      shares.size() * num_blocks, 1, [&](size_t begin, size_t end, int) {
-        for (size_t i = begin; i < end; ++i) {
-          const Share& share = shares[i / num_blocks];
-          const size_t block = i % num_blocks;
-          const uint8_t* panels =
-              weights_->data() + share.expert_id * expert_bytes() + block * block_bytes;
-          kernels_->gate_up({format_, hidden_size_, scratch.x,
-                             routing.tokens.data() + share.first_pair, share.num_pairs, panels,
-                             hidden_panel_bytes_, block_panels, scratch.h, share.first_pair,
-                             block * block_panels * kPanelColumns});
+  const size_t panels = block_panels();
+  // Blocks of an expert lie one after the other: a task that takes several reads one long stream.
+  const size_t num_pieces = shares.size() * whole_.num_gate_panels / panels;
+  const size_t task_blocks = most_pairs <= kFewRows ? pieces_per_task(pool, num_pieces) : 1;
+  const size_t block_bytes = 2 * panels * hidden_panel_bytes_;
+  const size_t bias_row = whole_.num_gate_panels * kPanelColumns;
+  const auto num_ranges = [&](const Part& part) {
+    return (part.num_gate_panels / panels + task_blocks - 1) / task_blocks;
+  };
+  return run_parts(
+      pool, [&](const Part& part) { return shares.size() * num_ranges(part); },
+      [&](const PartTask& task) {
+        const Part& part = parts_[task.part];
+        const Share& share = shares[task.item / num_ranges(part)];
+        const size_t first = task.item % num_ranges(part) * task_blocks;
+        const size_t last = std::min(first + task_blocks, part.num_gate_panels / panels);
+        for (size_t block = first; block < last; ++block) {
+          const size_t column = block * block_size();
+          const size_t bias_at = share.expert_id * bias_row + part.first + column;
+          kernels_->gate_up(
+              {format_, activation_, scratch.x.row_size, scratch.x,
+               routing.tokens.data() + share.first_pair, share.num_pairs,
+               part.data + share.expert_id * part.expert_bytes + block * block_bytes,
+               hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
+               up_bias_.empty() ? nullptr : &up_bias_[bias_at], scratch.h[task.part],
+               share.first_pair, column});
         }
+        return Status();
       });
 }
 
 Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scratch& scratch,
                             const Batch& batch) const {
-  return pool.parallel_for(num_down_panels_, 1, [&](size_t begin, size_t end, int) {
-    std::vector<ExpertRows> experts(routing.active.size());
-    for (size_t i = begin; i < end; ++i) {
-      for (size_t e = 0; e < experts.size(); ++e) {
-        const Routing::Active& active = routing.active[e];
-        experts[e] = {weights_->data() + active.expert_id * expert_bytes() + gate_up_bytes_ +
-                          i * intermediate_panel_bytes_,
-                      active.first_pair, active.num_pairs};
-      }
-      const size_t column = i * kPanelColumns;
-      kernels_->down({format_, intermediate_size_, scratch.h, experts.data(), experts.size(),
-                      routing.tokens.data(), routing.weights.data(), batch.out + column,
-                      hidden_size_, batch.num_tokens,
-                      std::min(kPanelColumns, hidden_size_ - column)});
-    }
+  const size_t task_panels = pieces_per_task(pool, num_down_panels_ * parts_.size());
+  return run_parts(
+      pool, [&](const Part&) { return (num_down_panels_ + task_panels - 1) / task_panels; },
+      [&](const PartTask& task) {
+        const Part& part = parts_[task.part];
+        const size_t first = task.item * task_panels;
+        const size_t num_panels = std::min(task_panels, num_down_panels_ - first);
+        const size_t column = first * kPanelColumns;
+        std::vector<ExpertRows> experts(routing.active.size());
+        for (size_t e = 0; e < experts.size(); ++e) {
+          const Routing::Active& active = routing.active[e];
+          // Added once, by the first part.
+          const float* bias =
+              down_bias_.empty() || task.part > 0
+                  ? nullptr
+                  : &down_bias_[active.expert_id * num_down_panels_ * kPanelColumns + column];
+          experts[e] = {part.data + active.expert_id * part.expert_bytes + part.gate_up_bytes +
+                            first * part.down_panel_bytes,
+                        bias, active.first_pair, active.num_pairs};
+        }
+        float* out = scratch.sums.empty() ? batch.out : const_cast<float*>(scratch.sums[task.part]);
+        kernels_->down({format_, padded_size(format_, part.size), scratch.h[task.part],
+                        experts.data(), experts.size(), part.down_panel_bytes, num_panels,
+                        routing.tokens.data(), routing.weights.data(), out + column, hidden_size_,
+                        batch.num_tokens,
+                        std::min(num_panels * kPanelColumns, hidden_size_ - column)});
+        return Status();
+      });
+}
+
+Status ExpertBank::merge_parts(ThreadPool& pool, const Scratch& scratch,
+                               const Batch& batch) const {
+  const size_t size = batch.num_tokens * hidden_size_;
+  const auto merge = [&](size_t begin, size_t end) {
+    std::vector<const float*> sums = scratch.sums;
+    for (const float*& sum : sums) sum += begin;
+    kernels_->add_parts(sums.data(), sums.size(), end - begin, batch.out + begin);
+  };
+  const size_t num_tasks = (size + kMergeChunk - 1) / kMergeChunk;
+  if (num_tasks == 1) {
+    merge(0, size);
+    return {};
+  }
+  return pool.parallel_for(num_tasks, 1, [&](size_t begin, size_t end, int) {
+    merge(begin * kMergeChunk, std::min(end * kMergeChunk, size));
   });
 }
 
 Status ExpertBank::read_weights(ThreadPool& pool, size_t num_experts) const {
-  constexpr size_t kReadBytes = 256 << 10;
-  const size_t size_bytes = num_experts * expert_bytes() / 256 * 256;
-  std::atomic<int32_t> sink{0};
-  return pool.parallel_for((size_bytes + kReadBytes - 1) / kReadBytes, 1,
-                           [&](size_t begin, size_t end, int) {
-                             const size_t first = begin * kReadBytes;
-                             const size_t last = std::min(end * kReadBytes, size_bytes);
-                             sink += kernels_->read_memory(weights_->data() + first, last - first);
-                           });
+  for (const Part& part : parts_) {
+    Status status = read_packed(pool, *kernels_, part.data, num_experts * part.expert_bytes);
+    if (!status.is_ok()) return status;
+  }
+  return {};
 }
 
 Status ExpertBank::multiply_registers(ThreadPool& pool, size_t num_macs) const {
-  constexpr size_t kTaskSteps = 4096;
-  const size_t step_macs = format_.bits == 16 ? kBf16StepMacs : kIntStepMacs;
-  const size_t num_tasks = (num_macs + step_macs * kTaskSteps - 1) / (step_macs * kTaskSteps);
-  // Tasks of equal size, which together perform what was asked for.
-  const size_t steps = num_macs / step_macs / std::max<size_t>(num_tasks, 1);
-  std::atomic<int32_t> sink{0};
-  return pool.parallel_for(num_tasks, 1, [&](size_t begin, size_t end, int) {
-    for (size_t i = begin; i < end; ++i) sink += kernels_->multiply_registers(format_.bits, steps);
-  });
+  return multiply_packed(pool, *kernels_, format_, num_macs);
 }
 
 }  // namespace tandem

@@ -1,9 +1,15 @@
 // The routed experts of one layer, with packed weights, on the CPU.
 //
-// Owns the packed weights of E SwiGLU experts: y = down(silu(gate(x)) * up(x)). forward() runs two
-// parallel loops, three for many tokens: (code the input,) gate and up by (expert, columns, rows),
-// down by columns over all experts. A token's output sums its experts in ascending order of their
-// ids, so it does not depend on what else is in the batch, nor on the threads.
+// Owns the packed weights of E gated experts, y = down(f(gate(x)) * up(x)), or views those that lie
+// in somebody's storage. forward() runs two parallel loops, three for many tokens: (code the input,)
+// gate and up by (expert, columns, rows), down by columns over all experts. A token's output sums
+// its experts in ascending order of their ids, so it does not depend on what else is in the batch,
+// nor on the threads.
+//
+// Parts: the intermediate dimension may be split, so that every sub-pool of threads reads memory of
+// its own node: part p is packed, and with that first touched, and computed by sub-pool
+// p * nodes / parts. Each part sums its share of down over the experts; one more loop adds the
+// parts in their order. Results depend on the number of parts, not on the nodes.
 //
 // Threads: forward() may be called by several threads at once; pack() of different experts as well,
 // but not of an expert that forward() uses.
@@ -13,24 +19,34 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "base/aligned_buffer.h"
 #include "base/status.h"
 #include "base/thread_pool.h"
 #include "kernels/isa.h"
+#include "kernels/packed_kernels.h"
 #include "kernels/packing.h"
 #include "kernels/weight_format.h"
+#include "kernels/weight_memory.h"
 
 namespace tandem {
 
 class ExpertBank {
  public:
+  using Storage = WeightStorage;
+
   struct Config {
     WeightFormat format;
     size_t num_experts = 0;
     size_t hidden_size = 0;
     size_t intermediate_size = 0;
     std::string_view isa;  // Empty: the widest here.
+    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    std::shared_ptr<const Storage> storage;
+    Activation activation;
+    bool has_bias = false;
+    size_t num_parts = 1;
   };
 
   // Everything borrowed for the call.
@@ -45,14 +61,22 @@ class ExpertBank {
     float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
   };
 
-  // Errors: kUnsupported (format, ISA not here), kShape (sizes that are not whole groups), kConfig
-  // (ISA name, no experts), kCapacity (memory).
+  // Errors: kUnsupported (format, ISA not here, storage for several parts), kShape (sizes that are
+  // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
+  // that is none), kCapacity (memory).
   static Result<ExpertBank> create(const Config& config);
+  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  static Result<size_t> count_bytes(const Config& config);
 
   // Codes one expert. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
-  // cannot hold), those of ThreadPool.
+  // cannot hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate, const MatrixView& up,
               const MatrixView& down);
+  // Copies what a bank of one part packed into these parts. Errors: kShape (size), kConflict
+  // (read-only storage), those of ThreadPool.
+  Status load(ThreadPool& pool, const uint8_t* packed, size_t size_bytes);
+  // Biases of one expert, zero before. Errors: kNotFound (expert), kConflict (made without).
+  Status set_bias(size_t expert_id, const float* gate, const float* up, const float* down);
 
   // Errors: kShape (an expert id; `out` is then untouched), those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
@@ -68,35 +92,67 @@ class ExpertBank {
   size_t num_experts() const { return num_experts_; }
   size_t hidden_size() const { return hidden_size_; }
   size_t intermediate_size() const { return intermediate_size_; }
+  size_t num_parts() const { return parts_.size(); }
   // Packed bytes of one expert, scales included.
-  size_t expert_bytes() const { return gate_up_bytes_ + down_bytes_; }
-  // Experts one after the other; each: gate and up panels in turn, then down panels.
-  uint8_t* data() const { return weights_->data(); }
+  size_t expert_bytes() const;
+  // Of the first part: experts one after the other; each: gate and up panels in turn, then down
+  // panels.
+  uint8_t* data() const { return parts_[0].data; }
+  bool is_writable() const { return !storage_ || storage_->is_writable; }
 
  private:
   struct Routing;
   struct Scratch;
+  // A share of the intermediate dimension, laid out as a layer of its own.
+  struct Part {
+    size_t first = 0;  // Of the intermediate size.
+    size_t size = 0;
+    size_t num_gate_panels = 0;   // Whole blocks.
+    size_t down_panel_bytes = 0;
+    size_t gate_up_bytes = 0;     // Of one expert.
+    size_t expert_bytes = 0;
+    uint8_t* data = nullptr;
+    std::unique_ptr<AlignedBuffer> own;
+  };
+  struct PartTask {
+    size_t part;
+    size_t item;
+  };
 
   ExpertBank() = default;
+  // A bank with all sizes, without memory.
+  static Result<ExpertBank> plan(const Config& config);
+  Part plan_part(size_t first, size_t size) const;
   Result<Routing> route(const Batch& batch) const;
+  // Runs tasks of all parts, each on its part's sub-pool; `count` says how many a part has.
+  Status run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> count,
+                   FunctionRef<Status(const PartTask&)> run) const;
   Status run_gate_up(ThreadPool& pool, const Routing& routing, const Scratch& scratch) const;
   Status run_down(ThreadPool& pool, const Routing& routing, const Scratch& scratch,
                   const Batch& batch) const;
-  size_t panels_per_block() const;
+  Status merge_parts(ThreadPool& pool, const Scratch& scratch, const Batch& batch) const;
+  Status pack_part(const Part& part, size_t expert_id, size_t panel, const MatrixView& gate,
+                   const MatrixView& up, const MatrixView& down) const;
+  void copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const;
+  size_t block_panels() const;
+  size_t block_size() const { return block_panels() * kPanelColumns; }
 
   WeightFormat format_{};
+  Activation activation_;
   Isa isa_ = Isa::kPlain;
-  const struct ExpertKernels* kernels_ = nullptr;
+  const PackedKernels* kernels_ = nullptr;
   size_t num_experts_ = 0;
   size_t hidden_size_ = 0;
   size_t intermediate_size_ = 0;
-  size_t hidden_panel_bytes_ = 0;        // A panel over the hidden size: of gate or up.
-  size_t intermediate_panel_bytes_ = 0;  // A panel of down.
-  size_t num_gate_panels_ = 0;           // Whole blocks.
+  size_t hidden_panel_bytes_ = 0;  // A panel over the hidden size: of gate or up.
   size_t num_down_panels_ = 0;
-  size_t gate_up_bytes_ = 0;
-  size_t down_bytes_ = 0;
-  std::unique_ptr<AlignedBuffer> weights_;
+  Part whole_;                     // Sizes of the one part that a layer is unless it is split.
+  std::vector<Part> parts_;
+  std::shared_ptr<const Storage> storage_;
+  // Empty without biases; rows of whole panels.
+  std::vector<float> gate_bias_;
+  std::vector<float> up_bias_;
+  std::vector<float> down_bias_;
 };
 
 }  // namespace tandem

@@ -21,7 +21,8 @@ std::vector<Isa> detect_isas() {
   isas.push_back(Isa::kAvx512Bw);
   if (!cpu.avx512_vnni) return isas;
   isas.push_back(Isa::kAvx512Vnni);
-  if (cpu.avx512_bf16) isas.push_back(Isa::kAvx512Bf16);
+  // The lookup that widens e4m3 is VBMI's; only Cooper Lake has one without the other.
+  if (cpu.avx512_bf16 && cpu.avx512_vbmi) isas.push_back(Isa::kAvx512Bf16);
 #else
   static_cast<void>(cpu);
 #endif

@@ -1,10 +1,14 @@
-// Coding and laying out weight matrices as weight_format.h says. Runs at load, on any ISA.
+// Weight formats and the sizes that follow from them. What lies where is in weight_format.h; the
+// coding itself is in pack-inl.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "base/function_ref.h"
 #include "base/status.h"
+#include "base/thread_pool.h"
+#include "kernels/packed_kernels.h"
 #include "kernels/weight_format.h"
 
 namespace tandem {
@@ -20,16 +24,47 @@ struct MatrixView {
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
 Status check_format(const WeightFormat& format);
 
-// Errors: kShape (not whole groups).
+// Errors: kShape (not whole groups, where the format wants them; too large for integer sums).
 Status check_size(const WeightFormat& format, size_t size, const char* name);
 
-// Bytes of a panel over `size` inputs.
-size_t panel_bytes(const WeightFormat& format, size_t size);
+// Whether activations are int8 codes; otherwise they are bf16.
+bool has_codes(const WeightFormat& format);
 
-// Codes outputs [first_row, first_row + kPanelColumns) of the matrix, fewer at its end.
-// Errors: kUnsupported (a weight is not finite, or too large for an fp16 scale); `out` is then
-// undefined.
-Status pack_panel(const WeightFormat& format, const MatrixView& matrix, size_t first_row,
-                  uint8_t* out);
+// Inputs that belong together: they share a step, a scale or a dot product.
+size_t unit_size(const WeightFormat& format);
+
+// Errors: kShape (names both sizes).
+Status check_matrix(const MatrixView& matrix, size_t rows, size_t columns, const char* name);
+
+// Inputs in whole groups: what a panel over `size` inputs holds.
+size_t padded_size(const WeightFormat& format, size_t size);
+
+// Bytes of a panel over `size` inputs, and of its first `num_inputs`, whole groups, without what
+// stands before all groups.
+size_t panel_bytes(const WeightFormat& format, size_t size);
+size_t group_bytes(const WeightFormat& format, size_t num_inputs);
+
+// Panels, or other pieces that lie side by side in memory, that one task takes where there are
+// `count`: long streams come faster from memory, but every thread should have several tasks.
+size_t pieces_per_task(const ThreadPool& pool, size_t count);
+
+// Panels over `size` outputs.
+constexpr size_t count_panels(size_t size) { return (size + kPanelColumns - 1) / kPanelColumns; }
+
+// A part of a matrix that becomes one panel: outputs from `first_row`, inputs [first_k, last_k).
+struct PanelSource {
+  const MatrixView* matrix;
+  size_t first_row;
+  size_t first_k;
+  size_t last_k;
+};
+
+// Codes one panel. Errors: kUnsupported (a weight is not finite, or beyond what a scale can hold);
+// `panel` is then undefined.
+Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
+                  const PanelSource& source, uint8_t* panel);
+
+// Runs `pack_one(i)` for i in [0, num_panels) on all threads; returns the first failure.
+Status pack_panels(ThreadPool& pool, size_t num_panels, FunctionRef<Status(size_t)> pack_one);
 
 }  // namespace tandem

@@ -23,6 +23,11 @@ inline I32 load_i32(const void* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
+// One byte a lane, zero-extended; and its inverse, for lanes below 256.
+inline I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
+inline void store_u8(uint8_t* p, I32 v) {
+  for (size_t i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(v[i]);
+}
 inline void store_f32(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 // One rounding, as in hardware, so that integer formats agree bitwise across ISAs.
 inline F32 fma(F32 a, F32 b, F32 c) {
@@ -47,6 +52,28 @@ inline F32 at_most(F32 x, F32 high) {
 inline F32 as_f32(I32 v) { return (F32)v; }
 inline I32 as_i32(F32 v) { return (I32)v; }
 inline I32 shift_left_23(I32 v) { return v << 23; }
+// All ones where a < b; then what to take where the mask is set, and where it is not.
+inline I32 is_less(F32 a, F32 b) { return (I32)(a < b); }
+inline I32 select(I32 mask, I32 a, I32 b) { return (a & mask) | (b & ~mask); }
+inline I32 max_i32(I32 a, I32 b) { return select((I32)(a > b), a, b); }
+inline int32_t reduce_max(I32 v) {
+  int32_t most = v[0];
+  for (size_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+inline float reduce_max(F32 v) {
+  float most = v[0];
+  for (size_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+inline float reduce_min(F32 v) {
+  float least = v[0];
+  for (size_t i = 1; i < kLanes; ++i) least = v[i] < least ? v[i] : least;
+  return least;
+}
+inline F32 load_bf16(const uint16_t* p) {
+  return (F32)I32{p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
+}
 
 inline F32 load_fp16(const uint16_t* p) {
   F32 r;
@@ -100,4 +127,38 @@ inline Bf16Pair bf16_row(const uint8_t* p) {
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   acc = w.even * a.even + acc;
   return w.odd * a.odd + acc;
+}
+
+// A vector of e4m3 codes as the pairs k = 0, 1 and k = 2, 3 of each column, and one of e2m1 codes
+// as the pair k = 2 kPair, 2 kPair + 1; the layouts are in weight_format.h. e4m3 comes out divided by
+// kE4m3Factor.
+inline constexpr float kE4m3Factor = 1.0f;
+inline void e4m3_weights(I32 v, Bf16Pair (&w)[2]) {
+  uint8_t codes[16];
+  __builtin_memcpy(codes, &v, sizeof v);
+  // Moved to fp32's exponent, where it is 2^120 too small; subnormal ones are normalised.
+  const auto widen = [](uint8_t code) {
+    const uint32_t bits = static_cast<uint32_t>(code & 0x7f) << 20;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    value *= 0x1p120f;
+    return code & 0x80 ? -value : value;
+  };
+  float values[16];
+  for (size_t i = 0; i < 16; ++i) values[i] = widen(codes[i]);
+  for (size_t half = 0; half < 2; ++half) {
+    const float* at = values + half * 8;
+    w[half] = {F32{at[0], at[2], at[4], at[6]}, F32{at[1], at[3], at[5], at[7]}};
+  }
+}
+template <int kPair>
+inline Bf16Pair e2m1_weights(I32 v) {
+  constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const auto widen = [&](int32_t code) { return code & 8 ? -kValues[code & 7] : kValues[code & 7]; };
+  Bf16Pair w{};
+  for (size_t i = 0; i < kLanes; ++i) {
+    w.even[i] = widen(v[i] >> (4 * kPair));
+    w.odd[i] = widen(v[i] >> (16 + 4 * kPair));
+  }
+  return w;
 }

@@ -97,3 +97,14 @@ def test_errors_are_one_line_and_status_1(arguments, words):
     assert "Traceback" not in result.stderr
     for word in words:
         assert word in result.stderr
+
+
+def test_convert_packs_once_and_says_what(tmp_path):
+    arguments = ("convert", "demo", "--format", "int8", "--packed-cache", str(tmp_path))
+    first = json.loads(run(*arguments, "--json").stdout)
+    assert (first["weight_format"], first["num_files"], first["num_packed"]) == ("int8g128", 6, 6)
+    assert first["size_bytes"] < 0.6 * first["source_bytes"]
+    assert "0 packed now, 6 were there" in run(*arguments, "--verify").stdout
+    refused = run("convert", "demo", "--format", "int3", "--packed-cache", str(tmp_path))
+    assert refused.returncode == 1
+    assert "choose one of" in refused.stderr

@@ -6,13 +6,16 @@ against float64, weights and activations coded.
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
 from tandem.kernels.formats import (
     WEIGHT_FORMATS,
+    QuantizedMatrix,
     WeightFormat,
     dequantize,
     find_format,
+    list_floats,
     quantize,
     round_to_bf16,
 )
@@ -20,6 +23,9 @@ from tandem.kernels.formats import (
 INTEGER = [f for f in WEIGHT_FORMATS.values() if f.is_integer]
 EXPERT_ERRORS = {
     "bf16": 0.005,
+    "fp8": 0.05,
+    "mxfp4": 0.25,
+    "int8row": 0.026,
     "int8g32": 0.016,
     "int8g128": 0.021,
     "int4g32": 0.145,
@@ -53,7 +59,7 @@ def test_error_is_within_half_a_step(weight_format: WeightFormat):
     weights = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     matrix = quantize(weights, weight_format)
     error = np.abs(dequantize(matrix) - weights)
-    step = np.abs(matrix.scales.astype(np.float64)).repeat(weight_format.group_size, 1)
+    step = np.abs(matrix.scales.astype(np.float64)).repeat(weight_format.group_size or 256, 1)
     # Rounding of scale and minimum to fp16 may put the extreme weight out of the codes' range.
     slack = 2.0**-11 * 2**weight_format.bits * step
     is_clipped = weight_format.bits == 4 and not weight_format.has_minimum
@@ -103,10 +109,66 @@ def test_refuses_wrong_shapes():
         quantize(np.ones((2, 192)), WEIGHT_FORMATS["bf16"])
 
 
+def test_values_of_e4m3_are_those_of_torch():
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = codes.view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(list_floats(8), want)
+
+
+def test_values_of_e2m1():
+    want = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    np.testing.assert_array_equal(list_floats(4), np.concatenate([want, -want]))
+
+
+def test_fp8_rounds_as_torch_does():
+    """Blocks whose largest weight is 448 have the scale 1, so that codes are plain conversions."""
+    rng = np.random.default_rng(3)
+    weights = rng.standard_normal((200, 300)) * np.exp2(rng.integers(-12, 7, (200, 300)))
+    ties = (list_floats(8)[:126] + list_floats(8)[1:127]) / 2
+    weights[0, : len(ties)] = ties
+    weights[::128, ::128] = 448
+    weights = np.clip(weights, -448, 448).astype(np.float32)
+    matrix = quantize(weights, WEIGHT_FORMATS["fp8"])
+    assert (matrix.scales == 1).all()
+    assert matrix.scales.shape == (2, 3)
+    want = torch.from_numpy(weights).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(matrix.codes, want)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_decoded_checkpoints_keep_their_weights(name: str):
+    """A matrix that the format holds is held: native fp8 and mxfp4 checkpoints lose nothing."""
+    weight_format = WEIGHT_FORMATS[name]
+    rng = np.random.default_rng(4)
+    codes = rng.integers(0, 2**weight_format.bits, (256, 256)).astype(np.uint8)
+    codes[np.isnan(list_floats(weight_format.bits)[codes])] = 0
+    if name == "fp8":
+        # DeepSeek's scales fill their blocks.
+        codes[::128, ::128] = 126
+        scales = rng.uniform(1e-5, 1e-3, (2, 2)).astype(np.float32)
+    else:
+        scales = np.exp2(rng.integers(-20, 5, (256, 8))).astype(np.float32)
+        codes[:64] &= 9  # Groups whose largest code is 0.5.
+    weights = dequantize(QuantizedMatrix(weight_format, codes, scales, None)).astype(np.float32)
+    again = dequantize(quantize(weights, weight_format))
+    # The scale of fp8 goes through a product and a quotient, each rounded to float32.
+    np.testing.assert_allclose(again, weights, rtol=2.0**-22 if name == "fp8" else 0, atol=0)
+
+
+def test_mxfp4_scales_lose_no_more_than_its_widest_step():
+    weight_format = WEIGHT_FORMATS["mxfp4"]
+    for peak in (4.0, 6.0, 6.9, 7.1, 7.9, 8.0):
+        weights = np.zeros((1, 32), np.float32)
+        weights[0, 0] = peak
+        matrix = quantize(weights, weight_format)
+        assert abs(dequantize(matrix)[0, 0] - peak) <= 1.0
+        assert matrix.scales[0, 0] == (1 if peak <= 7 else 2)
+
+
 def code_activations(x: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
     if not weight_format.is_integer:
         return round_to_bf16(x).astype(np.float64)
-    groups = x.reshape(len(x), -1, weight_format.group_size)
+    groups = x.reshape(len(x), -1, weight_format.activation_group_size)
     step = np.abs(groups).max(-1, keepdims=True) / 127
     return (np.rint(groups / step) * step).reshape(x.shape)
 
@@ -126,7 +188,7 @@ def test_error_of_an_expert_on_gaussian_weights(name: str):
         return code_rows(g / (1 + np.exp(-g)) * u) @ code_weights(down).T
 
     def coded(weights: np.ndarray) -> np.ndarray:
-        if not weight_format.is_integer:
+        if weight_format.bits == 16:
             return round_to_bf16(weights).astype(np.float64)
         return dequantize(quantize(weights, weight_format))
 

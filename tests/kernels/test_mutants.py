@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.kernels import reference, tolerance
+from tandem.kernels.experts import Experts
 from tandem.kernels.linear import Linear
 from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import Experts
 from tandem.kernels.norm import RmsNorm
 
 DTYPES = [torch.float32, torch.bfloat16]

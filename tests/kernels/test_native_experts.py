@@ -11,11 +11,29 @@ import pytest
 import torch
 
 from tandem._native import ThreadPool, kernel_isas
-from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
+from tandem.core.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    ShapeError,
+    UnsupportedError,
+)
 from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
-from tandem.kernels.native_experts import PackedExperts
+from tandem.kernels.native_experts import Activation, PackedExperts, count_bytes
 
-FORMATS = ["bf16", "int8g128", "int8g32", "int8g128min", "int4g32", "int4g32sym"]
+FORMATS = [
+    "bf16",
+    "fp8",
+    "mxfp4",
+    "int8row",
+    "int8g128",
+    "int8g32",
+    "int8g128min",
+    "int4g32",
+    "int4g32sym",
+]
+CODED = [name for name in FORMATS if name != "bf16"]
+INTEGER = [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer]
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 256, 128, 3
 PANEL = 64
 """Columns of a packed panel."""
@@ -91,7 +109,7 @@ def test_threads_do_not_matter(name: str):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
+@pytest.mark.parametrize("name", INTEGER)
 def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     x, ids, weights = make_batch(21)
     x[3] *= 50  # Far into silu's flat and linear parts.
@@ -188,41 +206,69 @@ def test_zero_input_gives_zero(name: str, pool: ThreadPool):
 # Packing -----------------------------------------------------------------------------------
 
 
+def find_nibble(k: int) -> tuple[int, int]:
+    """Where mxfp4 keeps one of eight inputs of a column: byte and shift."""
+    nibble = k // 2 + 4 * (k % 2)
+    return nibble // 2, 4 * (nibble % 2)
+
+
+def read_code(codes: np.ndarray, weight_format: WeightFormat, k: int, column: int) -> int:
+    """Return the code of one weight of a group."""
+    if weight_format.is_float and weight_format.bits == 8:
+        at = k // 4 * PANEL * 4 + column // 4 * 16 + column % 4 * 2
+        return codes[at + k % 4 // 2 * 8 + k % 2]
+    if weight_format.is_float:
+        byte, shift = find_nibble(k % 8)
+        return codes[k // 8 * PANEL * 4 + column * 4 + byte] >> shift & 15
+    if weight_format.bits == 8:
+        return codes[k // 4 * PANEL * 4 + column * 4 + k % 4]
+    byte = codes[k // 8 * PANEL * 4 + column * 4 + k % 4]
+    return byte & 15 if k % 8 < 4 else byte >> 4
+
+
+def read_scales(header: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
+    """Return the scale of each column."""
+    if not weight_format.is_float:
+        return header.view(np.float16)
+    if weight_format.bits == 8:
+        assert len(set(header.view(np.float32))) == 1
+        return np.full(PANEL, header.view(np.float32)[0])
+    return np.exp2(header.astype(np.float64) - 127)
+
+
 def read_panel(data: np.ndarray, size: int, weight_format: WeightFormat) -> QuantizedMatrix:
     """Undo the packing of one panel over `size` inputs, an element at a time."""
-    group_size, bits = weight_format.group_size, weight_format.bits
+    group_size = weight_format.group_size or size
     codes = np.zeros((PANEL, size), np.uint8)
-    scales = np.zeros((PANEL, size // group_size), np.float16)
-    minima = np.zeros_like(scales)
-    header = PANEL * 2
+    scales = np.zeros((PANEL, size // group_size), np.float64)
+    minima = np.zeros((PANEL, size // group_size), np.float16)
+    header = PANEL if weight_format.is_float else PANEL * 2
     group_bytes = len(data) // (size // group_size)
     for group in range(size // group_size):
         part = data[group * group_bytes : (group + 1) * group_bytes]
-        scales[:, group] = part[:header].view(np.float16)
+        scales[:, group] = read_scales(part[:header], weight_format)
         part = part[header:]
         if weight_format.has_minimum:
             minima[:, group] = part[:header].view(np.float16)
             part = part[header:]
         for k in range(group_size):
             for column in range(PANEL):
-                if bits == 8:
-                    code = part[k // 4 * PANEL * 4 + column * 4 + k % 4]
-                else:
-                    byte = part[k // 8 * PANEL * 4 + column * 4 + k % 4]
-                    code = byte & 15 if k % 8 < 4 else byte >> 4
+                code = read_code(part, weight_format, k, column)
                 codes[column, group * group_size + k] = code
-    return QuantizedMatrix(weight_format, codes, scales, minima)
+    return QuantizedMatrix(weight_format, codes, scales.astype(np.float32), minima)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
+@pytest.mark.parametrize("name", CODED)
 def test_packed_bytes_hold_the_naive_codes(name: str, pool: ThreadPool):
     weight_format = WEIGHT_FORMATS[name]
     gate_up, down = make_weights(2)
     gate_up[1, :, 3] *= 1e-6  # Groups of very unequal weights, and groups of zeros.
     down[1, :, :32] = 0
     experts = PackedExperts.pack(weight_format, gate_up, down, pool=pool)
-    hidden_bytes = PANEL * HIDDEN * weight_format.bits_per_weight / 8
-    inner_bytes = PANEL * INNER * weight_format.bits_per_weight / 8
+    # One scale a row adds nothing to a large matrix, but it does here.
+    row_bytes = PANEL * 2 if weight_format.group_size == 0 else 0
+    hidden_bytes = PANEL * HIDDEN * weight_format.bits_per_weight / 8 + row_bytes
+    inner_bytes = PANEL * INNER * weight_format.bits_per_weight / 8 + row_bytes
     data = experts.packed[1]
     assert len(data) == 2 * INNER / PANEL * hidden_bytes + HIDDEN / PANEL * inner_bytes
     panels = np.split(data[: int(2 * INNER / PANEL * hidden_bytes)], 2 * INNER // PANEL)
@@ -238,7 +284,8 @@ def test_packed_bytes_hold_the_naive_codes(name: str, pool: ThreadPool):
         got = read_panel(panel, size, weight_format)
         rows = slice(row, row + PANEL)
         np.testing.assert_array_equal(got.codes, want.codes[rows])
-        np.testing.assert_array_equal(got.scales, want.scales[rows])
+        scales = want.scales.repeat(128, 0) if name == "fp8" else want.scales
+        np.testing.assert_array_equal(got.scales, scales[rows])
         if want.minima is not None:
             np.testing.assert_array_equal(got.minima, want.minima[rows])
 
@@ -256,6 +303,98 @@ def test_sizes_of_packed_experts(pool: ThreadPool):
     assert make_experts("bf16", pool).expert_bytes == 2 * weights
     assert make_experts("int8g128", pool).expert_bytes == weights * 8.125 / 8
     assert make_experts("int4g32", pool).expert_bytes == weights * 5 / 8
+
+
+# Parts and storage ---------------------------------------------------------------------------
+
+
+def make_storage(size_bytes: int, *, read_only: bool = False) -> np.ndarray:
+    storage = np.zeros(size_bytes + 64, np.uint8)
+    start = -storage.ctypes.data % 64
+    storage = storage[start : start + size_bytes]
+    storage.flags.writeable = not read_only
+    return storage
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_loaded_from_one_part_are_those_packed(name: str, pool: ThreadPool):
+    """And each number of parts gives one result, bitwise, whatever the threads and the batch."""
+    weight_format = WEIGHT_FORMATS[name]
+    weights = make_weights(3, inner=640)
+    sizes = (3, HIDDEN, 640)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, HIDDEN, generator=generator)
+    ids, router = torch.arange(18).view(9, 2) % 3, torch.rand(9, 2, generator=generator)
+    whole = PackedExperts.pack(weight_format, *weights, pool=pool)
+    results = [whole.forward(x, ids, router)]
+    for num_parts in (2, 4):
+        packed = PackedExperts.pack(weight_format, *weights, pool=pool, num_parts=num_parts)
+        want = packed.forward(x, ids, router)
+        loaded = PackedExperts(
+            weight_format, *sizes, pool=make_pool(5), storage=whole.packed, num_parts=num_parts
+        )
+        assert torch.equal(loaded.forward(x, ids, router), want)
+        alone = packed.forward(x[4:5], ids[4:5], router[4:5])
+        assert torch.equal(alone, want[4:5])
+        results.append(want)
+        with pytest.raises(UnsupportedError, match="several parts"):
+            _ = packed.packed
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=2e-2)
+
+
+def test_number_of_parts_is_checked(pool: ThreadPool):
+    int8 = WEIGHT_FORMATS["int8g128"]
+    for bad in (0, -1, 6):
+        with pytest.raises(ConfigError, match="5 column blocks"):
+            PackedExperts(int8, 1, 128, 640, pool=pool, num_parts=bad)
+    with pytest.raises(ShapeError, match="packed bytes"):
+        PackedExperts(int8, 1, 128, 640, pool=pool, num_parts=2, storage=make_storage(64))
+
+
+def test_storage_is_viewed_and_kept(pool: ThreadPool):
+    weight_format = WEIGHT_FORMATS["int4g32"]
+    sizes = (NUM_EXPERTS, HIDDEN, INNER)
+    storage = make_storage(count_bytes(weight_format, *sizes))
+    experts = PackedExperts(weight_format, *sizes, pool=pool, storage=storage)
+    gate_up, down = make_weights()
+    for i in range(NUM_EXPERTS):
+        experts.pack_expert(i, *gate_up[i].chunk(2), down[i])
+    np.testing.assert_array_equal(storage, make_experts("int4g32", pool).packed.ravel())
+    mapped = make_storage(len(storage))
+    mapped[:] = storage
+    mapped.flags.writeable = False
+    reader = PackedExperts(weight_format, *sizes, pool=pool, storage=mapped)
+    batch = make_batch(5)
+    assert torch.equal(reader.forward(*batch), experts.forward(*batch))
+    with pytest.raises(ConflictError, match="read-only"):
+        reader.pack_expert(0, *gate_up[0].chunk(2), down[0])
+    for wrong in (storage[64:], storage[1:]):
+        with pytest.raises(ShapeError, match="storage of"):
+            PackedExperts(weight_format, *sizes, pool=pool, storage=wrong)
+
+
+def test_biases_and_activations_are_checked(pool: ThreadPool):
+    int8 = WEIGHT_FORMATS["int8g128"]
+    sizes = (2, HIDDEN, INNER)
+    vectors = (torch.ones(INNER), torch.ones(INNER), torch.ones(HIDDEN))
+    with pytest.raises(ConflictError, match="without biases"):
+        PackedExperts(int8, *sizes, pool=pool).set_bias(0, *vectors)
+    experts = PackedExperts(int8, *sizes, pool=pool, has_bias=True)
+    with pytest.raises(NotFoundError):
+        experts.set_bias(2, *vectors)
+    with pytest.raises(ShapeError, match="down is"):
+        experts.set_bias(0, vectors[0], vectors[1], vectors[1])
+    for bad in (
+        Activation("relu"),
+        Activation(limit=0),
+        Activation(limit=float("nan")),
+        Activation(alpha=-1),
+        Activation("gelu", alpha=2.0),
+        Activation(up_offset=float("inf")),
+    ):
+        with pytest.raises(ConfigError, match=r"relu|limit"):
+            PackedExperts(int8, *sizes, pool=pool, activation=bad)
 
 
 # Refusals ------------------------------------------------------------------------------------
@@ -317,10 +456,11 @@ def test_pack_refuses_what_does_not_fit(pool: ThreadPool):
 def test_pack_refuses_weights_that_the_format_cannot_hold(name: str, bad: float, pool: ThreadPool):
     gate_up, down = make_weights(1)
     down[0, 70, 5] = bad
-    if name == "bf16" and bad == 1e9:
+    if bad == 1e9 and (name == "bf16" or WEIGHT_FORMATS[name].is_float):
         PackedExperts.pack(WEIGHT_FORMATS[name], gate_up, down, pool=pool)
         return
-    with pytest.raises(UnsupportedError, match="output 70"):
+    # In fp8 any output of the block may be named.
+    with pytest.raises(UnsupportedError, match="output " if name == "fp8" else "output 70"):
         PackedExperts.pack(WEIGHT_FORMATS[name], gate_up, down, pool=pool)
 
 

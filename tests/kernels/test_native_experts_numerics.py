@@ -1,9 +1,8 @@
 """Goal: the expert kernels compute what their weights' codes say, to within rounding.
 
-Method: a float64 oracle over naively dequantised weights and naively coded activations, and an
-elementwise tolerance derived beside it (``bound_*``): rounding of every fp32 operation in the order
-of magnitude of its terms, and activation codes that may fall on the other side of a tie. Mutants of
-the oracle must all be told apart from the kernel, which shows that the tolerance can fail.
+Method: the float64 oracle and the elementwise tolerance of ``tandem.kernels.packed_oracle``.
+Mutants of the oracle must all be told apart from the kernel, which shows that the tolerance can
+fail.
 """
 
 from dataclasses import dataclass, replace
@@ -13,144 +12,28 @@ import pytest
 import torch
 
 from tandem._native import ThreadPool, kernel_isas
-from tandem.kernels.formats import (
-    WEIGHT_FORMATS,
-    WeightFormat,
-    dequantize,
-    quantize,
-    round_to_bf16,
-)
-from tandem.kernels.native_experts import PackedExperts
+from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
+from tandem.kernels.native_experts import SILU, Activation, PackedExperts
+from tandem.kernels.packed_oracle import Layer, activate, decode, run_experts
 
-EPS = 2.0**-24
-"""Relative error of one fp32 rounding."""
-TINY = 2.0**-126
-"""What an operation loses where denormals are flushed, as vdpbf16ps does."""
-SILU_EPS = 16 * EPS
-"""Of silu(g) * u: the exponential's 2 ulp, a sum, a division, a product."""
-SILU_SLOPE = 1.1
-"""The largest derivative of silu is 1.0998."""
-SMALLEST_AMAX = 1e-30
-"""Groups of activations below are coded as zeros."""
-
-FORMATS = ["bf16", "int8g128", "int8g32", "int8g16", "int8g128min", "int4g32", "int4g128sym"]
-
-
-@dataclass
-class Layer:
-    """Decoded weights: gate and up [E, F, D], down [E, D, F], float64, with their magnitudes."""
-
-    weight_format: WeightFormat
-    gate: np.ndarray
-    up: np.ndarray
-    down: np.ndarray
-
-
-def decode(matrices: torch.Tensor, weight_format: WeightFormat) -> np.ndarray:
-    arrays = [matrix.numpy() for matrix in matrices]
-    if not weight_format.is_integer:
-        return np.stack([round_to_bf16(a).astype(np.float64) for a in arrays])
-    return np.stack([dequantize(quantize(a, weight_format)) for a in arrays])
-
-
-def make_layer(gate_up: torch.Tensor, down: torch.Tensor, weight_format: WeightFormat) -> Layer:
-    half = gate_up.shape[1] // 2
-    parts = (gate_up[:, :half], gate_up[:, half:], down)
-    return Layer(weight_format, *(decode(part, weight_format) for part in parts))
-
-
-def code_exactly(x: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
-    """Code an input as the kernels do: it is float32, so the codes can be the same ones."""
-    if not weight_format.is_integer:
-        return round_to_bf16(x).astype(np.float64)
-    groups = x.astype(np.float32).reshape(-1, weight_format.group_size)
-    amax = np.abs(groups).max(-1, keepdims=True)
-    is_zero = amax < SMALLEST_AMAX
-    inverse = np.float32(127) / np.where(is_zero, np.float32(1), amax)
-    codes = np.where(is_zero, 0, np.rint(groups * inverse)).astype(np.float64)
-    step = np.where(is_zero, 0, amax / np.float32(127)).astype(np.float64)
-    return (codes * step).reshape(x.shape)
-
-
-def code_nearly(
-    h: np.ndarray, error: np.ndarray, weight_format: WeightFormat
-) -> tuple[np.ndarray, np.ndarray]:
-    """Code the intermediate; return it and how far the kernel's codes may be from it.
-
-    The kernel's value lies in [h - error, h + error]. Coding is monotonic, so the codes of the two
-    ends enclose the kernel's.
-    """
-    if not weight_format.is_integer:
-        error = error + EPS * np.abs(h)
-        middle, low, high = (round_to_bf16(v).astype(np.float64) for v in (h, h - error, h + error))
-        return middle, np.maximum(high - middle, middle - low)
-    shape = h.shape
-    h, error = (v.reshape(-1, weight_format.group_size) for v in (h, error))
-    amax = np.abs(h).max(-1, keepdims=True)
-    amax_error = error.max(-1, keepdims=True) + EPS * amax
-    is_zero = amax + amax_error < SMALLEST_AMAX
-    safe = np.where(amax == 0, 1, amax)
-    step = amax / 127
-    code = np.where(is_zero, 0, h / safe * 127)
-    # Of h * (127 / amax): both quotients and the product round once.
-    blur = 127 * (error / safe + np.abs(h) / safe * amax_error / safe + 3 * EPS)
-    middle = np.rint(code)
-    spread = np.maximum(np.rint(code + blur) - middle, middle - np.rint(code - blur))
-    bound = step * spread + np.abs(middle) * (amax_error / 127 + EPS * step)
-    may_vanish = amax - amax_error < SMALLEST_AMAX
-    bound = np.where(may_vanish, np.abs(h) + error, bound)
-    return (middle * step).reshape(shape), bound.reshape(shape)
-
-
-def bound_product(rows: np.ndarray, weights: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
-    """Bound the error of rows [T, K] times weights [N, K] from exact operands."""
-    size = rows.shape[1]
-    magnitude = np.abs(rows) @ np.abs(weights).T
-    if not weight_format.is_integer:
-        # One rounding per product and sum, and what is flushed in either.
-        flushed = 2 * size * TINY * (1 + np.abs(rows).max() + np.abs(weights).max())
-        return (size + 4) * EPS * magnitude + flushed
-    num_groups = size // weight_format.group_size
-    if not weight_format.has_minimum:
-        # Integer sums are exact; per group the product of the scales and the fma round.
-        return (num_groups + 3) * EPS * magnitude
-    # Codes and minimum are added apart: their terms are larger than the weights they sum to.
-    groups = weights.reshape(len(weights), num_groups, -1)
-    minimum = np.abs(groups.min(-1, keepdims=True))
-    terms = (np.abs(groups) + 2 * minimum).reshape(weights.shape)
-    return (2 * num_groups + 4) * EPS * (np.abs(rows) @ terms.T)
-
-
-def run_expert(layer: Layer, expert: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return one expert's output for coded rows [T, D], and its error bound."""
-    gate, up, down = layer.gate[expert], layer.up[expert], layer.down[expert]
-    g, u = rows @ gate.T, rows @ up.T
-    g_error = bound_product(rows, gate, layer.weight_format)
-    u_error = bound_product(rows, up, layer.weight_format)
-    silu = g / (1 + np.exp(-np.clip(g, -700, None)))
-    h = silu * u
-    h_error = SILU_SLOPE * g_error * (np.abs(u) + u_error) + np.abs(silu) * u_error
-    h_error += SILU_EPS * np.abs(h) + SMALLEST_AMAX * (1 + np.abs(u))
-    h, h_error = code_nearly(h, h_error, layer.weight_format)
-    y_error = bound_product(h, down, layer.weight_format) + h_error @ np.abs(down).T
-    return h @ down.T, y_error
-
-
-def run_oracle(
-    layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the layer's output [T, D] and the elementwise tolerance."""
-    rows = code_exactly(x.float().numpy(), layer.weight_format)
-    out, tolerance = np.zeros(rows.shape), np.zeros(rows.shape)
-    magnitude = np.zeros(rows.shape)
-    for expert in range(len(layer.gate)):
-        tokens, slots = np.nonzero(ids.numpy() == expert)
-        y, error = run_expert(layer, expert, rows[tokens])
-        w = weights.numpy().astype(np.float64)[tokens, slots][:, None]
-        np.add.at(out, tokens, w * y)
-        np.add.at(tolerance, tokens, np.abs(w) * error)
-        np.add.at(magnitude, tokens, np.abs(w * y))
-    return out, tolerance + (ids.shape[1] + 1) * EPS * magnitude + TINY
+FORMATS = [
+    "bf16",
+    "fp8",
+    "mxfp4",
+    "int8row",
+    "int8g128",
+    "int8g32",
+    "int8g16",
+    "int8g128min",
+    "int4g32",
+    "int4g128sym",
+]
+ACTIVATIONS = [
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation(alpha=1.702, limit=7.0, up_offset=1.0),
+    Activation(limit=0.5),
+]
 
 
 @dataclass
@@ -160,6 +43,24 @@ class Case:
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    biases: list[torch.Tensor] | None = None
+    activation: Activation = SILU
+    num_parts: int = 1
+
+
+def make_layer(case: Case, weight_format: WeightFormat) -> Layer:
+    half = case.gate_up.shape[1] // 2
+    parts = (case.gate_up[:, :half], case.gate_up[:, half:], case.down)
+    gate, up, down = (np.stack([decode(m.numpy(), weight_format) for m in p]) for p in parts)
+    biases = None
+    if case.biases is not None:
+        gate_bias, up_bias, down_bias = (bias.double().numpy() for bias in case.biases)
+        biases = (gate_bias, up_bias, down_bias)
+    return Layer(weight_format, gate, up, down, biases, case.activation)
+
+
+def run_oracle(layer: Layer, case: Case) -> tuple[np.ndarray, np.ndarray]:
+    return run_experts(layer, case.x.float().numpy(), case.ids.numpy(), case.weights.numpy())
 
 
 def make_case(
@@ -187,15 +88,29 @@ def pool() -> ThreadPool:
 
 
 def run_kernel(case: Case, weight_format: WeightFormat, pool: ThreadPool, isa: str) -> np.ndarray:
-    experts = PackedExperts.pack(weight_format, case.gate_up, case.down, pool=pool, isa=isa)
+    count, rows, hidden = case.gate_up.shape
+    experts = PackedExperts(
+        weight_format,
+        count,
+        hidden,
+        rows // 2,
+        pool=pool,
+        isa=isa,
+        activation=case.activation,
+        has_bias=case.biases is not None,
+        num_parts=case.num_parts,
+    )
+    for i, (gate_up, down) in enumerate(zip(case.gate_up, case.down, strict=True)):
+        experts.pack_expert(i, *gate_up.chunk(2), down)
+        if case.biases is not None:
+            experts.set_bias(i, *(bias[i] for bias in case.biases))
     return experts.forward(case.x, case.ids, case.weights).numpy().astype(np.float64)
 
 
 def check(case: Case, name: str, pool: ThreadPool, isa: str) -> None:
     weight_format = WEIGHT_FORMATS[name]
     got = run_kernel(case, weight_format, pool, isa)
-    layer = make_layer(case.gate_up, case.down, weight_format)
-    want, tolerance = run_oracle(layer, case.x, case.ids, case.weights)
+    want, tolerance = run_oracle(make_layer(case, weight_format), case)
     assert np.isfinite(want).all()
     worst = (np.abs(got - want) / tolerance).max(initial=0)
     assert worst <= 1, f"error is {worst:.2f} of the tolerance"
@@ -217,6 +132,11 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
         ("int8g32", 96, 160),
         ("int4g32", 160, 96),
         ("int8g128", 128, 384),
+        ("int8row", 77, 35),
+        ("int8row", 130, 200),
+        ("fp8", 77, 35),
+        ("fp8", 130, 200),
+        ("mxfp4", 33, 70),
     ],
 )
 def test_odd_sizes(name: str, hidden: int, inner: int, isa: str, pool: ThreadPool):
@@ -237,7 +157,7 @@ def test_input_in_bf16(name: str, pool: ThreadPool):
 
 
 @pytest.mark.parametrize("isa", kernel_isas())
-@pytest.mark.parametrize("name", ["bf16", "int8g32", "int4g32"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-4, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
     """Denormal to huge; silu is linear, zero or square there."""
@@ -250,6 +170,62 @@ def test_weights_of_unequal_magnitude(pool: ThreadPool):
     factors = torch.logspace(-6, 3, case.gate_up.shape[2])
     for name in FORMATS:
         check(replace(case, gate_up=case.gate_up * factors), name, pool, kernel_isas()[-1])
+
+
+def with_biases(case: Case) -> Case:
+    generator = torch.Generator().manual_seed(9)
+    sizes = (case.gate_up.shape[1] // 2, case.gate_up.shape[1] // 2, case.down.shape[1])
+    biases = [torch.randn(len(case.down), size, generator=generator) for size in sizes]
+    return replace(case, biases=biases)
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
+@pytest.mark.parametrize("name", ["bf16", "int8g32"])
+def test_activations_and_biases(name: str, activation: Activation, isa: str, pool: ThreadPool):
+    case = make_case(10, experts=3, tokens=6)
+    case.x[1] *= 30  # Into the flat parts, beyond limits, and where exponentials are cut off.
+    case.x[2] *= 1e4
+    case.x[3] *= 1e-6
+    check(replace(with_biases(case), activation=activation), name, pool, isa)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
+def test_activations_at_hard_gates(activation: Activation, pool: ThreadPool):
+    """One weight a gate, so that gates are what the input says, exactly."""
+    gates = torch.tensor([0.0, 1e-30, -1e-30, 0.6, 1.3, -1.3, 5, -5, 9, -9.9, -10.1, 60, -80, -95])
+    gates = torch.cat([gates, torch.tensor([1e6, -1e6, 1e30, -1e30]), torch.linspace(-6, 6, 99)])
+    size = len(gates)
+    case = Case(
+        gate_up=torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]),
+        down=torch.tensor([[[1.0], [0.0]]]),
+        x=torch.stack([gates.bfloat16().float(), torch.ones(size)], 1),
+        ids=torch.zeros(size, 1, dtype=torch.int64),
+        weights=torch.ones(size, 1),
+        activation=activation,
+    )
+    for isa in kernel_isas():
+        check(case, "bf16", pool, isa)
+
+
+def test_activation_oracle_against_torch():
+    g = torch.linspace(-12, 12, 201, dtype=torch.float64)
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+    }
+    for name, function in functions.items():
+        f, _ = activate(g.numpy(), Activation(name))
+        np.testing.assert_allclose(f, function(g).numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+def test_parts(name: str, num_parts: int, pool: ThreadPool):
+    """Uneven shares: of 5 blocks of columns or of 10, whatever the format makes of 640."""
+    case = with_biases(make_case(11, hidden=128, inner=640, experts=2, tokens=7))
+    check(replace(case, num_parts=num_parts), name, pool, kernel_isas()[-1])
 
 
 def mutate(layer: Layer, mutant: str) -> Layer:
@@ -271,10 +247,16 @@ def mutate(layer: Layer, mutant: str) -> Layer:
         gate, up, down = (w[[1, 0, 2, 3]] for w in (gate, up, down))
     elif mutant == "swap gate and up":
         gate, up = up, gate
+    elif mutant == "another activation":
+        return replace(layer, activation=Activation("gelu"))
+    elif mutant == "forget a bias":
+        assert layer.biases is not None
+        gate_bias, up_bias, down_bias = layer.biases
+        return replace(layer, biases=(gate_bias, 0 * up_bias, down_bias))
     else:
         assert mutant == "drop an expert"
         down[3] = 0
-    return Layer(layer.weight_format, gate, up, down)
+    return replace(layer, gate=gate, up=up, down=down)
 
 
 MUTANTS = [
@@ -287,16 +269,18 @@ MUTANTS = [
     "swap two experts",
     "swap gate and up",
     "drop an expert",
+    "another activation",
+    "forget a bias",
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_mutants_are_caught(name: str, pool: ThreadPool):
-    case = make_case(7)
+    case = with_biases(make_case(7))
     got = run_kernel(case, WEIGHT_FORMATS[name], pool, kernel_isas()[-1])
-    layer = make_layer(case.gate_up, case.down, WEIGHT_FORMATS[name])
+    layer = make_layer(case, WEIGHT_FORMATS[name])
     for mutant in MUTANTS:
-        want, tolerance = run_oracle(mutate(layer, mutant), case.x, case.ids, case.weights)
+        want, tolerance = run_oracle(mutate(layer, mutant), case)
         assert (np.abs(got - want) > tolerance).any(), f"{mutant} was not noticed"
 
 
@@ -304,6 +288,9 @@ def test_mutants_are_caught(name: str, pool: ThreadPool):
     ("name", "bound"),
     [
         ("bf16", 0.005),
+        ("fp8", 0.05),
+        ("mxfp4", 0.25),
+        ("int8row", 0.026),
         ("int8g32", 0.016),
         ("int8g128", 0.021),
         ("int4g32", 0.145),

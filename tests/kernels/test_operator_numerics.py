@@ -10,9 +10,10 @@ import torch
 
 from tandem.core.errors import ShapeError
 from tandem.kernels import reference, tolerance
+from tandem.kernels.experts import Experts
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import Experts, MoeBlock, Router
+from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters, apply_rope_
 

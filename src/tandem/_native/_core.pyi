@@ -587,19 +587,28 @@ def kernel_isas() -> list[str]:
     Variants of the kernels that this machine can run, ascending; the last is the default.
     """
 
+def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False) -> int:
+    """
+    Bytes that an `ExpertBank` of these sizes takes.
+
+    Raises: as `ExpertBank`.
+    """
+
 class ExpertBank:
     """
-    Packed SwiGLU experts of one layer; `tandem.kernels.native_experts` is their face.
+    Packed gated experts of one layer; `tandem.kernels.native_experts` is their face.
 
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '') -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1) -> None:
         """
-        Reserve the memory; weights are zero until packed.
+        Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
+        `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
 
-        Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
-            (unknown ISA, a size below 1); CapacityError (memory).
+        Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not
+            whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts
+            than column blocks); CapacityError (memory).
         """
 
     @property
@@ -613,8 +622,26 @@ class ExpertBank:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
 
-        Raises: ShapeError; NotFoundError (expert); UnsupportedError (weights that the
-            format cannot hold).
+        Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
+            UnsupportedError (weights that the format cannot hold).
+        """
+
+    @property
+    def num_parts(self) -> int:
+        """Shares of the intermediate dimension."""
+
+    def load(self, pool: ThreadPool, packed: object) -> None:
+        """
+        Copy what a bank of one part packed, uint8, into these parts.
+
+        Raises: ShapeError (size); ConflictError (read-only storage).
+        """
+
+    def set_bias(self, expert_id: int, gate: object, up: object, down: object) -> None:
+        """
+        Copy the biases of one expert, float32 vectors.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).
         """
 
     def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
@@ -637,7 +664,74 @@ class ExpertBank:
         """
 
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:
-        """The packed bytes of each expert, no copy; keeps the memory alive."""
+        """
+        The packed bytes of each expert, no copy; keeps the memory alive.
+
+        Raises: UnsupportedError (several parts).
+        """
+
+def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int) -> int:
+    """
+    Bytes that a `PackedMatrix` of these sizes takes.
+
+    Raises: as `PackedMatrix`.
+    """
+
+class PackedMatrix:
+    """
+    One matrix with packed weights; `tandem.kernels.native_linear` is its face.
+
+    Calls release the GIL.
+    """
+
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None) -> None:
+        """
+        Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
+        `count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
+
+        Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
+            (unknown ISA, a size below 1); CapacityError (memory).
+        """
+
+    @property
+    def isa(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Packed bytes, scales included."""
+
+    def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None:
+        """
+        Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last.
+
+        Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (weights that
+            the format cannot hold).
+        """
+
+    def set_bias(self, bias: object) -> None:
+        """
+        Copy the bias, a float32 vector.
+
+        Raises: ShapeError.
+        """
+
+    def forward(self, pool: ThreadPool, x: object, out: object, is_added: bool = False) -> None:
+        """
+        Write x W^T + bias to `out`, or add it to what `out` holds.
+
+        Raises: ShapeError (`out` is then untouched).
+        """
+
+    def read_weights(self, pool: ThreadPool) -> None:
+        """Read the packed bytes: a ceiling for benchmarks."""
+
+    def multiply_registers(self, pool: ThreadPool, num_macs: int) -> None:
+        """
+        Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.
+        """
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """The packed bytes, no copy; keeps the memory alive."""
 
 class KvPool:
     """Blocks of keys and values that attention reads in place."""

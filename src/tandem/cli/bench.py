@@ -17,6 +17,7 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "engine": "tandem.bench.engine",
     "kernels": "tandem.bench.kernels",
+    "model": "tandem.bench.model",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""

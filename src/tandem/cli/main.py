@@ -4,7 +4,18 @@ import sys
 
 import typer
 
-from tandem.cli import bench, chat, config_show, doctor, generate, plan, pull, serve, version
+from tandem.cli import (
+    bench,
+    chat,
+    config_show,
+    convert,
+    doctor,
+    generate,
+    plan,
+    pull,
+    serve,
+    version,
+)
 from tandem.core.errors import TandemError
 
 __all__ = ["app", "main"]
@@ -22,6 +33,7 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
+app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 app.command("version")(version.version)

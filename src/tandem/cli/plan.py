@@ -17,13 +17,16 @@ def plan(
         Path | None, typer.Option(help="YAML rule file; built-in rules follow its own.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of modules without a rule.")] = "cpu",
+    expert_format: Annotated[
+        str, typer.Option(help="Weight format of routed experts without a rule.")
+    ] = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Show what a rule file makes of a model."""
     from tandem.models.hub import resolve_folder
     from tandem.models.plan import explain_rules
 
-    report = explain_rules(resolve_folder(model), rules, device=device)
+    report = explain_rules(resolve_folder(model), rules, device=device, expert_format=expert_format)
     if json:
         print_json(report.to_json())
     else:

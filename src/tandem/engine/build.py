@@ -28,7 +28,9 @@ from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
-from tandem.models.loader import choose_dtype, load_model, make_kv_layout
+from tandem.models.loader import CausalModel, load_model, make_kv_layout
+from tandem.models.operators import NO_FORMAT
+from tandem.models.precision import choose_dtype, plan_experts
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -48,6 +50,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     spec: ModelSpec
+    expert_format: str
+    """Name of the routed experts' weight format, or ``none``."""
+    expert_reason: str
+    weight_bytes: int
+    """Of all weights as they are stored here."""
     layout: KVLayout
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
@@ -62,10 +69,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ("model", self.folder, spec.architecture),
             (
                 "weights",
-                f"{spec.weight_bytes / MIB:.0f} MiB",
+                f"{self.weight_bytes / MIB:.0f} MiB",
                 f"{spec.num_parameters:,} parameters",
             ),
             ("dtype", spec.dtype, spec.dtype_reason),
+            ("experts", self.expert_format, self.expert_reason),
             ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
             (
@@ -86,6 +94,7 @@ class BuiltEngine(NamedTuple):
 
     engine: Engine
     info: InstanceInfo
+    model: CausalModel
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -101,6 +110,8 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         )
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     spec = choose_dtype(describe_model(folder), model_config.dtype)
+    experts = plan_experts(spec, model_config.expert_format, model_config.device)
+    weight_bytes = spec.weight_bytes - experts.plain_bytes + experts.size_bytes
     own = spec.max_position_embeddings
     if engine_config.max_model_len > own:
         raise ConfigError(
@@ -116,11 +127,14 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         engine_config,
         block_bytes=layout.bytes_per_block,
         max_model_len=max_model_len,
-        available_bytes=_count_available(topology) - spec.weight_bytes,
+        available_bytes=_count_available(topology) - weight_bytes,
     )
     return EnginePlan(
         folder=str(folder),
         spec=spec,
+        expert_format=experts.name or NO_FORMAT,
+        expert_reason=experts.reason,
+        weight_bytes=weight_bytes,
         layout=layout,
         config=msgspec.structs.replace(
             engine_config,
@@ -172,16 +186,20 @@ def build_engine(
     plan = plan_engine(model_config, engine_config)
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
+    threads = _native.ThreadPool(plan.config.threads)
     model = load_model(
         plan.folder,
         dtype=plan.spec.dtype,
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
+        expert_format=plan.expert_format,
+        packed_cache=model_config.packed_cache,
+        pool=threads,
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
     # Whatever must be equal for KV of equal tokens to be interchangeable.
-    fingerprint = f"{model.fingerprint}/{plan.spec.dtype}/{plan.layout}"
+    fingerprint = f"{model.fingerprint}/{plan.spec.dtype}/{plan.expert_format}/{plan.layout}"
     index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
         Scheduler(plan.config, pool, index),
@@ -191,7 +209,7 @@ def build_engine(
                 plan.layout,
                 plan.kv.num_blocks,
                 device=model.device,
-                pool=_native.ThreadPool(plan.config.threads),
+                pool=threads,
             ),
             threads=plan.config.threads,
         ),
@@ -215,4 +233,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info)
+    return BuiltEngine(engine, info, model)

@@ -1,28 +1,71 @@
 """The routed experts of a layer with packed weights, run by the native CPU kernels.
 
-``PackedExperts`` owns the packed weights and borrows a thread pool. Activations and router weights
-are borrowed for a call. Results are bitwise independent of the batch, of the thread count and, for
-integer formats, of the instruction set; see docs/design/kernels.md.
+``PackedExperts`` owns the packed weights, or views those of a ``WeightCache``, and borrows a thread
+pool; ``NativeExperts`` is the operator that loads and runs it in a model. Activations and router
+weights are borrowed for a call. Results are bitwise independent of the batch, of the thread count
+and, for integer formats, of the instruction set; see docs/design/kernels.md.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem._native import ExpertBank, ThreadPool
+from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
+from tandem.kernels.experts import RoutedExperts, read_experts
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.operator import WeightReader
 
-__all__ = ["PackedExperts"]
+__all__ = ["Activation", "NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between gate, up and down: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
+
+    The default is SwiGLU's. gpt-oss has ``Activation(alpha=1.702, limit=7.0, up_offset=1.0)``.
+    """
+
+    name: str = "silu"
+    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
+    alpha: float = 1.0
+    """Of ``silu`` alone; positive."""
+    limit: float = math.inf
+    """The gate is at most this, up at most this far from zero; positive."""
+    up_offset: float = 0.0
+
+
+SILU = Activation()
+
+
+def count_bytes(
+    weight_format: WeightFormat, num_experts: int, hidden_size: int, intermediate_size: int
+) -> int:
+    """Return the packed bytes of a layer's experts, scales and padding included.
+
+    Raises: as ``PackedExperts``.
+    """
+    return count_expert_bytes(
+        bits=weight_format.bits,
+        group_size=weight_format.group_size,
+        has_minimum=weight_format.has_minimum,
+        is_float=weight_format.is_float,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )
 
 
 class PackedExperts:
-    """SwiGLU experts in one weight format.
+    """Gated experts in one weight format: ``down(activation(gate(x), up(x)))``.
 
     Args:
         weight_format: how the weights are stored.
@@ -31,11 +74,19 @@ class PackedExperts:
         intermediate_size: F; whole groups of the format.
         pool: runs the kernels; borrowed for the life of the object.
         isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
+        storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
+            that are packed already. None = memory of its own.
+        activation: of gate and up; SwiGLU's by default.
+        has_bias: whether experts have biases, zero until ``set_bias``.
+        num_parts: shares of F, each packed and computed by the threads of its NUMA node; give the
+            nodes of the pool. Results depend on it bitwise, not on the nodes. With several,
+            ``storage`` is copied, not kept.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
     Raises: ShapeError (sizes that are not whole groups); UnsupportedError (format, ISA);
-        ConfigError (unknown ISA, a size below 1); CapacityError (memory).
+        ConfigError (unknown ISA or activation, a size below 1, more parts than blocks of columns);
+        CapacityError (memory).
     """
 
     def __init__(
@@ -47,6 +98,10 @@ class PackedExperts:
         *,
         pool: ThreadPool,
         isa: str | None = None,
+        storage: NDArray[np.uint8] | None = None,
+        activation: Activation = SILU,
+        has_bias: bool = False,
+        num_parts: int = 1,
     ) -> None:
         self.weight_format = weight_format
         self.num_experts = num_experts
@@ -61,7 +116,17 @@ class PackedExperts:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             isa="" if isa is None else isa,
+            storage=storage if num_parts == 1 else None,
+            is_float=weight_format.is_float,
+            activation=activation.name,
+            alpha=activation.alpha,
+            limit=activation.limit,
+            up_offset=activation.up_offset,
+            has_bias=has_bias,
+            num_parts=num_parts,
         )
+        if storage is not None and num_parts > 1:
+            self._bank.load(pool, storage)
 
     @classmethod
     def pack(
@@ -72,6 +137,8 @@ class PackedExperts:
         *,
         pool: ThreadPool,
         isa: str | None = None,
+        activation: Activation = SILU,
+        num_parts: int = 1,
     ) -> "PackedExperts":
         """Code all experts of a layer.
 
@@ -82,6 +149,8 @@ class PackedExperts:
             down_EDF: the same [E, D, F].
             pool: as of the class.
             isa: as of the class.
+            activation: as of the class.
+            num_parts: as of the class.
 
         Raises: as the class and ``pack_expert``.
         """
@@ -96,7 +165,16 @@ class PackedExperts:
         if len(down_EDF) != num_experts:
             what = f"{num_experts} experts in gate_up, {len(down_EDF)} in down"
             raise ShapeError("kernels.pack", what, field="down")
-        experts = cls(weight_format, num_experts, hidden_size, rows // 2, pool=pool, isa=isa)
+        experts = cls(
+            weight_format,
+            num_experts,
+            hidden_size,
+            rows // 2,
+            pool=pool,
+            isa=isa,
+            activation=activation,
+            num_parts=num_parts,
+        )
         pairs: Iterable[tuple[Tensor, Tensor]] = zip(gate_up_E2FD, down_EDF, strict=True)
         for expert_id, (gate_up, down) in enumerate(pairs):
             experts.pack_expert(expert_id, gate_up[: rows // 2], gate_up[rows // 2 :], down)
@@ -108,10 +186,19 @@ class PackedExperts:
         The tensors are float32 or bfloat16, contiguous, on the CPU; they are not kept.
 
         Raises: ShapeError (names the tensor and both shapes); NotFoundError (expert);
-            UnsupportedError (a weight is not finite, or too large for an fp16 scale).
+            ConflictError (read-only storage); UnsupportedError (a weight is not finite, or too
+            large for an fp16 scale).
         """
         views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
         self._bank.pack(self._pool, expert_id, *views)
+
+    def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        """Copy the biases of one expert, of any floating dtype; before any ``forward``.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).
+        """
+        views = [tensor.detach().float().contiguous() for tensor in (gate_F, up_F, down_D)]
+        self._bank.set_bias(expert_id, *views)
 
     @property
     def isa(self) -> str:
@@ -125,11 +212,14 @@ class PackedExperts:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says."""
+        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says.
+
+        Raises: UnsupportedError (several parts).
+        """
         return self._bank.array()
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum the chosen experts' SwiGLU outputs, each scaled by its router weight.
+        """Sum the chosen experts' outputs, each scaled by its router weight.
 
         Args:
             x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
@@ -157,3 +247,99 @@ class PackedExperts:
     def multiply_registers(self, num_macs: int) -> None:
         """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
         self._bank.multiply_registers(self._pool, num_macs)
+
+
+class WeightCache(Protocol):
+    """Packed weights on disk, by the dotted path of their module."""
+
+    def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
+        """Return the finished weights, mapped read-only; None where there are none."""
+        ...
+
+    def reserve(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
+        """Return zeroed memory to pack into; None where this cache can take no more."""
+        ...
+
+    def commit(self, name: str) -> None:
+        """Make what was packed into the reserved memory durable; ``find`` returns it from now."""
+        ...
+
+
+class NativeExperts(RoutedExperts):
+    """Experts in a weight format, run by the native kernels; on the CPU only.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        intermediate_size: F.
+        weight_format: how the weights are stored.
+        pool: runs the kernels; borrowed for the life of the operator.
+        cache: where packed weights are kept between runs; None = pack at each load.
+
+    Raises: as ``PackedExperts``, when loaded.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        weight_format: WeightFormat,
+        pool: ThreadPool,
+        cache: WeightCache | None = None,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size)
+        self.weight_format = weight_format
+        self._pool = pool
+        self._cache = cache
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights, which are not parameters of the module."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        return count_bytes(self.weight_format, *sizes)
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Map the weights if the cache has them, else read and pack them."""
+        size_bytes = self.packed_bytes
+        found = None if self._cache is None else self._cache.find(name, size_bytes)
+        if found is not None:
+            self._experts = self._make(found)
+            reader.skip(f"{name}.")
+            return
+        reserved = None if self._cache is None else self._cache.reserve(name, size_bytes)
+        self._experts = self._make(reserved)
+        self._pack(reader, name)
+        if self._cache is not None and reserved is not None:
+            self._cache.commit(name)
+
+    def _make(self, storage: NDArray[np.uint8] | None) -> PackedExperts:
+        return PackedExperts(
+            self.weight_format,
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            pool=self._pool,
+            storage=storage,
+        )
+
+    def _pack(self, reader: WeightReader, name: str) -> None:
+        """Read either layout of the checkpoint, at most one layer of it at a time."""
+        size, hidden = self.intermediate_size, self.hidden_size
+        is_stacked = reader.has(f"{name}.gate_up_proj")
+        count = self.num_experts if is_stacked else 1
+        gate_up = torch.empty((count, 2 * size, hidden), dtype=reader.dtype)
+        down = torch.empty((count, hidden, size), dtype=reader.dtype)
+        if is_stacked:
+            read_experts(reader, name, gate_up, down)
+        for i in range(self.num_experts):
+            if not is_stacked:
+                read_experts(reader, name, gate_up, down, first=i)
+            slot = i if is_stacked else 0
+            gate, up = gate_up[slot, :size], gate_up[slot, size:]
+            self._experts.pack_expert(i, gate, up, down[slot])
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum; see ``RoutedExperts``."""
+        residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())

@@ -28,6 +28,10 @@ class WeightReader(Protocol):
         """
         ...
 
+    def skip(self, prefix: str) -> None:
+        """Mark every tensor whose name starts with ``prefix`` as used, without reading it."""
+        ...
+
 
 class Operator(nn.Module):
     """An operator of ours in the place of a module of the skeleton.

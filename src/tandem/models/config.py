@@ -22,6 +22,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rules: Annotated[
         str, Meta(description="YAML file of placement rules; empty for the built-in ones.")
     ] = ""
+    expert_format: Annotated[
+        str,
+        Meta(
+            description="Weight format of routed experts: a name such as int8, int4 or bf16; none "
+            "for tensors of the dtype; auto decides and says why."
+        ),
+    ] = "auto"
+    packed_cache: Annotated[
+        str,
+        Meta(
+            description="Folder where packed experts are kept between starts; off for none; auto "
+            "keeps those of large models under ~/.cache/tandem."
+        ),
+    ] = "auto"
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"
     adapter: Annotated[
         str, Meta(description="Folder of a LoRA adapter to serve beside the model.")

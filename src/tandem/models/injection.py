@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
     BuildContext,
+    ExpertSettings,
     OperatorEntry,
     UnfitModuleError,
     refuse,
@@ -61,6 +63,7 @@ def apply_rules(
     rules: tuple[Rule, ...],
     *,
     device: str,
+    experts: ExpertSettings,
     strict: bool = True,
 ) -> tuple[RuleTable, list[Outcome]]:
     """Replace modules of ``model`` by operators, in place.
@@ -70,6 +73,7 @@ def apply_rules(
         config: its configuration.
         rules: in order of precedence.
         device: where the operators will run, to say where that differs from what a rule asks.
+        experts: how routed experts are stored and run.
         strict: raise where a rule took a module that has no operator here; else say so in its
             outcome and keep the module.
 
@@ -82,7 +86,14 @@ def apply_rules(
     outcomes: dict[str, Outcome] = {}
     for assignment in reversed(table.assignments):
         outcome = _apply_one(
-            model, config, assignment, rules, entries, device=device, strict=strict
+            model,
+            config,
+            assignment,
+            rules,
+            entries,
+            device=device,
+            experts=experts,
+            strict=strict,
         )
         outcomes[assignment.module.name] = outcome
     absorbed = dict(_find_absorbed(table, outcomes, entries))
@@ -103,6 +114,7 @@ def _apply_one(
     entries: list[OperatorEntry | None],
     *,
     device: str,
+    experts: ExpertSettings,
     strict: bool,
 ) -> Outcome:
     name = assignment.module.name
@@ -119,7 +131,7 @@ def _apply_one(
         return Outcome(name, class_name, DEFAULT, assignment.rule, "no operator here")
     module = model.get_submodule(name)
     try:
-        built = entry.build(module, BuildContext(name, model, config))
+        built = entry.build(module, BuildContext(name, model, config, rule.kwargs, experts))
     except UnfitModuleError as error:
         if not entry.is_optional:
             if strict:
@@ -127,7 +139,13 @@ def _apply_one(
             return Outcome(name, class_name, DEFAULT, assignment.rule, f"cannot: {error}")
         return Outcome(name, class_name, DEFAULT, assignment.rule, f"not fused: {error}")
     model.set_submodule(name, built)
-    return Outcome(name, class_name, entry.name, assignment.rule, _note_devices(rule, device))
+    notes = [_note_format(built), _note_devices(rule, device)]
+    note = "; ".join(note for note in notes if note)
+    return Outcome(name, class_name, entry.name, assignment.rule, note)
+
+
+def _note_format(operator: nn.Module) -> str:
+    return operator.weight_format.name if isinstance(operator, NativeExperts) else ""
 
 
 def _note_devices(rule: Rule, device: str) -> str:

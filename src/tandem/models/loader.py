@@ -1,27 +1,32 @@
 """From a checkpoint to a model that runs paged batches."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.core.spec import DTYPE_BYTES, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
-from tandem.kernels.moe import read_experts
+from tandem.kernels.experts import read_experts
+from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.injection import apply_rules, load_rules, require_no_meta
-from tandem.models.operators import make_rope_parameters
+from tandem.models.operators import ExpertSettings, make_rope_parameters
+from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.plan import RulesReport
+from tandem.models.precision import ExpertPlan, choose_dtype, plan_experts
 from tandem.models.skeleton import build_skeleton
 from tandem.models.weights import Progress, WeightSource
 
-__all__ = ["CausalModel", "choose_dtype", "load_model", "make_kv_layout"]
+__all__ = ["CausalModel", "load_model", "make_kv_layout"]
 
 
 class CausalModel:
@@ -34,6 +39,7 @@ class CausalModel:
         report: which rule took which module, and unused rules.
         fingerprint: SHA-256 over configuration and samples of all weights.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
+        experts: how routed experts are stored where no rule says otherwise.
     """
 
     def __init__(
@@ -43,12 +49,14 @@ class CausalModel:
         report: RulesReport,
         fingerprint: str,
         ignored_weights: dict[str, str],
+        experts: ExpertPlan,
         device: torch.device,
     ) -> None:
         self.spec = spec
         self.report = report
         self.fingerprint = fingerprint
         self.ignored_weights = ignored_weights
+        self.experts = experts
         self.device = device
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.skeleton = skeleton
@@ -68,7 +76,8 @@ class CausalModel:
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory; shared ones count once."""
         seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
-        return sum(p.untyped_storage().nbytes() for p in seen.values())
+        packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, NativeExperts)]
+        return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
         """Return the layout of a KV block.
@@ -139,6 +148,9 @@ def load_model(
     dtype: str = "auto",
     rules: str | Path | None = None,
     device: str = "cpu",
+    expert_format: str = "auto",
+    packed_cache: str = "off",
+    pool: ThreadPool | None = None,
     progress: Progress | None = None,
 ) -> CausalModel:
     """Load a checkpoint: skeleton, rules, weights, in that order.
@@ -148,30 +160,47 @@ def load_model(
         dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
         rules: a rule file that goes before the built-in rules.
         device: where operators run.
+        expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
+        packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
+        pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
 
     Raises:
         NotFoundError: no such checkpoint, or a file or tensor of it is missing.
         ConfigError: a configuration, rule or setting is wrong, or a tensor belongs to no module.
-        ShapeError: a tensor has another shape than the configuration says.
+        ShapeError: a tensor has another shape than the configuration says, or one that its weight
+            format cannot take.
         CorruptionError: a file is damaged.
         UnsupportedError: nothing here runs this model; the text says what and why.
     """
     checkpoint = open_checkpoint(path_or_id)
     spec = choose_dtype(checkpoint.spec, dtype)
-    model = build_skeleton(checkpoint.config)
+    plan = plan_experts(spec, expert_format, device)
     all_rules = load_rules(rules)
-    table, outcomes = apply_rules(model, checkpoint.config, all_rules, device=device)
-    report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
-    with WeightSource(
-        checkpoint.folder, dtype=TORCH_DTYPES[spec.dtype], device=device, progress=progress
-    ) as source:
+    if pool is None:
+        pool = ThreadPool(recommend_threads(read_topology()).threads)
+    config_bytes = (checkpoint.folder / "config.json").read_bytes()
+    with ExitStack() as stack:
+        source = stack.enter_context(
+            WeightSource(
+                checkpoint.folder, dtype=TORCH_DTYPES[spec.dtype], device=device, progress=progress
+            )
+        )
+        fingerprint = source.fingerprint(config_bytes)
+        root = choose_root(packed_cache, checkpoint.folder, plan.size_bytes)
+        caches = None
+        if root is not None:
+            caches = stack.enter_context(PackedCaches(root, source=fingerprint))
+        model = build_skeleton(checkpoint.config)
+        experts = ExpertSettings(plan.weight_format, pool, caches)
+        table, outcomes = apply_rules(
+            model, checkpoint.config, all_rules, device=device, experts=experts
+        )
         _load_weights(model, checkpoint, source)
         ignored = source.check_all_used(_list_harmless(checkpoint))
-        config_bytes = (checkpoint.folder / "config.json").read_bytes()
-        fingerprint = source.fingerprint(config_bytes)
+    report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
     require_no_meta(model)
-    return CausalModel(model, spec, report, fingerprint, ignored, torch.device(device))
+    return CausalModel(model, spec, report, fingerprint, ignored, plan, torch.device(device))
 
 
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
@@ -192,22 +221,6 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
         block_size=block_size,
         dtype=dtype,
     )
-
-
-def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """Return ``spec`` with the dtype that it will run in; ``auto`` is what the spec says.
-
-    Raises: ConfigError for an unknown dtype.
-    """
-    import msgspec
-
-    if dtype == "auto":
-        return spec
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(
-            "models.load", f"dtype {dtype!r}: use auto, float32 or bfloat16", field="dtype"
-        )
-    return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
 
 
 def _list_harmless(checkpoint: Checkpoint) -> dict[str, str]:

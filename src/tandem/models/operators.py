@@ -11,22 +11,41 @@ from typing import Any
 
 from torch import nn
 
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem._native import ThreadPool
+from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.registry import Registry
 from tandem.kernels.attention import Attention
 from tandem.kernels.decoder_layer import DecoderLayer
+from tandem.kernels.experts import Experts, RoutedExperts
+from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import Experts, MoeBlock, Router
+from tandem.kernels.moe import MoeBlock, Router
+from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters
 from tandem.models.families import head_dim_of
+from tandem.models.packed_cache import PackedCaches
 from tandem.placement.rules import DEFAULT, Rule
 
-__all__ = ["OPERATORS", "BuildContext", "OperatorEntry", "make_rope_parameters", "resolve_operator"]
+__all__ = [
+    "NO_FORMAT",
+    "OPERATORS",
+    "BuildContext",
+    "ExpertSettings",
+    "OperatorEntry",
+    "make_rope_parameters",
+    "resolve_operator",
+]
 
 DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
 """Keys whose value is a device; what runs on another device than asked is said in the report."""
+
+FORMAT_KWARG = "format"
+"""Weight format of routed experts, by name; our own word in the grammar."""
+
+NO_FORMAT = "none"
+"""The wish for tensors of the model's dtype."""
 
 KTRANSFORMERS_KWARGS = (
     *DEVICE_KWARGS,
@@ -47,6 +66,17 @@ class UnfitModuleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSettings:
+    """How routed experts are stored and run where no rule says otherwise."""
+
+    weight_format: WeightFormat | None
+    """None: tensors of the model's dtype."""
+    pool: ThreadPool
+    caches: PackedCaches | None = None
+    """Where packed weights are kept between runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class BuildContext:
     """What a builder may look at beside the module."""
 
@@ -54,6 +84,9 @@ class BuildContext:
     """Dotted path of the module."""
     model: Any
     config: Any
+    kwargs: dict[str, Any]
+    """Of the rule."""
+    experts: ExpertSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +97,8 @@ class OperatorEntry:
     build: Callable[[Any, BuildContext], nn.Module]
     absorbs: bool = False
     """The operator replaces the module's children too, whatever other rules made of them."""
+    takes_format: bool = False
+    """Rules may give it a weight format."""
     is_optional: bool = False
     """A module it cannot take is left to the skeleton instead of being refused."""
 
@@ -189,12 +224,20 @@ def _build_router(module: Any, context: BuildContext) -> Router:
     )
 
 
-def _build_experts(module: Any, context: BuildContext) -> Experts:
+def _build_experts(module: Any, context: BuildContext) -> RoutedExperts:
     _require(module, "gate_up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
         raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
-    experts, hidden, intermediate = module.down_proj.shape
-    return Experts(experts, hidden, intermediate)
+    sizes = module.down_proj.shape
+    settings = context.experts
+    wish = context.kwargs.get(FORMAT_KWARG)
+    weight_format = settings.weight_format
+    if wish is not None:
+        weight_format = None if wish == NO_FORMAT else find_format(wish)
+    if weight_format is None:
+        return Experts(*sizes)
+    cache = None if settings.caches is None else settings.caches.open(weight_format.name)
+    return NativeExperts(*sizes, weight_format=weight_format, pool=settings.pool, cache=cache)
 
 
 def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:
@@ -305,7 +348,7 @@ for _entry in (
     OperatorEntry("Attention", _build_attention, absorbs=True),
     OperatorEntry("Mlp", _build_mlp, absorbs=True),
     OperatorEntry("Router", _build_router),
-    OperatorEntry("Experts", _build_experts, absorbs=True),
+    OperatorEntry("Experts", _build_experts, absorbs=True, takes_format=True),
     OperatorEntry("MoeBlock", _build_moe_block),
     OperatorEntry("DecoderLayer", _build_decoder_layer, is_optional=True),
     OperatorEntry(DEFAULT, _keep),
@@ -319,12 +362,13 @@ def resolve_operator(rule: Rule) -> OperatorEntry | None:
     Raises:
         ConfigError: an unknown operator, or an argument that operators do not take.
     """
-    unknown = sorted(rule.kwargs.keys() - set(KTRANSFORMERS_KWARGS))
+    known = {*KTRANSFORMERS_KWARGS, FORMAT_KWARG}
+    unknown = sorted(rule.kwargs.keys() - known)
     if unknown:
         raise ConfigError(
             "models.resolve_rules",
             f"{rule.place}: unknown kwargs {', '.join(unknown)}: known are "
-            f"{', '.join(KTRANSFORMERS_KWARGS)}",
+            f"{', '.join(sorted(known))}",
             field="replace.kwargs",
         )
     name = rule.operator
@@ -332,7 +376,23 @@ def resolve_operator(rule: Rule) -> OperatorEntry | None:
         name = name.rpartition(".")[2]
     if name in ABSENT:
         return None
-    return OPERATORS.resolve(name, where=f"{rule.place}", field="replace.class")
+    entry = OPERATORS.resolve(name, where=f"{rule.place}", field="replace.class")
+    if FORMAT_KWARG in rule.kwargs:
+        _check_format(rule, entry)
+    return entry
+
+
+def _check_format(rule: Rule, entry: OperatorEntry) -> None:
+    wish, field = str(rule.kwargs[FORMAT_KWARG]), f"replace.kwargs.{FORMAT_KWARG}"
+    where = "models.resolve_rules"
+    if not entry.takes_format:
+        what = f"{rule.place}: {entry.name} takes no weight format"
+        raise ConfigError(where, what, field=field)
+    if wish != NO_FORMAT:
+        try:
+            find_format(wish)
+        except NotFoundError as error:
+            raise ConfigError(where, f"{rule.place}: {error.what}", field=field) from None
 
 
 def refuse(module_name: str, operator: str, place: str, why: str) -> UnsupportedError:

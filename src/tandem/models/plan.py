@@ -4,9 +4,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem._native import ThreadPool
 from tandem.core.spec import ModelSpec
 from tandem.models.families import open_checkpoint
 from tandem.models.injection import Outcome, apply_rules, load_rules
+from tandem.models.operators import ExpertSettings
+from tandem.models.precision import choose_dtype, plan_experts
 from tandem.models.skeleton import build_skeleton
 from tandem.placement.rules import DEFAULT, Rule
 
@@ -83,9 +86,16 @@ class RulesReport:
 
 
 def explain_rules(
-    model_path: str | Path, rules_path: str | Path | None = None, *, device: str = "cpu"
+    model_path: str | Path,
+    rules_path: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    expert_format: str = "auto",
 ) -> RulesReport:
     """Report which rule takes which module; reads ``config.json`` and the rule file alone.
+
+    Arguments as those of ``load_model``.
 
     Raises: as ``describe_model`` and ``load_rules``; a known operator without implementation
         here, or a module that an operator cannot take, is reported instead of raised.
@@ -93,10 +103,19 @@ def explain_rules(
     checkpoint = open_checkpoint(model_path)
     model = build_skeleton(checkpoint.config)
     rules = load_rules(rules_path)
-    table, outcomes = apply_rules(model, checkpoint.config, rules, device=device, strict=False)
+    spec = choose_dtype(checkpoint.spec, dtype)
+    plan = plan_experts(spec, expert_format, device)
+    table, outcomes = apply_rules(
+        model,
+        checkpoint.config,
+        rules,
+        device=device,
+        experts=ExpertSettings(plan.weight_format, ThreadPool(1)),
+        strict=False,
+    )
     return RulesReport(
-        checkpoint.spec.name,
-        checkpoint.spec,
+        spec.name,
+        spec,
         rules,
         tuple(outcomes),
         table.unused,

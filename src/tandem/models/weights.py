@@ -286,10 +286,19 @@ class WeightSource:
                 offset=entry.begin,
             )
             out.copy_(stored.view(entry.shape))
-        self._used.add(name)
+        self._mark_used(entry)
+
+    def skip(self, prefix: str) -> None:
+        """Mark tensors as used; see ``tandem.kernels.operator.WeightReader``."""
+        for name, entry in self.entries.items():
+            if name.startswith(prefix):
+                self._mark_used(entry)
+
+    def _mark_used(self, entry: TensorEntry) -> None:
+        self._used.add(entry.name)
         self._done_bytes += entry.end - entry.begin
         if self._progress is not None:
-            self._progress(self._done_bytes, self.total_bytes, name)
+            self._progress(self._done_bytes, self.total_bytes, entry.name)
 
     def check_all_used(self, harmless: dict[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors nobody read.

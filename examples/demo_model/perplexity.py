@@ -1,0 +1,72 @@
+"""The demo model's held-out loss with its experts in every weight format, as a table.
+
+Scores the files of the standard library that training never saw, in windows of their own, through
+the product's own loading and forward: what a format costs is measured on the model that is served.
+
+    python examples/demo_model/perplexity.py [--windows N]
+"""
+
+import argparse
+import json
+import math
+
+import numpy as np
+import torch
+from corpus import read_corpus
+from stream import encode_files
+from tokenizers import Tokenizer
+
+from tandem.kernels.formats import WEIGHT_FORMATS
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.hub import resolve_folder
+from tandem.models.loader import CausalModel, load_model
+
+WINDOW = 512
+BLOCK_SIZE = 64
+
+
+def score(model: CausalModel, windows: np.ndarray) -> np.ndarray:
+    """Return the loss of every token but a window's first, in nats, [windows, WINDOW - 1]."""
+    cache = model.allocate_kv(WINDOW // BLOCK_SIZE, block_size=BLOCK_SIZE)
+    losses = []
+    for window in windows:
+        ids = window.tolist()
+        chunk = SequenceChunk(ids, 0, list(range(cache.num_blocks)), "all")
+        logits = model.forward(PagedBatch.build([chunk], BLOCK_SIZE), cache)
+        log_probs = torch.log_softmax(logits[:-1], -1)
+        losses.append(-log_probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy())
+    return np.stack(losses)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=128, help=f"windows of {WINDOW} tokens")
+    num_windows = parser.parse_args().windows
+    folder = resolve_folder("demo")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    recipe = json.loads((folder / "metrics.json").read_text())["recipe"]
+    files = [file for file in read_corpus(recipe["max_file_bytes"]) if file.is_held_out]
+    tokens = np.concatenate(encode_files(files, tokenizer))
+    count = min(num_windows, len(tokens) // WINDOW)
+    windows = tokens[: count * WINDOW].reshape(count, WINDOW).astype(np.int64)
+    oracle = score(load_model(folder, dtype="float32", expert_format="none"), windows)
+    rows = [("float32", "none", oracle)]
+    for name in ("none", *WEIGHT_FORMATS):
+        model = load_model(folder, dtype="bfloat16", expert_format=name)
+        rows.append(("bfloat16", name, score(model, windows)))
+    print(f"{count} windows of {WINDOW} tokens from {len(files)} held-out files")
+    print("| dtype | experts | bits a weight | perplexity | loss against float32 (nats) |")
+    print("|---|---|---|---|---|")
+    for dtype, name, losses in rows:
+        change = losses - oracle
+        error = change.std() / math.sqrt(change.size)
+        bits = WEIGHT_FORMATS[name].bits_per_weight if name in WEIGHT_FORMATS else ""
+        print(
+            f"| {dtype} | {name} | {bits} | {math.exp(losses.mean()):.3f} | "
+            f"{change.mean():+.4f} ± {error:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+#include "kernels/linear.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+
+#include "bindings/packed_arrays.h"
+#include "bindings/status.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tandem::bindings {
+namespace {
+
+PackedMatrix::Config make_matrix_config(int bits, int group_size, bool has_minimum, bool is_float,
+                                        int64_t in_features, int64_t out_features) {
+  for (const int64_t size : {in_features, out_features})
+    if (size < 1)
+      raise({Code::kConfig, "kernels.create_linear",
+             "size " + std::to_string(size) + ": give at least 1", ""});
+  PackedMatrix::Config config;
+  config.format = {bits, group_size, has_minimum, is_float};
+  config.in_features = static_cast<size_t>(in_features);
+  config.out_features = static_cast<size_t>(out_features);
+  return config;
+}
+
+PackedMatrix* make_matrix(int bits, int group_size, bool has_minimum, bool is_float,
+                          int64_t in_features, int64_t out_features, const std::string& isa,
+                          nb::object storage) {
+  PackedMatrix::Config config =
+      make_matrix_config(bits, group_size, has_minimum, is_float, in_features, out_features);
+  config.isa = isa;
+  if (!storage.is_none())
+    config.storage = view_storage(std::move(storage), "kernels.create_linear");
+  return new PackedMatrix(take(PackedMatrix::create(config)));
+}
+
+void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights,
+                 int64_t first_row) {
+  constexpr const char* kWhere = "kernels.pack";
+  const size_t rows = weights.ndim() == 2 ? weights.shape(0) : matrix.out_features();
+  const MatrixView view = view_matrix(weights, kWhere, "weights", rows, matrix.in_features());
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    // A negative row wraps to one that no matrix has.
+    status = matrix.pack(pool, static_cast<size_t>(first_row), view);
+  }
+  raise_if_error(status);
+}
+
+void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
+                const AnyOutput& out, bool is_added) {
+  constexpr const char* kWhere = "kernels.run_linear";
+  const size_t num_rows = x.ndim() == 2 ? x.shape(0) : 0;
+  const MatrixView rows = view_matrix(x, kWhere, "x", num_rows, matrix.in_features());
+  const bool has_dtype = is_float(out.dtype()) || is_bf16(out.dtype());
+  check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", num_rows,
+               matrix.out_features());
+  const PackedMatrix::Batch batch{rows.data,  rows.is_bf16,         num_rows,
+                                  out.data(), is_bf16(out.dtype()), is_added};
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = matrix.forward(pool, batch);
+  }
+  raise_if_error(status);
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& module) {
+  module.def(
+      "count_linear_bytes",
+      [](int bits, int group_size, bool has_minimum, bool is_float, int64_t in_features,
+         int64_t out_features) {
+        return take(PackedMatrix::count_bytes(make_matrix_config(
+            bits, group_size, has_minimum, is_float, in_features, out_features)));
+      },
+      nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "is_float"_a, "in_features"_a,
+      "out_features"_a, "Bytes that a `PackedMatrix` of these sizes takes.\n\nRaises: as "
+                        "`PackedMatrix`.");
+  nb::class_<PackedMatrix>(module, "PackedMatrix",
+                           "One matrix with packed weights; `tandem.kernels.native_linear` is its "
+                           "face.\n\nCalls release the GIL.")
+      .def(nb::new_(&make_matrix), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
+           "is_float"_a, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
+           "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
+           "`count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n\n"
+           "Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError\n"
+           "    (unknown ISA, a size below 1); CapacityError (memory).")
+      .def_prop_ro("isa",
+                   [](const PackedMatrix& matrix) { return std::string(isa_name(matrix.isa())); })
+      .def_prop_ro("size_bytes", &PackedMatrix::size_bytes, "Packed bytes, scales included.")
+      .def("pack", &pack_matrix, "pool"_a, "weights"_a, "first_row"_a = 0,
+           nb::sig("def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None"),
+           "Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last."
+           "\n\n"
+           "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (weights that\n"
+           "    the format cannot hold).")
+      .def(
+          "set_bias",
+          [](PackedMatrix& matrix, const AnyInput& bias) {
+            matrix.set_bias(view_vector(bias, "kernels.set_bias", "bias", matrix.out_features()));
+          },
+          "bias"_a, nb::sig("def set_bias(self, bias: object) -> None"),
+          "Copy the bias, a float32 vector.\n\nRaises: ShapeError.")
+      .def("forward", &run_matrix, "pool"_a, "x"_a, "out"_a, "is_added"_a = false,
+           nb::sig("def forward(self, pool: ThreadPool, x: object, out: object, "
+                   "is_added: bool = False) -> None"),
+           "Write x W^T + bias to `out`, or add it to what `out` holds.\n\n"
+           "Raises: ShapeError (`out` is then untouched).")
+      .def(
+          "read_weights",
+          [](const PackedMatrix& matrix, ThreadPool& pool) {
+            Status status;
+            {
+              const nb::gil_scoped_release release;
+              status = matrix.read_weights(pool);
+            }
+            raise_if_error(status);
+          },
+          "pool"_a, "Read the packed bytes: a ceiling for benchmarks.")
+      .def(
+          "multiply_registers",
+          [](const PackedMatrix& matrix, ThreadPool& pool, uint64_t num_macs) {
+            Status status;
+            {
+              const nb::gil_scoped_release release;
+              status = matrix.multiply_registers(pool, num_macs);
+            }
+            raise_if_error(status);
+          },
+          "pool"_a, "num_macs"_a,
+          "Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.")
+      .def(
+          "array",
+          [](nb::handle self) {
+            const PackedMatrix& matrix = nb::cast<const PackedMatrix&>(self);
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::c_contig>(
+                matrix.data(), {matrix.size_bytes()}, self);
+          },
+          nb::sig("def array(self) -> numpy.typing.NDArray[numpy.uint8]"),
+          "The packed bytes, no copy; keeps the memory alive.");
+}
+
+}  // namespace tandem::bindings

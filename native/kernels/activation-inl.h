@@ -1,0 +1,87 @@
+// The activations of a feed-forward block. Included inside the variant's anonymous namespace by
+// packed-inl.h.
+
+// exp to 2 ulp for x in [-87, 88]; coefficients from Cephes expf. NaN stays NaN.
+inline F32 exp_f32(F32 x) {
+  // The exponent's bias is added with the rounding constant, so the low bits are ready to shift.
+  const F32 rounder = set_f32(kRounder + 127.0f);
+  const F32 biased = fma(x, set_f32(1.44269504088896341f), rounder);
+  const F32 n = biased - rounder;
+  F32 r = fma(n, set_f32(-0.693359375f), x);
+  r = fma(n, set_f32(2.12194440e-4f), r);
+  F32 p = set_f32(1.9875691500e-4f);
+  p = fma(p, r, set_f32(1.3981999507e-3f));
+  p = fma(p, r, set_f32(8.3334519073e-3f));
+  p = fma(p, r, set_f32(4.1665795894e-2f));
+  p = fma(p, r, set_f32(1.6666665459e-1f));
+  p = fma(p, r, set_f32(5.0000001201e-1f));
+  p = fma(p, r * r, r) + set_f32(1.0f);
+  return p * as_f32(shift_left_23(as_i32(biased)));
+}
+
+// x * sigmoid(z) for x and z of one sign; z is cut off at -87, where the result should be 0 and is
+// to within 1e-36, if x is cut off at the same place.
+inline F32 gate_by(F32 x, F32 z) {
+  const F32 lowest = set_f32(-87.0f);
+  return x / (set_f32(1.0f) + exp_f32(at_least(zero_f32() - z, lowest)));
+}
+
+inline F32 silu(F32 g, float alpha) {
+  g = at_least(g, set_f32(-87.0f / alpha));
+  return gate_by(g, set_f32(alpha) * g);
+}
+
+// Where both are cut off at -10, the tanh form is 1e-37.
+inline F32 gelu_tanh(F32 g) {
+  g = at_least(g, set_f32(-10.0f));
+  // 2 sqrt(2 / pi) (g + 0.044715 g^3): tanh(z / 2) is 2 sigmoid(z) - 1.
+  const F32 cubic = fma(g * g, set_f32(0.0713548162726f), set_f32(1.59576912161f));
+  return gate_by(g, g * cubic);
+}
+
+// erf to 2 ulp: a polynomial about 0, and 1 - exp(polynomial) beyond 0.92. The coefficients are
+// minimax fits; a test compares with the C library's erf.
+inline F32 erf_f32(F32 x) {
+  const I32 sign = as_i32(x) & set_i32(INT32_MIN);
+  const F32 t = at_most(as_f32(as_i32(x) & set_i32(INT32_MAX)), set_f32(10.0f));
+  const F32 s = t * t;
+  F32 far = fma(set_f32(-1.72853470e-5f), t, set_f32(3.83197126e-4f));
+  const F32 u = fma(set_f32(-3.88396438e-3f), t, set_f32(2.42546219e-2f));
+  far = fma(far, s, u);
+  far = fma(far, t, set_f32(-1.06777877e-1f));
+  far = fma(far, t, set_f32(-6.34846687e-1f));
+  far = fma(far, t, set_f32(-1.28717512e-1f));
+  far = fma(far, t, zero_f32() - t);
+  far = set_f32(1.0f) - exp_f32(at_least(far, set_f32(-87.0f)));
+  F32 near = set_f32(-5.96761703e-4f);
+  near = fma(near, s, set_f32(4.99119423e-3f));
+  near = fma(near, s, set_f32(-2.67681349e-2f));
+  near = fma(near, s, set_f32(1.12819925e-1f));
+  near = fma(near, s, set_f32(-3.76125336e-1f));
+  near = fma(near, s, set_f32(1.28379166e-1f));
+  near = fma(near, t, t);
+  return as_f32(select(is_less(set_f32(0.921875f), t), as_i32(far), as_i32(near)) | sign);
+}
+
+inline F32 gelu_erf(F32 g) {
+  // Where it is cut off the result is 0, and that of -infinity would not be.
+  g = at_least(g, set_f32(-20.0f));
+  const F32 half = set_f32(0.5f) * g;
+  return fma(half, erf_f32(g * set_f32(0.707106781187f)), half);
+}
+
+// gate becomes the activation of gate and up; see packed_kernels.h.
+void activate(const Activation& activation, float* gate, const float* up, size_t size) {
+  const F32 limit = set_f32(activation.limit), offset = set_f32(activation.up_offset);
+  for (size_t i = 0; i < size; i += kLanes) {
+    F32 g = at_most(load_f32(gate + i), limit);
+    const F32 u = at_most(at_least(load_f32(up + i), zero_f32() - limit), limit) + offset;
+    if (activation.kind == ActivationKind::kSilu)
+      g = silu(g, activation.alpha);
+    else if (activation.kind == ActivationKind::kGeluTanh)
+      g = gelu_tanh(g);
+    else
+      g = gelu_erf(g);
+    store_f32(gate + i, g * u);
+  }
+}

@@ -1,0 +1,128 @@
+#include "kernels/linear.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kernels/operand.h"
+
+namespace tandem {
+namespace {
+
+// Rows of one task: more are split, so that a matrix of few outputs still occupies all threads.
+constexpr size_t kMaxTaskRows = 192;
+constexpr size_t kAlignment = 64;
+// Outputs that share a scale in e4m3: rows are packed in whole blocks of them.
+constexpr size_t kBlockRows = 128;
+
+}  // namespace
+
+Result<PackedMatrix> PackedMatrix::plan(const Config& config) {
+  Status status = check_format(config.format);
+  if (status.is_ok()) status = check_size(config.format, config.in_features, "in_features");
+  if (!status.is_ok()) return status.error();
+  if (config.out_features == 0)
+    return Error{Code::kConfig, "kernels.create_linear", "0 outputs: give at least 1",
+                 "out_features"};
+  Result<Isa> isa = choose_isa(config.isa);
+  if (!isa.is_ok()) return isa.error();
+  PackedMatrix matrix;
+  matrix.format_ = config.format;
+  matrix.isa_ = isa.value();
+  matrix.kernels_ = &packed_kernels(matrix.isa_);
+  matrix.in_features_ = config.in_features;
+  matrix.out_features_ = config.out_features;
+  matrix.panel_bytes_ = panel_bytes(config.format, config.in_features);
+  return matrix;
+}
+
+Result<size_t> PackedMatrix::count_bytes(const Config& config) {
+  Result<PackedMatrix> matrix = plan(config);
+  if (!matrix.is_ok()) return matrix.error();
+  return matrix.value().size_bytes();
+}
+
+Result<PackedMatrix> PackedMatrix::create(const Config& config) {
+  Result<PackedMatrix> planned = plan(config);
+  if (!planned.is_ok()) return planned;
+  PackedMatrix& matrix = planned.value();
+  if (config.storage) {
+    Status status = check_storage(*config.storage, matrix.size_bytes(), "kernels.create_linear");
+    if (!status.is_ok()) return status.error();
+    matrix.storage_ = config.storage;
+    matrix.data_ = config.storage->data;
+    return planned;
+  }
+  AlignedBuffer::Options options;
+  options.hugepages = true;
+  Result<AlignedBuffer> buffer = AlignedBuffer::allocate(matrix.size_bytes(), options);
+  if (!buffer.is_ok()) return buffer.error();
+  matrix.own_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
+  matrix.data_ = matrix.own_->data();
+  return planned;
+}
+
+Status PackedMatrix::pack(ThreadPool& pool, size_t first_row, const MatrixView& source) {
+  constexpr const char* kWhere = "kernels.pack";
+  if (!is_writable()) return {Code::kConflict, kWhere, "these weights are mapped read-only", "storage"};
+  const bool is_inside = first_row <= out_features_ && source.rows <= out_features_ - first_row;
+  const bool is_last = is_inside && first_row + source.rows == out_features_;
+  if (source.columns != in_features_ || !is_inside || first_row % kBlockRows != 0 ||
+      (source.rows % kBlockRows != 0 && !is_last))
+    return {Code::kShape, kWhere,
+            "weights [" + std::to_string(source.rows) + ", " + std::to_string(source.columns) +
+                "] at row " + std::to_string(first_row) + " of [" + std::to_string(out_features_) +
+                ", " + std::to_string(in_features_) + "]: give whole blocks of " +
+                std::to_string(kBlockRows) + " rows, or all up to the last",
+            "weights"};
+  uint8_t* panels = data_ + first_row / kPanelColumns * panel_bytes_;
+  return pack_panels(pool, count_panels(source.rows), [&](size_t i) {
+    return pack_panel(*kernels_, format_, {&source, i * kPanelColumns, 0, in_features_},
+                      panels + i * panel_bytes_);
+  });
+}
+
+void PackedMatrix::set_bias(const float* bias) {
+  bias_.assign(count_panels(out_features_) * kPanelColumns, 0.0f);
+  std::copy_n(bias, out_features_, bias_.begin());
+}
+
+Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
+  if (batch.num_rows == 0) return {};
+  thread_local Arena arena;
+  const size_t row_size = padded_size(format_, in_features_);
+  Status status = arena.reserve(operand_bytes(format_, batch.num_rows, row_size) + kAlignment);
+  if (!status.is_ok()) return status;
+  const Operand x = take_operand(arena, format_, batch.num_rows, row_size);
+  status = prepare_rows(pool, *kernels_,
+                        {format_, batch.x, batch.is_bf16, in_features_, 0, batch.num_rows, x});
+  if (!status.is_ok()) return status;
+  const size_t num_panels = count_panels(out_features_);
+  const size_t num_shares = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
+  const size_t out_bytes = batch.is_out_bf16 ? 2 : 4;
+  // Few rows: neighbouring panels together, which are one stream from memory.
+  const size_t chunk = pieces_per_task(pool, num_panels * num_shares);
+  return pool.parallel_for(num_panels * num_shares, chunk, [&](size_t begin, size_t end, int) {
+    for (size_t i = begin; i < end; ++i) {
+      const size_t share = i / num_panels, panel = i % num_panels;
+      const size_t first = batch.num_rows * share / num_shares;
+      const size_t last = batch.num_rows * (share + 1) / num_shares;
+      const size_t column = panel * kPanelColumns;
+      kernels_->linear({format_, row_size, x, first, last - first, data_ + panel * panel_bytes_,
+                        bias_.empty() ? nullptr : bias_.data() + column,
+                        static_cast<uint8_t*>(batch.out) + column * out_bytes, batch.is_out_bf16,
+                        batch.is_added, out_features_,
+                        std::min(kPanelColumns, out_features_ - column)});
+    }
+  });
+}
+
+Status PackedMatrix::read_weights(ThreadPool& pool) const {
+  return read_packed(pool, *kernels_, data_, size_bytes());
+}
+
+Status PackedMatrix::multiply_registers(ThreadPool& pool, size_t num_macs) const {
+  return multiply_packed(pool, *kernels_, format_, num_macs);
+}
+
+}  // namespace tandem

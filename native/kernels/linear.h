@@ -1,0 +1,92 @@
+// One matrix with packed weights, on the CPU: y = x W^T + b.
+//
+// Owns the packed weights, or views those that lie in somebody's storage. forward() codes the input
+// and runs one parallel loop over (64 outputs, some hundred rows). A row's output does not depend on
+// what else is in the batch, nor on the threads.
+//
+// Threads: forward() may be called by several threads at once, but not while pack() or set_bias()
+// runs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "base/status.h"
+#include "base/thread_pool.h"
+#include "kernels/isa.h"
+#include "kernels/packed_kernels.h"
+#include "kernels/packing.h"
+#include "kernels/weight_format.h"
+#include "kernels/weight_memory.h"
+
+namespace tandem {
+
+class PackedMatrix {
+ public:
+  struct Config {
+    WeightFormat format;
+    size_t in_features = 0;
+    size_t out_features = 0;
+    std::string_view isa;  // Empty: the widest here.
+    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    std::shared_ptr<const WeightStorage> storage;
+  };
+
+  // Everything borrowed for the call.
+  struct Batch {
+    const void* x = nullptr;  // [num_rows, in_features], fp32 or bf16.
+    bool is_bf16 = false;
+    size_t num_rows = 0;
+    void* out = nullptr;  // [num_rows, out_features], fp32 or bf16.
+    bool is_out_bf16 = false;
+    bool is_added = false;  // To what `out` holds; otherwise it is overwritten.
+  };
+
+  // Errors: kUnsupported (format, ISA not here), kShape (in_features that are not whole groups),
+  // kConfig (ISA name, a size of 0), kCapacity (memory).
+  static Result<PackedMatrix> create(const Config& config);
+  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  static Result<size_t> count_bytes(const Config& config);
+
+  // Codes rows [first_row, first_row + matrix.rows) of W. Errors: kShape (columns; a first row that
+  // does not start a block of 128; rows that end inside one, but for the last), kUnsupported
+  // (weights that the format cannot hold), kConflict (read-only storage), those of ThreadPool.
+  Status pack(ThreadPool& pool, size_t first_row, const MatrixView& matrix);
+  // REQUIRES: out_features values.
+  void set_bias(const float* bias);
+
+  // Errors: those of ThreadPool.
+  Status forward(ThreadPool& pool, const Batch& batch) const;
+
+  // As of ExpertBank.
+  Status read_weights(ThreadPool& pool) const;
+  Status multiply_registers(ThreadPool& pool, size_t num_macs) const;
+
+  Isa isa() const { return isa_; }
+  size_t in_features() const { return in_features_; }
+  size_t out_features() const { return out_features_; }
+  size_t size_bytes() const { return count_panels(out_features_) * panel_bytes_; }
+  uint8_t* data() const { return data_; }
+  bool is_writable() const { return !storage_ || storage_->is_writable; }
+
+ private:
+  PackedMatrix() = default;
+  static Result<PackedMatrix> plan(const Config& config);
+
+  WeightFormat format_{};
+  Isa isa_ = Isa::kPlain;
+  const PackedKernels* kernels_ = nullptr;
+  size_t in_features_ = 0;
+  size_t out_features_ = 0;
+  size_t panel_bytes_ = 0;
+  std::vector<float> bias_;  // Empty, or of whole panels.
+  uint8_t* data_ = nullptr;  // Of one of these two.
+  std::unique_ptr<AlignedBuffer> own_;
+  std::shared_ptr<const WeightStorage> storage_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,160 @@
+"""Both sides of a model benchmark, driven step by step: our engine, and transformers.
+
+Ours is whole engine steps: scheduling, block tables, forward, sampling, bookkeeping. The rival is
+transformers' own forward with a ``DynamicCache``, in an experts implementation and a dtype.
+"""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tandem.bench.harness import time_call
+from tandem.core.clock import MonotonicClock
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine
+from tandem.engine.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.config import ModelConfig
+
+__all__ = ["DECODE_STEPS", "Dtype", "EngineDriver", "Phase", "TransformersDriver"]
+
+Dtype = Literal["float32", "bfloat16"]
+Phase = Literal["prefill", "decode"]
+
+DECODE_STEPS = 8
+"""Steps per measurement; the contexts of both sides grow alike meanwhile."""
+
+
+class EngineDriver:
+    """Our engine on one model.
+
+    Args:
+        folder: the checkpoint's.
+        dtype: what it runs in.
+        expert_format: of its routed experts.
+    """
+
+    def __init__(self, folder: Path, dtype: Dtype, expert_format: str = "auto") -> None:
+        config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
+        model = ModelConfig(
+            path=str(folder), dtype=dtype, expert_format=expert_format, packed_cache="off"
+        )
+        built = build_engine(model, config, MonotonicClock())
+        self.engine: Engine = built.engine
+        self._model = built.model
+        self._ids = itertools.count()
+
+    def add(self, prompt: list[int], max_tokens: int, salt: str = "") -> str:
+        """Submit a greedy request; return its id."""
+        request_id = str(next(self._ids))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.engine.add(
+            AddRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, cache_salt=salt)
+        )
+        return request_id
+
+    def drain(self) -> dict[str, list[int]]:
+        """Step until nothing is left; return the tokens by request."""
+        tokens: dict[str, list[int]] = {}
+        while self.engine.has_requests:
+            for output in self.engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        return tokens
+
+    def score(self, prompt: list[int]) -> torch.Tensor:
+        """Return the logits [tokens, vocabulary] of a prompt, float32."""
+        block_size = 64
+        cache = self._model.allocate_kv(-(-len(prompt) // block_size), block_size=block_size)
+        chunk = SequenceChunk(prompt, 0, list(range(cache.num_blocks)), "all")
+        return self._model.forward(PagedBatch.build([chunk], block_size), cache)
+
+    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
+        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
+        return self.time_prefill(prompts) if phase == "prefill" else self.time_decode(prompts)
+
+    def time_prefill(self, prompts: list[list[int]]) -> float:
+        """Milliseconds until every prompt has its first token; nothing is cached before."""
+        self.engine.flush_cache()
+        for i, prompt in enumerate(prompts):
+            # Salts keep prompts of one measurement from sharing what they have in common.
+            self.add(prompt, 1, salt=str(i))
+        return time_call(self.drain) * 1e3
+
+    def time_decode(self, prompts: list[list[int]]) -> float:
+        """Milliseconds of a decode step, the mean of a few."""
+        self.engine.flush_cache()
+        ids = [self.add(prompt, DECODE_STEPS + 2, salt=str(i)) for i, prompt in enumerate(prompts)]
+        started: set[str] = set()
+        while len(started) < len(ids):
+            started |= {output.request_id for output in self.engine.step()}
+        begin_s = time.perf_counter()
+        for _ in range(DECODE_STEPS):
+            self.engine.step()
+        elapsed_s = time.perf_counter() - begin_s
+        for request_id in ids:
+            self.engine.cancel(request_id)
+        self.drain()
+        return elapsed_s / DECODE_STEPS * 1e3
+
+
+class TransformersDriver:
+    """transformers with one experts implementation and dtype."""
+
+    def __init__(self, folder: Path, experts: str, dtype: Dtype) -> None:
+        self.name = f"transformers {experts} {dtype}"
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            experts_implementation=experts,
+            local_files_only=True,
+        ).eval()
+
+    @torch.inference_mode()
+    def score(self, prompt: list[int]) -> torch.Tensor:
+        """Return the logits [tokens, vocabulary] of a prompt, float32."""
+        return self._model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+
+    def measure(self, phase: Phase, prompts: list[list[int]], threads: int) -> float:
+        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
+        torch.set_num_threads(threads)  # Our runner sets its own with every step.
+        return self.time_prefill(prompts) if phase == "prefill" else self.time_decode(prompts)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, DynamicCache]:
+        """Return the first token of each prompt, and the cache."""
+        cache = DynamicCache(config=self._model.config)
+        output = self._model(
+            torch.tensor(prompts), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1].argmax(-1), cache
+
+    @torch.inference_mode()
+    def decode(self, tokens: torch.Tensor, cache: DynamicCache, steps: int) -> list[torch.Tensor]:
+        """Return the tokens of each step."""
+        out: list[torch.Tensor] = []
+        for _ in range(steps):
+            output = self._model(tokens[:, None], past_key_values=cache, use_cache=True)
+            tokens = output.logits[:, -1].argmax(-1)
+            out.append(tokens)
+        return out
+
+    def time_prefill(self, prompts: list[list[int]]) -> float:
+        """Milliseconds of one forward over all prompts."""
+        return time_call(lambda: self.prefill(prompts)) * 1e3
+
+    def time_decode(self, prompts: list[list[int]]) -> float:
+        """Milliseconds of a decode step, the mean of a few."""
+        tokens, cache = self.prefill(prompts)
+        return time_call(lambda: self.decode(tokens, cache, DECODE_STEPS)) / DECODE_STEPS * 1e3
+
+    def generate(self, prompt: list[int], count: int) -> list[int]:
+        """Return the greedy continuation."""
+        tokens, cache = self.prefill([prompt])
+        rest = self.decode(tokens, cache, count - 1)
+        return [int(tokens[0]), *(int(step[0]) for step in rest)]

@@ -1,0 +1,143 @@
+"""The routed experts of a layer: their interface, and the operator in torch.
+
+Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.kernels.mlp import swiglu
+from tandem.kernels.operator import Operator, WeightReader, freeze
+
+__all__ = ["Experts", "RoutedExperts", "read_experts"]
+
+
+class RoutedExperts(Operator):
+    """The routed experts of one layer: SwiGLU blocks, each scaled by its router weight.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        intermediate_size: F.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, [T, D], new.
+
+        Args:
+            hidden_states: [T, D]; not modified.
+            top_k_index: int64 [T, K] in [-1, E); -1 = computed elsewhere, adds 0.
+            top_k_weights: [T, K].
+
+        Raises:
+            ShapeError: an id outside of [-1, E), or shapes that do not fit together.
+        """
+        out = torch.zeros_like(hidden_states)
+        self.add_into_(out, hidden_states, top_k_index, top_k_weights)
+        return out
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum to ``residual_TD``, in place; as ``forward`` otherwise.
+
+        Cost: each chosen expert's weights are read once, whatever the number of its tokens.
+        """
+        raise NotImplementedError  # An interface: each operator runs its own weights.
+
+
+class Experts(RoutedExperts):
+    """Experts whose weights are tensors of the model's dtype, on any device."""
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read either layout: one tensor for all experts, or three for each."""
+        e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
+        # Inputs first in memory: float32 products of a few rows take a quarter less time than with
+        # rows of W, those of many rows an eighth. The views have the usual shapes.
+        gate_up = torch.empty((e, d, 2 * f), dtype=reader.dtype, device=reader.device)
+        down = torch.empty((e, f, d), dtype=reader.dtype, device=reader.device)
+        read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
+        self.gate_up_weight = freeze(gate_up.transpose(1, 2))
+        self.down_weight = freeze(down.transpose(1, 2))
+        # Views made once: making them in the loop over experts costs as much as a small product.
+        self._gate_up_t = list(gate_up)
+        self._down_t = list(down)
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum; see ``RoutedExperts``."""
+        if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
+            raise ShapeError(
+                "kernels.run_experts",
+                f"ids {tuple(ids_TK.shape)}, weights {tuple(w_TK.shape)}, {len(x_TD)} tokens: "
+                "give [tokens, top_k] of both",
+            )
+        if len(x_TD) == 1:
+            self._add_one_(residual_TD, x_TD, ids_TK, w_TK)
+        elif len(x_TD) > 1:
+            self._add_many_(residual_TD, x_TD, ids_TK, w_TK)
+
+    def _add_one_(self, residual_1D: Tensor, x_1D: Tensor, ids_1K: Tensor, w_1K: Tensor) -> None:
+        for expert_id, weight in zip(ids_1K[0].tolist(), w_1K[0].tolist(), strict=True):
+            if 0 <= expert_id < self.num_experts:
+                hidden = swiglu(torch.mm(x_1D, self._gate_up_t[expert_id]))
+                residual_1D.addmm_(hidden, self._down_t[expert_id], alpha=weight)
+            elif expert_id != -1:
+                self._refuse_id(expert_id)
+
+    def _add_many_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Sort the (token, expert) pairs by expert, run each expert once, sum per token.
+
+        The sum runs over a token's K slots in their order, so it does not depend on the batch.
+        """
+        tokens, top_k = ids_TK.shape
+        sorted_ids, order = torch.sort(ids_TK.flatten(), stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=ids_TK.device)
+        ends = torch.searchsorted(sorted_ids, bounds).tolist()
+        if ends[-1] < tokens * top_k or (ends[0] and sorted_ids[0] < -1):
+            self._refuse_id(int(sorted_ids[-1] if ends[-1] < tokens * top_k else sorted_ids[0]))
+        x = x_TD.index_select(0, order // top_k)
+        gate_up = x.new_empty(len(x), 2 * self.intermediate_size)
+        chosen = [(i, a, b) for i, (a, b) in enumerate(pairwise(ends)) if a < b]
+        for expert_id, a, b in chosen:
+            torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
+        hidden = swiglu(gate_up)
+        for expert_id, a, b in chosen:
+            torch.mm(hidden[a:b], self._down_t[expert_id], out=x[a:b])
+        if ends[0]:
+            x[: ends[0]] = 0
+        outputs = torch.empty_like(x)
+        outputs[order] = x
+        outputs = outputs.view(tokens, top_k, -1)
+        residual_TD[:, None].baddbmm_(w_TK[:, None], outputs)
+
+    def _refuse_id(self, expert_id: int) -> None:
+        raise ShapeError(
+            "kernels.run_experts",
+            f"expert id {expert_id} of {self.num_experts} experts: pass -1 for one elsewhere",
+        )
+
+
+def read_experts(
+    reader: WeightReader, name: str, gate_up_EFD: Tensor, down_EDF: Tensor, *, first: int = 0
+) -> None:
+    """Fill gate_up [E, 2 F, D] and down [E, D, F], whichever way the checkpoint stores them.
+
+    transformers 5 saves one tensor for all experts; the hub's checkpoints have three for each. Of
+    these, E experts from ``first`` on are read.
+    """
+    if reader.has(f"{name}.gate_up_proj"):
+        reader.read_into(f"{name}.gate_up_proj", gate_up_EFD)
+        reader.read_into(f"{name}.down_proj", down_EDF)
+        return
+    size = down_EDF.shape[2]
+    for i, (gate_up, down) in enumerate(zip(gate_up_EFD, down_EDF, strict=True), first):
+        reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[:size])
+        reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[size:])
+        reader.read_into(f"{name}.{i}.down_proj.weight", down)

@@ -1,0 +1,181 @@
+"""One matrix with packed weights, run by the native CPU kernels: ``y = x W^T + b``.
+
+``PackedLinear`` owns the packed weights, or views those in somebody's memory, and borrows a thread
+pool. It shares its formats, layout and kernels with ``PackedExperts``, and their promises: results
+are bitwise independent of the batch, of the thread count and, for integer formats, of the
+instruction set; see docs/design/kernels.md.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
+from tandem.core.errors import ShapeError
+from tandem.kernels.formats import WeightFormat
+
+__all__ = ["PackedLinear", "count_bytes"]
+
+
+def count_bytes(weight_format: WeightFormat, in_features: int, out_features: int) -> int:
+    """Return the packed bytes of a matrix, scales and padding included.
+
+    Raises: as ``PackedLinear``.
+    """
+    return count_linear_bytes(
+        bits=weight_format.bits,
+        group_size=weight_format.group_size,
+        has_minimum=weight_format.has_minimum,
+        is_float=weight_format.is_float,
+        in_features=in_features,
+        out_features=out_features,
+    )
+
+
+class PackedLinear:
+    """A matrix [N, K] in one weight format, with or without a bias.
+
+    Args:
+        weight_format: how the weights are stored.
+        in_features: K; whole groups of an integer format.
+        out_features: N; any size.
+        pool: runs the kernels; borrowed for the life of the object.
+        isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
+        storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
+            that are packed already. None = memory of its own.
+
+    Weights are zero until packed. ``forward`` is thread-safe once they are.
+
+    Raises: ShapeError (K that is not whole groups); UnsupportedError (format, ISA); ConfigError
+        (unknown ISA, a size below 1); CapacityError (memory).
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        in_features: int,
+        out_features: int,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+        storage: NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.weight_format = weight_format
+        self.in_features = in_features
+        self.out_features = out_features
+        self._pool = pool
+        self._matrix = PackedMatrix(
+            bits=weight_format.bits,
+            group_size=weight_format.group_size,
+            has_minimum=weight_format.has_minimum,
+            is_float=weight_format.is_float,
+            in_features=in_features,
+            out_features=out_features,
+            isa="" if isa is None else isa,
+            storage=storage,
+        )
+
+    @classmethod
+    def pack(
+        cls,
+        weight_format: WeightFormat,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+    ) -> "PackedLinear":
+        """Code a whole matrix.
+
+        Args:
+            weight_format: as of the class.
+            weight_NK: float32 or bfloat16, contiguous, on the CPU; not kept.
+            bias_N: of any floating dtype; not kept.
+            pool: as of the class.
+            isa: as of the class.
+
+        Raises: as the class and ``pack_rows``.
+        """
+        if weight_NK.ndim != 2:
+            what = f"weight {tuple(weight_NK.shape)}: give [N, K]"
+            raise ShapeError("kernels.pack", what, field="weight")
+        out_features, in_features = weight_NK.shape
+        linear = cls(weight_format, in_features, out_features, pool=pool, isa=isa)
+        linear.pack_rows(0, weight_NK)
+        if bias_N is not None:
+            linear.set_bias(bias_N)
+        return linear
+
+    def pack_rows(self, first_row: int, weight_RK: Tensor) -> None:
+        """Code some rows, replacing their weights: whole blocks of 128, or up to the last row.
+
+        The tensor is float32 or bfloat16, contiguous, on the CPU; it is not kept.
+
+        Raises: ShapeError (names both shapes); ConflictError (read-only storage);
+            UnsupportedError (a weight is not finite, or too large for an fp16 scale).
+        """
+        self._matrix.pack(self._pool, weight_RK.detach(), first_row)
+
+    def set_bias(self, bias_N: Tensor) -> None:
+        """Copy the bias, of any floating dtype; before any ``forward``.
+
+        Raises: ShapeError.
+        """
+        self._matrix.set_bias(bias_N.detach().float().contiguous())
+
+    @property
+    def isa(self) -> str:
+        """The variant of the kernels that runs."""
+        return self._matrix.isa
+
+    @property
+    def size_bytes(self) -> int:
+        """Packed bytes, scales included."""
+        return self._matrix.size_bytes
+
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        """The packed bytes, no copy; laid out as docs/design/kernels.md says."""
+        return self._matrix.array()
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``x W^T + b``.
+
+        Args:
+            x_TK: float32 or bfloat16, CPU, contiguous, any leading dimensions; not modified. Coded
+                once: to bf16, or for integer formats to int8 with a step per group.
+            dtype: of the result: float32, or bfloat16, to which sums are rounded once.
+
+        Returns: [..., N], new. A NaN or infinity in a row makes that row NaN, no other.
+        Raises: ShapeError (names the argument and what is wanted).
+        Cost: reads the packed weights once for up to some hundred rows. Blocks; releases the GIL;
+            thread-safe.
+        """
+        out = torch.empty((*x_TK.shape[:-1], self.out_features), dtype=dtype)
+        self._run(x_TK, out, is_added=False)
+        return out
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""
+        if residual_TN.shape[:-1] != x_TK.shape[:-1]:
+            what = f"residual {tuple(residual_TN.shape)} for x {tuple(x_TK.shape)}"
+            raise ShapeError("kernels.run_linear", what, field="residual")
+        self._run(x_TK, residual_TN, is_added=True)
+
+    def _run(self, x: Tensor, out: Tensor, *, is_added: bool) -> None:
+        rows, out_rows = x.detach(), out.detach()
+        if x.ndim != 2 and x.is_contiguous() and out.is_contiguous() and x.ndim:
+            rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
+        # What is not contiguous is refused there.
+        self._matrix.forward(self._pool, rows, out_rows, is_added)
+
+    def read_weights(self) -> None:
+        """Read the packed bytes and do nothing: a ceiling for benchmarks."""
+        self._matrix.read_weights(self._pool)
+
+    def multiply_registers(self, num_macs: int) -> None:
+        """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
+        self._matrix.multiply_registers(self._pool, num_macs)

@@ -1,0 +1,217 @@
+"""The oracle of products over packed weights, and how far a kernel may be from it.
+
+Float64 numpy over naively decoded weights and naively coded activations. Tolerances are elementwise
+and derived: the rounding of every fp32 operation in the order of magnitude of its terms, and codes
+of activations that may fall on the other side of a tie.
+
+Shapes: T rows, K inputs, N outputs, E experts, D hidden, F intermediate of one expert.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.kernels.formats import (
+    WeightFormat,
+    dequantize,
+    quantize,
+    round_to_bf16,
+)
+from tandem.kernels.native_experts import SILU, Activation
+
+__all__ = [
+    "EPS",
+    "SMALLEST_AMAX",
+    "TINY",
+    "Layer",
+    "activate",
+    "bound_product",
+    "code_exactly",
+    "code_nearly",
+    "decode",
+    "run_expert",
+    "run_experts",
+    "run_linear",
+]
+
+Array = NDArray[np.float64]
+
+EPS = 2.0**-24
+"""Relative error of one fp32 rounding."""
+TINY = 2.0**-126
+"""What an operation loses where denormals are flushed, as vdpbf16ps does."""
+SMALLEST_AMAX = 1e-30
+"""Groups of activations below are coded as zeros."""
+SLOPE = 1.14
+"""The largest derivative of silu is 1.0998, that of GELU 1.129, of its tanh form 1.130."""
+ACTIVATION_ROUNDINGS = 16
+"""Of an activation: the exponential's 2 ulp, a sum, a division, products."""
+ARGUMENT_ROUNDINGS = 4
+"""Of the argument of its exponential, which is off by that part of itself."""
+LARGEST_ARGUMENT = 87.0
+"""Where it is cut off."""
+
+
+def decode(weights: NDArray[np.floating], weight_format: WeightFormat) -> Array:
+    """Return the weights [N, K] that a format keeps of these."""
+    if weight_format.bits == 16:
+        return round_to_bf16(weights).astype(np.float64)
+    return dequantize(quantize(weights, weight_format))
+
+
+def _group(x: NDArray[np.floating], weight_format: WeightFormat) -> NDArray[np.floating]:
+    """Return [groups, group size], a last group completed by zeros."""
+    size = weight_format.activation_group_size
+    padding = -x.shape[-1] % size
+    return np.pad(x, ((0, 0), (0, padding))).reshape(-1, size)
+
+
+def _ungroup(groups: Array, shape: tuple[int, ...]) -> Array:
+    num_groups = -(-shape[1] // groups.shape[1])
+    return groups.reshape(shape[0], num_groups * groups.shape[1])[:, : shape[1]]
+
+
+def code_exactly(x_TK: NDArray[np.floating], weight_format: WeightFormat) -> Array:
+    """Code an input as the kernels do: it is float32, so the codes can be the same ones."""
+    if not weight_format.is_integer:
+        return round_to_bf16(x_TK).astype(np.float64)
+    groups = _group(x_TK.astype(np.float32), weight_format)
+    amax = np.abs(groups).max(-1, keepdims=True)
+    is_zero = amax < SMALLEST_AMAX
+    inverse = np.float32(127) / np.where(is_zero, np.float32(1), amax)
+    codes = np.where(is_zero, 0, np.rint(groups * inverse)).astype(np.float64)
+    step = np.where(is_zero, 0, amax / np.float32(127)).astype(np.float64)
+    return _ungroup(codes * step, x_TK.shape)
+
+
+def code_nearly(h_TK: Array, error_TK: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
+    """Code the intermediate; return it and how far the kernel's codes may be from it.
+
+    The kernel's value lies in [h - error, h + error]. Coding is monotonic, so the codes of the two
+    ends enclose the kernel's.
+    """
+    if not weight_format.is_integer:
+        error = error_TK + EPS * np.abs(h_TK)
+        ends = (h_TK, h_TK - error, h_TK + error)
+        middle, low, high = (round_to_bf16(v).astype(np.float64) for v in ends)
+        return middle, np.maximum(high - middle, middle - low)
+    h, error = (_group(v, weight_format) for v in (h_TK, error_TK))
+    amax = np.abs(h).max(-1, keepdims=True)
+    amax_error = error.max(-1, keepdims=True) + EPS * amax
+    is_zero = amax + amax_error < SMALLEST_AMAX
+    safe = np.where(amax == 0, 1, amax)
+    step = amax / 127
+    code = np.where(is_zero, 0, h / safe * 127)
+    # Of h * (127 / amax): both quotients and the product round once.
+    blur = 127 * (error / safe + np.abs(h) / safe * amax_error / safe + 3 * EPS)
+    middle = np.rint(code)
+    spread = np.maximum(np.rint(code + blur) - middle, middle - np.rint(code - blur))
+    bound = step * spread + np.abs(middle) * (amax_error / 127 + EPS * step)
+    may_vanish = amax - amax_error < SMALLEST_AMAX
+    bound = np.where(may_vanish, np.abs(h) + error, bound)
+    return _ungroup(middle * step, h_TK.shape), _ungroup(bound, h_TK.shape)
+
+
+def bound_product(rows_TK: Array, weights_NK: Array, weight_format: WeightFormat) -> Array:
+    """Bound the error of rows times weights, [T, N], from exact operands."""
+    size = rows_TK.shape[1]
+    magnitude = np.abs(rows_TK) @ np.abs(weights_NK).T
+    if not weight_format.is_integer:
+        # One rounding per product and sum, one more where a group's sum is scaled and added, and
+        # what is flushed of either.
+        largest = 1 + np.abs(rows_TK).max(initial=0) + np.abs(weights_NK).max(initial=0)
+        flushed = 2 * size * TINY * largest
+        groups = math.ceil(size / weight_format.group_size) if weight_format.group_size else 0
+        return (size + groups + 4) * EPS * magnitude + flushed
+    groups = math.ceil(size / weight_format.activation_group_size)
+    if not weight_format.has_minimum:
+        # Integer sums are exact; per group the product of the scales and the fma round.
+        return (groups + 3) * EPS * magnitude
+    # Codes and minimum are added apart: their terms are larger than the weights they sum to.
+    grouped = weights_NK.reshape(len(weights_NK), groups, -1)
+    minimum = np.abs(grouped.min(-1, keepdims=True))
+    terms = (np.abs(grouped) + 2 * minimum).reshape(weights_NK.shape)
+    return (2 * groups + 4) * EPS * (np.abs(rows_TK) @ terms.T)
+
+
+def run_linear(
+    x_TK: NDArray[np.floating], weights_NK: Array, bias_N: Array, weight_format: WeightFormat
+) -> tuple[Array, Array]:
+    """Return ``x W^T + b`` for decoded weights and float32 input, and its tolerance."""
+    rows = code_exactly(x_TK, weight_format)
+    y = rows @ weights_NK.T + bias_N
+    return y, bound_product(rows, weights_NK, weight_format) + EPS * np.abs(y) + TINY
+
+
+def activate(g: Array, activation: Activation) -> tuple[Array, Array]:
+    """Return the activation of the limited gate, and its error from an exact gate."""
+    if activation.name == "gelu":
+        f = np.array([v / 2 * (1 + math.erf(v / math.sqrt(2))) for v in g.flat]).reshape(g.shape)
+        # erf is good to 2 ulp of 1, so what is left of 1 + erf is not of its own size.
+        return f, (ACTIVATION_ROUNDINGS * np.abs(f) + 4 * np.abs(g)) * EPS
+    z = activation.alpha * g
+    if activation.name == "gelu_tanh":
+        z = 2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)
+    f = g / (1 + np.exp(-np.clip(z, -700, None)))
+    argument = np.minimum(np.abs(z), LARGEST_ARGUMENT)
+    roundings = ACTIVATION_ROUNDINGS + ARGUMENT_ROUNDINGS * argument
+    return f, roundings * EPS * np.abs(f) + SMALLEST_AMAX
+
+
+@dataclass
+class Layer:
+    """Decoded weights: gate and up [E, F, D], down [E, D, F]; biases [E, F], [E, F], [E, D]."""
+
+    weight_format: WeightFormat
+    gate: Array
+    up: Array
+    down: Array
+    biases: tuple[Array, Array, Array] | None = None
+    activation: Activation = SILU
+
+
+def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]:
+    """Return one expert's output for coded rows, and its error bound."""
+    gate, up, down = layer.gate[expert], layer.up[expert], layer.down[expert]
+    activation = layer.activation
+    g, u = rows_TD @ gate.T, rows_TD @ up.T
+    g_error = bound_product(rows_TD, gate, layer.weight_format)
+    u_error = bound_product(rows_TD, up, layer.weight_format)
+    if layer.biases is not None:
+        g, u = g + layer.biases[0][expert], u + layer.biases[1][expert]
+        g_error, u_error = g_error + EPS * np.abs(g), u_error + EPS * np.abs(u)
+    # Limits bring values no further apart than they were.
+    limit = activation.limit
+    g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + activation.up_offset
+    u_error = u_error + EPS * np.abs(u)
+    f, f_error = activate(g, activation)
+    f_error += SLOPE * g_error
+    h = f * u
+    h_error = f_error * (np.abs(u) + u_error) + np.abs(f) * u_error
+    h_error += EPS * np.abs(h) + SMALLEST_AMAX * (1 + np.abs(u))
+    h, h_error = code_nearly(h, h_error, layer.weight_format)
+    y = h @ down.T
+    y_error = bound_product(h, down, layer.weight_format) + h_error @ np.abs(down).T
+    if layer.biases is not None:
+        y = y + layer.biases[2][expert]
+        y_error = y_error + EPS * np.abs(y)
+    return y, y_error
+
+
+def run_experts(
+    layer: Layer, x_TD: NDArray[np.floating], ids_TP: NDArray[np.integer], weights_TP: Array
+) -> tuple[Array, Array]:
+    """Return the layer's output [T, D] for float32 input, and its tolerance; id -1 adds nothing."""
+    rows = code_exactly(x_TD, layer.weight_format)
+    out, tolerance = np.zeros(rows.shape), np.zeros(rows.shape)
+    magnitude = np.zeros(rows.shape)
+    for expert in range(len(layer.gate)):
+        tokens, slots = np.nonzero(ids_TP == expert)
+        y, error = run_expert(layer, expert, rows[tokens])
+        w = weights_TP.astype(np.float64)[tokens, slots][:, None]
+        np.add.at(out, tokens, w * y)
+        np.add.at(tolerance, tokens, np.abs(w) * error)
+        np.add.at(magnitude, tokens, np.abs(w * y))
+    return out, tolerance + (ids_TP.shape[1] + 1) * EPS * magnitude + TINY

@@ -1,0 +1,111 @@
+"""Packing a checkpoint's experts ahead of the first start, into the cache that loading maps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem._native import ThreadPool, read_topology, recommend_threads
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.kernels.native_experts import NativeExperts
+from tandem.kernels.paged import TORCH_DTYPES
+from tandem.models.families import open_checkpoint
+from tandem.models.injection import apply_rules, load_rules
+from tandem.models.operators import ExpertSettings
+from tandem.models.packed_cache import PackedCaches, choose_root
+from tandem.models.precision import choose_dtype, plan_experts
+from tandem.models.skeleton import build_skeleton
+from tandem.models.weights import Progress, WeightSource
+
+__all__ = ["ConvertReport", "convert_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion left behind."""
+
+    folder: str
+    """Holds a folder for each weight format."""
+    weight_format: str
+    num_files: int
+    num_packed: int
+    """Files made now; the others were there."""
+    size_bytes: int
+    """Of all packed files."""
+    source_bytes: int
+    """Of the same weights in the model's dtype."""
+
+
+def convert_model(
+    path_or_id: str | Path,
+    weight_format: str,
+    *,
+    packed_cache: str = "auto",
+    rules: str | Path | None = None,
+    is_verified: bool = False,
+    pool: ThreadPool | None = None,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Pack the routed experts of a checkpoint, as ``load_model`` would, and keep them.
+
+    What is there already is kept; a run that was cut short goes on where it was.
+
+    Args:
+        path_or_id: a folder, or a hub id that was pulled before.
+        weight_format: of experts without a rule.
+        packed_cache: the folder to keep them in; ``auto`` is under the user's cache folder.
+        rules: a rule file that goes before the built-in rules.
+        is_verified: read everything again at the end and compare checksums.
+        pool: runs the packer; None = one of as many threads as the machine allows.
+        progress: as ``load_model``'s.
+
+    Raises: as ``load_model``; ConfigError if the model has no experts to pack; CapacityError if
+        the folder took less than all; CorruptionError if a file is not what was written.
+    """
+    checkpoint = open_checkpoint(path_or_id)
+    spec = choose_dtype(checkpoint.spec, "auto")
+    plan = plan_experts(spec, weight_format, "cpu")
+    # An explicit wish: also what is too small for `auto` to keep.
+    root = choose_root(packed_cache, checkpoint.folder, size_bytes=1 << 62)
+    if root is None:
+        raise ConfigError("models.convert", "packed_cache is off: name a folder or auto")
+    if pool is None:
+        pool = ThreadPool(recommend_threads(read_topology()).threads)
+    model = build_skeleton(checkpoint.config)
+    config_bytes = (checkpoint.folder / "config.json").read_bytes()
+    dtype = TORCH_DTYPES[spec.dtype]
+    with (
+        WeightSource(checkpoint.folder, dtype=dtype, progress=progress) as source,
+        PackedCaches(root, source=source.fingerprint(config_bytes)) as caches,
+    ):
+        experts = ExpertSettings(plan.weight_format, pool, caches)
+        apply_rules(model, checkpoint.config, load_rules(rules), device="cpu", experts=experts)
+        modules = model.named_modules()
+        operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}
+        if not operators:
+            raise ConfigError(
+                "models.convert",
+                f"{spec.name} has no routed experts in a weight format: nothing to pack",
+            )
+        had = {name for name, op in operators.items() if _is_packed(caches, name, op)}
+        for name, operator in operators.items():
+            operator.load(source, name)
+            if not _is_packed(caches, name, operator):
+                raise CapacityError(
+                    "models.convert",
+                    f"{root} does not take {name}, {operator.packed_bytes} bytes: free space "
+                    "there, end the process that writes to it, or name another folder",
+                )
+        if is_verified:
+            caches.verify()
+    return ConvertReport(
+        folder=str(root),
+        weight_format=plan.name,
+        num_files=len(operators),
+        num_packed=len(operators.keys() - had),
+        size_bytes=sum(operator.packed_bytes for operator in operators.values()),
+        source_bytes=plan.plain_bytes,
+    )
+
+
+def _is_packed(caches: PackedCaches, name: str, operator: NativeExperts) -> bool:
+    cache = caches.open(operator.weight_format.name)
+    return cache.find(name, operator.packed_bytes) is not None

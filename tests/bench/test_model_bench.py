@@ -1,0 +1,43 @@
+"""The model benchmark runs at toy size, so that it cannot rot: command, check and record."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tandem.bench import model as model_bench
+
+
+def run_case(pattern):
+    result = subprocess.run(
+        [
+            sys.executable, "-m", "tandem", "bench", "model",
+            "--quick", "--cases", pattern, "--json", "-",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_quick_cases_check_and_compare():
+    records = run_case("format=int4g32*")
+    assert [r["case"] for r in records] == [
+        "format=int4g32 phase=decode batch=1",
+        "format=int4g32 phase=decode batch=16",
+        "format=int4g32 phase=prefill tokens=128",
+    ]
+    for record in records:
+        assert record["check"] == "ok"
+        assert record["ratio"] > 0
+        assert (record["ceiling"] is None) == ("prefill" in record["case"])
+
+
+@pytest.mark.parametrize("name", model_bench.FORMATS)
+def test_a_failed_check_reports_no_time(name, monkeypatch):
+    monkeypatch.setitem(model_bench.LARGEST_ERROR, name, 0.0)
+    case = next(c for c in model_bench.make_cases(quick=True) if f"format={name} " in c.name)
+    assert "logits differ by" in case.check()

@@ -1,0 +1,324 @@
+"""Goal: the promises of PackedLinear, and its arithmetic.
+
+Method: the float64 oracle of ``tandem.kernels.packed_oracle`` with its derived tolerance, and
+mutants of it that must be told apart; bitwise comparisons between batches, threads and instruction
+sets; every refusal with its class and its words. What it shares with PackedExperts (coding, layout)
+is tested there.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tandem._native import ThreadPool, kernel_isas
+from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
+from tandem.kernels.native_linear import PackedLinear, count_bytes
+from tandem.kernels.packed_oracle import decode, run_linear
+
+FORMATS = list(WEIGHT_FORMATS)
+SOME_FORMATS = [
+    "bf16",
+    "fp8",
+    "mxfp4",
+    "int8row",
+    "int8g128",
+    "int8g16min",
+    "int4g32",
+    "int4g64sym",
+]
+INS, OUTS = 256, 200
+BF16_EPS = 2.0**-8
+
+
+@pytest.fixture(scope="module")
+def pool() -> ThreadPool:
+    return ThreadPool(2, oversubscribe=True)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_linear(
+    name: str, pool: ThreadPool, isa: str | None = None, *, ins: int = INS, outs: int = OUTS
+) -> PackedLinear:
+    weights, bias = draw(outs, ins) / ins**0.5, draw(outs, seed=1)
+    return PackedLinear.pack(WEIGHT_FORMATS[name], weights, bias, pool=pool, isa=isa)
+
+
+def check(name: str, x: torch.Tensor, pool: ThreadPool, isa: str, *, outs: int = OUTS) -> None:
+    ins = x.shape[1]
+    linear = make_linear(name, pool, isa, ins=ins, outs=outs)
+    weights = decode((draw(outs, ins) / ins**0.5).numpy(), linear.weight_format)
+    bias = draw(outs, seed=1).double().numpy()
+    want, bound = run_linear(x.float().numpy(), weights, bias, linear.weight_format)
+    got = linear.forward(x).double().numpy()
+    assert np.isfinite(want).all()
+    worst = (np.abs(got - want) / bound).max(initial=0)
+    assert worst <= 1, f"error is {worst:.2f} of the tolerance"
+    rounded = linear.forward(x, dtype=torch.bfloat16).double().numpy()
+    assert (np.abs(rounded - want) <= bound * (1 + BF16_EPS) + BF16_EPS * np.abs(want)).all()
+
+
+# Arithmetic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("name", FORMATS)
+def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
+    check(name, draw(9, INS, seed=2), pool, isa)
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize(
+    ("name", "ins", "outs"),
+    [
+        ("bf16", 1, 1),
+        ("bf16", 77, 130),
+        ("fp8", 77, 130),
+        ("fp8", 1, 300),
+        ("mxfp4", 50, 65),
+        ("int8row", 77, 130),
+        ("int8g16", 48, 1),
+        ("int4g32", 160, 129),
+    ],
+)
+def test_odd_sizes(name: str, ins: int, outs: int, isa: str, pool: ThreadPool):
+    check(name, draw(5, ins, seed=3), pool, isa, outs=outs)
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 6, 7, 13, 47, 49, 193])
+def test_every_regime(name: str, rows: int, pool: ThreadPool):
+    check(name, draw(rows, INS, seed=4), pool, kernel_isas()[-1])
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "int8g32", "int4g32"])
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e4, 1e15])
+def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
+    x = draw(5, INS, seed=5)
+    x[:, :32] *= scale
+    check(name, x, pool, isa)
+    check(name, draw(3, INS, seed=6) * scale, pool, isa)
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+def test_input_in_bf16(name: str, pool: ThreadPool):
+    check(name, draw(9, INS, seed=7).bfloat16(), pool, kernel_isas()[-1])
+
+
+MUTANTS = {
+    "none": lambda w, b: None,
+    "scale by half a percent": lambda w, b: w.__imul__(1.005),
+    "scale one row": lambda w, b: w[17].__imul__(1.01),
+    "skip the last group": lambda w, b: w[:, -16:].fill(0),
+    "zero 16 columns": lambda w, b: w[:, 16:32].fill(0),
+    "swap two rows": lambda w, b: w.__setitem__([3, 5], w[[5, 3]]),
+    "swap two inputs": lambda w, b: w.__setitem__((slice(None), [0, 1]), w[:, [1, 0]]),
+    "forget the bias": lambda w, b: b.fill(0),
+    "forget the last row": lambda w, b: w[-1].fill(0),
+}
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: str, name: str, pool: ThreadPool):
+    x = draw(6, INS, seed=8)
+    got = make_linear(name, pool).forward(x).double().numpy()
+    weights = decode((draw(OUTS, INS) / INS**0.5).numpy(), WEIGHT_FORMATS[name])
+    bias = draw(OUTS, seed=1).double().numpy()
+    MUTANTS[mutant](weights, bias)
+    want, bound = run_linear(x.numpy(), weights, bias, WEIGHT_FORMATS[name])
+    assert (np.abs(got - want) > bound).any() == (mutant != "none")
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+def test_adds_into_a_residual(name: str, pool: ThreadPool):
+    linear = make_linear(name, pool)
+    x, residual = draw(9, INS, seed=9), draw(9, OUTS, seed=10)
+    y = linear.forward(x)
+    added = residual.clone()
+    linear.add_into_(added, x)
+    assert torch.equal(added, residual + y)
+    narrow = residual.bfloat16()
+    want = (narrow.float() + y).bfloat16()
+    linear.add_into_(narrow, x)
+    assert torch.equal(narrow, want)
+
+
+# Invariance ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("name", SOME_FORMATS)
+def test_a_row_does_not_depend_on_its_batch(name: str, isa: str, pool: ThreadPool):
+    linear = make_linear(name, pool, isa)
+    x = draw(300 if isa != "plain" else 40, INS, seed=11)
+    whole = linear.forward(x)
+    for size in (1, 2, 7, 39):
+        for begin in (0, 1, len(x) - size):
+            part = slice(begin, begin + size)
+            assert torch.equal(linear.forward(x[part]), whole[part])
+    pieces = [linear.forward(piece) for piece in x.split(64)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+def test_threads_do_not_matter(name: str):
+    x = draw(120, INS, seed=12)
+    pools = [ThreadPool(threads, oversubscribe=True) for threads in (1, 2, 5)]
+    results = [make_linear(name, pool).forward(x) for pool in pools]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
+def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
+    x = draw(13, INS, seed=13)
+    results = [make_linear(name, pool, isa).forward(x) for isa in kernel_isas()]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
+    linear = make_linear("int8g128", pool)
+    inputs = [draw(rows, INS, seed=rows) for rows in (1, 30, 2, 201)]
+    want = [linear.forward(x) for x in inputs]
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(linear.forward(inputs[i]), want[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+@pytest.mark.parametrize("isa", kernel_isas())
+@pytest.mark.parametrize("name", SOME_FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_stay_in_their_row(name: str, isa: str, bad: float, pool: ThreadPool):
+    linear = make_linear(name, pool, isa)
+    x = draw(11, INS, seed=14)
+    clean = linear.forward(x)
+    x[5, 17] = bad
+    got = linear.forward(x)
+    # Zero weights of float formats make NaN of infinity as well.
+    assert not got[5].isfinite().any()
+    others = [row for row in range(11) if row != 5]
+    assert torch.equal(got[others], clean[others])
+
+
+# Face ----------------------------------------------------------------------------------------
+
+
+def test_leading_dimensions(pool: ThreadPool):
+    linear = make_linear("int4g32", pool)
+    x = draw(6, INS, seed=15)
+    want = linear.forward(x)
+    assert torch.equal(linear.forward(x.view(2, 3, INS)), want.view(2, 3, OUTS))
+    assert torch.equal(linear.forward(x[0]), want[0])
+    assert linear.forward(x[:0]).shape == (0, OUTS)
+    residual = torch.zeros(2, 3, OUTS)
+    linear.add_into_(residual, x.view(2, 3, INS))
+    assert torch.equal(residual.view(6, OUTS), want)
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+def test_rows_packed_one_block_after_the_other(name: str, pool: ThreadPool):
+    weight_format = WEIGHT_FORMATS[name]
+    weights = draw(300, INS)
+    whole = PackedLinear.pack(weight_format, weights, pool=pool)
+    pieces = PackedLinear(weight_format, INS, 300, pool=pool)
+    pieces.pack_rows(128, weights[128:])
+    pieces.pack_rows(0, weights[:128])
+    np.testing.assert_array_equal(pieces.packed, whole.packed)
+    narrow = PackedLinear.pack(weight_format, weights.bfloat16(), pool=pool)
+    wide = PackedLinear.pack(weight_format, weights.bfloat16().float(), pool=pool)
+    np.testing.assert_array_equal(narrow.packed, wide.packed)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_bytes_agree_across_isas(name: str, pool: ThreadPool):
+    weights = draw(130, INS) * torch.logspace(-8, 2, INS)
+    packed = [
+        PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool, isa=isa).packed
+        for isa in kernel_isas()
+    ]
+    for other in packed[1:]:
+        np.testing.assert_array_equal(packed[0], other)
+
+
+def test_storage_is_viewed(pool: ThreadPool):
+    weight_format = WEIGHT_FORMATS["int8row"]
+    linear = make_linear("int8row", pool)
+    size_bytes = count_bytes(weight_format, INS, OUTS)
+    assert linear.size_bytes == size_bytes == len(linear.packed)
+    mapped = np.zeros(size_bytes + 64, np.uint8)
+    start = -mapped.ctypes.data % 64
+    mapped = mapped[start : start + size_bytes]
+    mapped[:] = linear.packed
+    mapped.flags.writeable = False
+    reader = PackedLinear(weight_format, INS, OUTS, pool=pool, storage=mapped)
+    reader.set_bias(draw(OUTS, seed=1))
+    x = draw(3, INS, seed=16)
+    assert torch.equal(reader.forward(x), linear.forward(x))
+    with pytest.raises(ConflictError, match="read-only"):
+        reader.pack_rows(0, draw(OUTS, INS))
+    with pytest.raises(ShapeError, match="storage of"):
+        PackedLinear(weight_format, INS, OUTS, pool=pool, storage=mapped[64:])
+
+
+def test_refuses_what_does_not_fit(pool: ThreadPool):
+    int8 = WEIGHT_FORMATS["int8g128"]
+    linear = make_linear("int8g128", pool)
+    x = draw(4, INS)
+    for words, wrong in {
+        r"x is \[4, 255\]": x[:, 1:].contiguous(),
+        "x is .*contiguous": x.repeat(1, 2)[:, ::2],
+        "float32 or bfloat16": x.double(),
+    }.items():
+        with pytest.raises(ShapeError, match=words):
+            linear.forward(wrong)
+    with pytest.raises(ShapeError, match="x is"):
+        linear.forward(x.view(2, 2, INS).transpose(0, 1))
+    with pytest.raises(ShapeError, match="out is"):
+        linear.forward(x, dtype=torch.float16)
+    with pytest.raises(ShapeError, match="residual"):
+        linear.add_into_(torch.zeros(3, OUTS), x)
+    with pytest.raises(ShapeError, match="out is"):
+        linear.add_into_(torch.zeros(4, OUTS + 1), x)
+    with pytest.raises(ShapeError, match="bias is"):
+        linear.set_bias(torch.zeros(OUTS + 1))
+    with pytest.raises(ShapeError, match=r"give \[N, K\]"):
+        PackedLinear.pack(int8, torch.zeros(INS), pool=pool)
+    for first_row, rows in ((64, OUTS - 64), (0, 100), (128, 73), (-128, 128)):
+        with pytest.raises(ShapeError, match="whole blocks of 128 rows"):
+            linear.pack_rows(first_row, torch.zeros(rows, INS))
+    with pytest.raises(ShapeError, match="group of 128"):
+        PackedLinear(int8, 192, 1, pool=pool)
+    with pytest.raises(ShapeError, match="beyond 65536"):
+        PackedLinear(WEIGHT_FORMATS["int8row"], 2**17, 1, pool=pool)
+    with pytest.raises(UnsupportedError, match="3 bits"):
+        PackedLinear(WeightFormat("int3", 3, 32), 128, 1, pool=pool)
+    with pytest.raises(ConfigError, match="size 0"):
+        PackedLinear(int8, 128, 0, pool=pool)
+    with pytest.raises(ConfigError, match="unknown ISA"):
+        PackedLinear(int8, 128, 1, pool=pool, isa="sse9")
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_pack_refuses_weights_that_are_not_finite(name: str, bad: float, pool: ThreadPool):
+    weights = draw(OUTS, INS)
+    weights[150, 255] = bad
+    with pytest.raises(UnsupportedError, match="output 1"):
+        PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool)

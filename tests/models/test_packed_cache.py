@@ -1,0 +1,229 @@
+"""Goal: packed weights on disk are used when they are right, and built again when they are not.
+
+Method: a checkpoint is loaded twice over one cache, with every kind of damage in between; outputs
+must stay bitwise the same. Conversions are cut short by a signal at a seeded moment.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tandem.core.errors import CapacityError, ConfigError, CorruptionError
+from tandem.models import packed_cache
+from tandem.models.convert import convert_model
+from tandem.models.loader import load_model
+from tandem.models.packed_cache import PackedCache, choose_root
+
+IDS = list(range(3, 40))
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def folder(checkpoint):
+    return checkpoint("qwen3_moe", **SIZES)
+
+
+@pytest.fixture
+def cache_root(tmp_path):
+    return tmp_path / "packed"
+
+
+def find_files(root):
+    return sorted(path for path in root.rglob("*.packed"))
+
+
+def run(folder, open_session, root=None, expert_format="int8g32"):
+    cache = "off" if root is None else str(root)
+    model = load_model(folder, dtype="float32", expert_format=expert_format, packed_cache=cache)
+    return open_session(model).run(IDS)
+
+
+def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session, monkeypatch):
+    plain = run(folder, open_session)
+    assert torch.equal(run(folder, open_session, cache_root), plain)
+    files = find_files(cache_root)
+    assert [path.name for path in files] == [
+        f"model.layers.{i}.mlp.experts.packed" for i in range(3)
+    ]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    assert files[0].parent.stat().st_mode & 0o777 == 0o700
+    # Nothing may be packed again.
+    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    assert torch.equal(run(folder, open_session, cache_root), plain)
+
+
+def test_formats_have_folders_of_their_own(folder, cache_root, open_session):
+    run(folder, open_session, cache_root, "int8g32")
+    run(folder, open_session, cache_root, "bf16")
+    assert {path.parent.name for path in find_files(cache_root)} == {"int8g32", "bf16"}
+
+
+def test_a_changed_checkpoint_is_packed_again(
+    folder, cache_root, open_session, edit_weights, caplog
+):
+    before = run(folder, open_session, cache_root)
+
+    def change(tensors):
+        name = next(name for name in tensors if "experts" in name and "down" in name)
+        tensors[name] *= -1
+
+    edit_weights(folder, change)
+    with caplog.at_level(logging.WARNING):
+        after = run(folder, open_session, cache_root)
+    assert "another source" in caplog.text
+    assert not torch.equal(before, after)
+    assert torch.equal(after, run(folder, open_session))
+    assert torch.equal(after, run(folder, open_session, cache_root))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: text.replace(packed_cache.LAYOUT, "tandem-experts-0"),
+        lambda text: text.replace('"int8g32"', '"int4g32"'),
+        lambda text: json.dumps({**json.loads(text), "files": 7}),
+        lambda text: json.dumps(json.loads(text) | {"comment": "from a later version"}),
+    ],
+    ids=["cut", "empty", "layout", "format", "types", "unknown field"],
+)
+def test_a_manifest_that_does_not_fit_is_refused(damage, folder, cache_root, open_session, caplog):
+    plain = run(folder, open_session, cache_root)
+    path = next(cache_root.rglob("manifest.json"))
+    path.write_text(damage(path.read_text()))
+    for file in find_files(cache_root):
+        file.write_bytes(bytes(file.stat().st_size))
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert "event=packed_cache_refused" in caplog.text
+    assert torch.equal(run(folder, open_session, cache_root), plain)
+
+
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_a_file_of_another_size_is_packed_again(change, folder, cache_root, open_session, caplog):
+    plain = run(folder, open_session, cache_root)
+    path = find_files(cache_root)[1]
+    if change is None:
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size + change)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert "event=packed_file_refused" in caplog.text
+    assert len(find_files(cache_root)) == 3
+
+
+def test_one_writer_at_a_time(folder, cache_root, open_session, caplog):
+    plain = run(folder, open_session)
+    root = choose_root(str(cache_root), folder, 0)
+    assert root is not None
+    (root / "int8g32").mkdir(parents=True)
+    with (root / "int8g32" / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(run(folder, open_session, cache_root), plain)
+        assert caplog.text.count("another process writes") == 1
+        assert not find_files(cache_root)
+        with pytest.raises(CapacityError, match="does not take"):
+            convert_model(folder, "int8g32", packed_cache=str(cache_root))
+    assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert len(find_files(cache_root)) == 3
+
+
+@pytest.mark.parametrize("step", ["posix_fallocate", "fsync", "rename"])
+def test_a_full_disk_costs_the_cache_not_the_model(
+    step, folder, cache_root, open_session, monkeypatch, caplog
+):
+    plain = run(folder, open_session)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    target = "pathlib.Path.rename" if step == "rename" else f"os.{step}"
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(target, fail)
+        assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert caplog.text.count("event=packed_cache_not_written") == 1
+    assert not find_files(cache_root) or step == "fsync"
+    assert not list(cache_root.rglob("*.partial"))
+    assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert len(find_files(cache_root)) == 3
+
+
+def test_verify_finds_a_flipped_bit(folder, cache_root):
+    report = convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
+    assert (report.num_files, report.num_packed) == (3, 3)
+    assert report.size_bytes == sum(path.stat().st_size for path in find_files(cache_root))
+    again = convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
+    assert again.num_packed == 0
+    path = find_files(cache_root)[2]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match=path.name):
+        convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
+
+
+def test_convert_needs_experts(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match="nothing to pack"):
+        convert_model(checkpoint("llama"), "int8", packed_cache=str(tmp_path / "packed"))
+    with pytest.raises(ConfigError, match="off"):
+        convert_model(checkpoint("llama"), "int8", packed_cache="off")
+
+
+KILLED = """
+import os, signal, sys
+from tandem.models.convert import convert_model
+count = 0
+def stop(*_):
+    global count
+    count += 1
+    if count == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2], progress=stop)
+"""
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_killed_conversion_goes_on(done, folder, cache_root, open_session):
+    # Each layer's experts are 6 times 3 tensors; the kill falls among those of the next layer.
+    tensors_read = 18 * done + 7
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), str(cache_root), str(tensors_read)],
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == -signal.SIGKILL
+    assert len(find_files(cache_root)) == done
+    assert len(list(cache_root.rglob("*.partial"))) == 1
+    report = convert_model(folder, "int8g32", packed_cache=str(cache_root))
+    assert (report.num_files, report.num_packed) == (3, 3 - done)
+    assert not list(cache_root.rglob("*.partial"))
+    assert torch.equal(run(folder, open_session, cache_root), run(folder, open_session))
+
+
+def test_auto_keeps_only_what_is_worth_it(tmp_path):
+    assert choose_root("auto", tmp_path, packed_cache.MIN_CACHED_BYTES - 1) is None
+    assert choose_root("off", tmp_path, 1 << 40) is None
+    large = choose_root("auto", tmp_path, packed_cache.MIN_CACHED_BYTES)
+    assert large is not None
+    assert large.is_relative_to(packed_cache.DEFAULT_ROOT.expanduser())
+    assert choose_root("auto", tmp_path / "x", 1 << 40) != choose_root("auto", tmp_path, 1 << 40)
+
+
+def test_memory_that_was_not_committed_leaves_no_file(tmp_path):
+    with PackedCache(tmp_path / "c", source="s", weight_format="bf16") as cache:
+        memory = cache.reserve("a", 4096)
+        assert memory is not None
+        memory[:] = 1
+    assert not list((tmp_path / "c").glob("a*"))
+    assert cache.find("a", 4096) is None
