@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tandem.kernels import tolerance
+from tandem.kernels import paged, tolerance
 from tandem.kernels.paged import PagedBatch
 from tandem.models.loader import load_model
 
@@ -215,6 +215,20 @@ def test_batched_is_alone(name, pairs, open_session):
             assert excess(rows, alone[span], 2 * bound[span]) <= 1, (step, i)
             done[i] += step[i]
     assert done == lengths
+
+
+@pytest.mark.parametrize("name", ["llama-mha-biases", "qwen3_moe"])
+def test_torch_attention_agrees_with_the_native_one(name, pairs, open_session, monkeypatch):
+    """Torch's runs where there is no native one: elsewhere than on the CPU."""
+    pair = pairs(name)
+    _, bound = pair.exact(torch.float32)
+    model = load_model(pair.folder, dtype="float32")
+    expected = open_session(model).run(pair.ids).double().numpy()
+    monkeypatch.setattr(paged, "is_native", lambda tensor: False)
+    session = open_session(model)
+    assert session.cache.native is None
+    parts = [session.run(pair.ids[a:b]) for a, b in ((0, 40), (40, 41), (41, NUM_TOKENS))]
+    assert excess(torch.cat(parts), expected, 2 * bound) <= 1
 
 
 def test_copied_block_continues_another_sequence(pairs, open_session):
