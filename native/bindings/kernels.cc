@@ -12,6 +12,7 @@
 
 #include "bindings/packed_arrays.h"
 #include "bindings/status.h"
+#include "bindings/tensor_view.h"
 #include "kernels/experts.h"
 #include "kernels/isa.h"
 
@@ -98,6 +99,30 @@ void set_bias(ExpertBank& bank, int64_t expert_id, const AnyInput& gate, const A
                     view_vector(down, kWhere, "down", bank.hidden_size())));
 }
 
+void run_expert_batch(const ExpertBank& bank, ThreadPool& pool, const ExpertBank::Batch& batch) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = bank.forward(pool, batch);
+  }
+  raise_if_error(status);
+}
+
+void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
+               const TensorView& ids, const TensorView& weights, const TensorView& out) {
+  constexpr const char* kWhere = "kernels.run_experts";
+  const size_t num_tokens = x.num_dims() > 0 ? x.shape(0) : 0;
+  const size_t top_k = ids.num_dims() == 2 ? ids.shape(1) : 0;
+  const size_t hidden = bank.hidden_size();
+  check_dense(kWhere, "x", x, num_tokens, hidden, x.is_float(), "float32 or bfloat16");
+  check_dense(kWhere, "expert_ids", ids, num_tokens, top_k, ids.is_int64(), "int64");
+  check_dense(kWhere, "weights", weights, num_tokens, top_k, weights.is_float32(), "float32");
+  check_dense(kWhere, "out", out, num_tokens, hidden, out.is_float32(), "float32");
+  run_expert_batch(bank, pool,
+            {x.data(), x.is_bfloat16(), num_tokens, ids.data(), true, top_k,
+             static_cast<const float*>(weights.data()), static_cast<float*>(out.data())});
+}
+
 void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
              const AnyInput& weights, const AnyOutput& out) {
   constexpr const char* kWhere = "kernels.run_experts";
@@ -119,12 +144,7 @@ void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const 
                                 ids.data(), has_int64,          top_k,
                                 static_cast<const float*>(weights.data()),
                                 static_cast<float*>(out.data())};
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = bank.forward(pool, batch);
-  }
-  raise_if_error(status);
+  run_expert_batch(bank, pool, batch);
 }
 
 void read_weights(const ExpertBank& bank, ThreadPool& pool, int64_t num_experts) {
@@ -205,6 +225,8 @@ void bind_kernels(nb::module_& module) {
                    ") -> None"),
            "Copy the biases of one expert, float32 vectors.\n\n"
            "Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).")
+      .def("forward", &run_expert_views, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
+           "As below, with tensors that were viewed before; ids are int64.")
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
            nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
                    "weights: object, out: object) -> None"),

@@ -8,6 +8,7 @@
 
 #include "bindings/packed_arrays.h"
 #include "bindings/status.h"
+#include "bindings/tensor_view.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -53,6 +54,26 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   raise_if_error(status);
 }
 
+void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = matrix.forward(pool, batch);
+  }
+  raise_if_error(status);
+}
+
+void run_matrix_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
+               const TensorView& out, bool is_added) {
+  constexpr const char* kWhere = "kernels.run_linear";
+  constexpr const char* kTypes = "float32 or bfloat16";
+  const size_t num_rows = x.num_dims() > 0 ? x.shape(0) : 0;
+  check_dense(kWhere, "x", x, num_rows, matrix.in_features(), x.is_float(), kTypes);
+  check_dense(kWhere, "out", out, num_rows, matrix.out_features(), out.is_float(), kTypes);
+  run_matrix_batch(matrix, pool,
+            {x.data(), x.is_bfloat16(), num_rows, out.data(), out.is_bfloat16(), is_added});
+}
+
 void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
                 const AnyOutput& out, bool is_added) {
   constexpr const char* kWhere = "kernels.run_linear";
@@ -61,14 +82,8 @@ void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
   const bool has_dtype = is_float(out.dtype()) || is_bf16(out.dtype());
   check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", num_rows,
                matrix.out_features());
-  const PackedMatrix::Batch batch{rows.data,  rows.is_bf16,         num_rows,
-                                  out.data(), is_bf16(out.dtype()), is_added};
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = matrix.forward(pool, batch);
-  }
-  raise_if_error(status);
+  run_matrix_batch(matrix, pool,
+            {rows.data, rows.is_bf16, num_rows, out.data(), is_bf16(out.dtype()), is_added});
 }
 
 }  // namespace
@@ -109,6 +124,8 @@ void bind_linear(nb::module_& module) {
           },
           "bias"_a, nb::sig("def set_bias(self, bias: object) -> None"),
           "Copy the bias, a float32 vector.\n\nRaises: ShapeError.")
+      .def("forward", &run_matrix_views, "pool"_a, "x"_a, "out"_a, "is_added"_a = false,
+           "As below, with tensors that were viewed before; leading dimensions count as one row.")
       .def("forward", &run_matrix, "pool"_a, "x"_a, "out"_a, "is_added"_a = false,
            nb::sig("def forward(self, pool: ThreadPool, x: object, out: object, "
                    "is_added: bool = False) -> None"),

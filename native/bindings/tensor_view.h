@@ -70,6 +70,20 @@ inline void check_rows(const char* where, const char* name, const TensorView& vi
                   "] of float32 or bfloat16 with dense rows");
 }
 
+// Raises a ShapeError unless it is without gaps, `rows` times `columns` items in dimensions of which
+// the first is `rows`, of a type that `has_dtype` says is right.
+inline void check_dense(const char* where, const char* name, const TensorView& view, size_t rows,
+                        size_t columns, bool has_dtype, const char* dtypes) {
+  size_t size = 1;
+  for (size_t i = 0; i < view.num_dims(); ++i) size *= view.shape(i);
+  if (has_dtype && view.num_dims() >= 2 && view.shape(0) == rows && size == rows * columns &&
+      view.is_dense_from(0))
+    return;
+  refuse_view(where, name, view,
+              "give a contiguous [" + std::to_string(rows) + ", " + std::to_string(columns) +
+                  "] of " + dtypes);
+}
+
 inline void check_same_type(const char* where, const char* name, const TensorView& view,
                             const TensorView& other) {
   if (view.array().dtype() != other.array().dtype())

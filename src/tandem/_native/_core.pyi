@@ -4,7 +4,7 @@ Native core of Tandem: machine topology, thread pool, aligned memory, probes, ke
 
 from collections.abc import Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 import numpy.typing
@@ -645,6 +645,11 @@ class ExpertBank:
         Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).
         """
 
+    @overload
+    def forward(self, pool: ThreadPool, x: TensorView, expert_ids: TensorView, weights: TensorView, out: TensorView) -> None:
+        """As below, with tensors that were viewed before; ids are int64."""
+
+    @overload
     def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
         """
         Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
@@ -716,6 +721,13 @@ class PackedMatrix:
         Raises: ShapeError.
         """
 
+    @overload
+    def forward(self, pool: ThreadPool, x: TensorView, out: TensorView, is_added: bool = False) -> None:
+        """
+        As below, with tensors that were viewed before; leading dimensions count as one row.
+        """
+
+    @overload
     def forward(self, pool: ThreadPool, x: object, out: object, is_added: bool = False) -> None:
         """
         Write x W^T + bias to `out`, or add it to what `out` holds.

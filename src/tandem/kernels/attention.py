@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
-from tandem.kernels.native import is_native, view_tensor
+from tandem.kernels.native import Buffer, is_native, view_tensor
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 from tandem.kernels.rope import apply_rope_
 from tandem.kernels.step import DecodeGroup, NativeStep, PagedStep, Prefill
@@ -215,7 +215,8 @@ class Attention(Operator):
     def mix(self, h_TD: Tensor, step: PagedStep) -> Tensor:
         """Return the attended heads [T, H * d] before the output projection; writes the KV."""
         if step.native is not None:
-            return self.mix_natively(h_TD, step.native)
+            buffer = Buffer(h_TD, view_tensor(h_TD))
+            return self._mix_natively(buffer, step.native).tensor
         heads, d = self.num_heads, self.head_dim
         qkv = self._matrices[0].forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + self.num_kv_heads]
@@ -230,12 +231,17 @@ class Attention(Operator):
         write_kv(step, self.layer_idx, kv)
         return attend(step, self.layer_idx, qkv[:, :heads], kv, self.scale)
 
-    def mix_natively(self, h_TD: Tensor, native: NativeStep) -> Tensor:
+    def add_natively(self, residual_TD: Buffer, h_TD: Buffer, native: NativeStep) -> None:
+        """Add the layer's attention of ``h_TD`` to the residual, in buffers of the step."""
+        self._matrices[1].run(self._mix_natively(h_TD, native), residual_TD, is_added=True)
+
+    def _mix_natively(self, h_TD: Buffer, native: NativeStep) -> Buffer:
         """As ``mix``, in buffers of the step: the result is valid until the next layer's."""
         heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv, by_head = native.head_buffer("qkv", heads + 2 * kv_heads, d)
-        mixed, mixed_by_head = native.head_buffer("mixed", heads, d)
-        self._matrices[0].run_into(qkv, h_TD)
+        qkv = native.head_buffer("qkv", heads + 2 * kv_heads, d)
+        mixed = native.head_buffer("mixed", heads, d)
+        self._matrices[0].run(h_TD, qkv)
+        by_head = qkv.view
         _native.rotate_heads(
             by_head,
             native.cos,
@@ -248,7 +254,7 @@ class Attention(Operator):
             native.pool,
         )
         native.attention.store(self.layer_idx, by_head, heads)
-        native.attention.attend(self.layer_idx, by_head, mixed_by_head, self.scale)
+        native.attention.attend(self.layer_idx, by_head, mixed.view, self.scale)
         return mixed
 
     def project_into_(self, residual_TD: Tensor, mixed: Tensor) -> None:

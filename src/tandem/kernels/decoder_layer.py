@@ -48,12 +48,11 @@ class DecoderLayer(Operator):
             attention.project_into_(x_TD, attention.mix(first_norm(x_TD), step))
             mlp.add_into_(x_TD, second_norm(x_TD))
             return
-        x = native.view_residual(x_TD)
-        h, h_view = native.buffer("normed", first_norm.size)
-        first_norm.run(x, h_view, native.pool)
-        attention.project_into_(x_TD, attention.mix_natively(h, native))
-        second_norm.run(x, h_view, native.pool)
-        mlp.add_into_(x_TD, h, native)
+        x, h = native.view_residual(x_TD), native.buffer("normed", first_norm.size)
+        first_norm.run(x.view, h.view, native.pool)
+        attention.add_natively(x, h, native)
+        second_norm.run(x.view, h.view, native.pool)
+        mlp.add_natively(x, h, native)
 
     def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tandem.core.errors import ShapeError
 from tandem.kernels.mlp import swiglu
+from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.step import NativeStep
 
 __all__ = ["Experts", "RoutedExperts", "read_experts"]
 
@@ -51,6 +53,13 @@ class RoutedExperts(Operator):
         Cost: each chosen expert's weights are read once, whatever the number of its tokens.
         """
         raise NotImplementedError  # An interface: each operator runs its own weights.
+
+    def add_natively(
+        self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep
+    ) -> None:
+        """As ``add_into_``, in buffers of a native step; ids are int64."""
+        del native
+        self.add_into_(residual_TD.tensor, x_TD.tensor, ids_TK.tensor, w_TK.tensor)
 
 
 class Experts(RoutedExperts):

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from tandem._native import ThreadPool
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.native import Buffer
 from tandem.kernels.native_linear import PackedLinear
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
@@ -26,16 +27,21 @@ class Matrix(Protocol):
 
     out_features: int
 
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """What ``run`` writes best: float32 where sums need no rounding, None = as ``x``."""
+        ...
+
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Return [..., N], new, float32 or of the dtype of ``x_TK``; any leading dimensions."""
         ...
 
-    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
-        """Write the product to ``out_TN``, overwriting it."""
-        ...
-
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
         """Add the product to ``residual_TN``, in place."""
+        ...
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """Write the product to a buffer of a native step, or add it to what that holds."""
         ...
 
 
@@ -63,22 +69,29 @@ class TensorMatrix:
         # Made once: a view costs as much as a small product.
         self._weight_t = weight_NK.t()
 
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """See ``Matrix``."""
+        return None
+
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
         """See ``Matrix``."""
         return functional.linear(x_TK, self.weight, self.bias).to(dtype)
-
-    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
-        """See ``Matrix``."""
-        if self.bias is None:
-            torch.mm(x_TK, self._weight_t, out=out_TN)
-        else:
-            torch.addmm(self.bias, x_TK, self._weight_t, out=out_TN)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
         """See ``Matrix``."""
         residual_TN.addmm_(x_TK, self._weight_t)
         if self.bias is not None:
             residual_TN += self.bias
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """See ``Matrix``."""
+        if is_added:
+            self.add_into_(out_TN.tensor, x_TK.tensor)
+        elif self.bias is None:
+            torch.mm(x_TK.tensor, self._weight_t, out=out_TN.tensor)
+        else:
+            torch.addmm(self.bias, x_TK.tensor, self._weight_t, out=out_TN.tensor)
 
 
 def read_matrix(

@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from tandem import _native
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
+from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader
 from tandem.kernels.step import NativeStep
 
@@ -53,19 +54,16 @@ class Mlp(Operator):
         gate_up, down = self._matrices
         return down.forward(swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)), dtype=x_TD.dtype)
 
-    def add_into_(
-        self, residual_TD: Tensor, x_TD: Tensor, native: NativeStep | None = None
-    ) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
+        gate_up, down = self._matrices
+        down.add_into_(residual_TD, swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)))
 
-        ``native`` is that of the step, if it has one.
-        """
+    def add_natively(self, residual_TD: Buffer, x_TD: Buffer, native: NativeStep) -> None:
+        """As ``add_into_``, in buffers of a native step."""
         gate_up_matrix, down_matrix = self._matrices
-        if native is None:
-            hidden = swiglu(gate_up_matrix.forward(x_TD, dtype=x_TD.dtype))
-        else:
-            gate_up, gate_up_view = native.buffer("gate_up", 2 * self.intermediate_size)
-            hidden, hidden_view = native.buffer("hidden", self.intermediate_size)
-            gate_up_matrix.run_into(gate_up, x_TD)
-            _native.swiglu(gate_up_view, hidden_view, native.pool)
-        down_matrix.add_into_(residual_TD, hidden)
+        gate_up = native.buffer("gate_up", 2 * self.intermediate_size)
+        hidden = native.buffer("hidden", self.intermediate_size)
+        gate_up_matrix.run(x_TD, gate_up)
+        _native.swiglu(gate_up.view, hidden.view, native.pool)
+        down_matrix.run(hidden, residual_TD, is_added=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tandem import _native
 from tandem.kernels.experts import RoutedExperts
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
-from tandem.kernels.native import is_native, view_tensor
+from tandem.kernels.native import Buffer, is_native, view_tensor
 from tandem.kernels.operator import Operator, WeightReader
 from tandem.kernels.step import NativeStep
 
@@ -68,13 +68,14 @@ class Router(Operator):
             weights, ids = torch.topk(weights, self.top_k, dim=-1)
         return logits, weights.to(x_TD.dtype), ids
 
-    def route_natively(self, x_TD: Tensor, native: NativeStep) -> tuple[Tensor, Tensor]:
+    def route_natively(self, x_TD: Buffer, native: NativeStep) -> tuple[Buffer, Buffer]:
         """Return (weights [T, K], ids [T, K]) in buffers of the step, valid until the next call."""
-        logits, logits_view = native.buffer("router_logits", self.num_experts)
-        self._matrix.run_into(logits, x_TD)
-        weights, weights_view = native.buffer("router_weights", self.top_k)
-        ids, ids_view = native.buffer("router_ids", self.top_k, torch.int64)
-        _native.route(logits_view, weights_view, ids_view, self._scoring, pool=native.pool)
+        dtype = self._matrix.out_dtype
+        logits = native.buffer("router_logits", self.num_experts, dtype)
+        weights = native.buffer("router_weights", self.top_k, dtype)
+        ids = native.buffer("router_ids", self.top_k, torch.int64)
+        self._matrix.run(x_TD, logits)
+        _native.route(logits.view, weights.view, ids.view, self._scoring, pool=native.pool)
         return weights, ids
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,18 +112,18 @@ class MoeBlock(Operator):
         _, weights, ids = self.gate(x)
         return self.experts(x, ids, weights).reshape(hidden_states.shape)
 
-    def add_into_(
-        self, residual_TD: Tensor, x_TD: Tensor, native: NativeStep | None = None
-    ) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
-
-        ``native`` is that of the step, if it has one.
-        """
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
         gate, experts = self._parts
         assert isinstance(gate, Router), gate
         assert isinstance(experts, RoutedExperts), experts
-        if native is None:
-            _, weights, ids = gate.route(x_TD)
-        else:
-            weights, ids = gate.route_natively(x_TD, native)
+        _, weights, ids = gate.route(x_TD)
         experts.add_into_(residual_TD, x_TD, ids, weights)
+
+    def add_natively(self, residual_TD: Buffer, x_TD: Buffer, native: NativeStep) -> None:
+        """As ``add_into_``, in buffers of a native step."""
+        gate, experts = self._parts
+        assert isinstance(gate, Router), gate
+        assert isinstance(experts, RoutedExperts), experts
+        weights, ids = gate.route_natively(x_TD, native)
+        experts.add_natively(residual_TD, x_TD, ids, weights, native)

@@ -22,7 +22,9 @@ from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.experts import RoutedExperts, read_experts
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
+from tandem.kernels.step import NativeStep
 
 __all__ = ["Activation", "NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -237,6 +239,11 @@ class PackedExperts:
         self._bank.forward(self._pool, *tensors)
         return out_TD
 
+    def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
+        """As ``forward``, to a float32 buffer; ids are int64. Nothing is converted here."""
+        views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
+        self._bank.forward(self._pool, *views)
+
     def read_weights(self, num_experts: int) -> None:
         """Read the packed bytes of the first experts and do nothing: a ceiling for benchmarks.
 
@@ -343,3 +350,14 @@ class NativeExperts(RoutedExperts):
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum; see ``RoutedExperts``."""
         residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())
+
+    def add_natively(
+        self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep
+    ) -> None:
+        """As ``add_into_``, in buffers of a native step; ids are int64."""
+        if w_TK.tensor.dtype != torch.float32:
+            super().add_natively(residual_TD, x_TD, ids_TK, w_TK, native)
+            return
+        out = native.buffer("experts_out", self.hidden_size, torch.float32)
+        self._experts.run(x_TD, ids_TK, w_TK, out)
+        residual_TD.tensor.add_(out.tensor)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.native import Buffer
 
 __all__ = ["PackedLinear", "count_bytes"]
 
@@ -159,12 +160,14 @@ class PackedLinear:
         self._run(x_TK, out, is_added=False)
         return out
 
-    def run_into(self, out_TN: Tensor, x_TK: Tensor) -> None:
-        """Overwrite ``out_TN``, float32 or bfloat16, with ``x W^T + b``; as ``forward``."""
-        if out_TN.shape[:-1] != x_TK.shape[:-1]:
-            what = f"out {tuple(out_TN.shape)} for x {tuple(x_TK.shape)}"
-            raise ShapeError("kernels.run_linear", what, field="out")
-        self._run(x_TK, out_TN, is_added=False)
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Float32, in which sums need no rounding."""
+        return torch.float32
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """Write ``x W^T + b`` to a buffer, float32 or bfloat16, or add it; as ``forward``."""
+        self._matrix.forward(self._pool, x_TK.view, out_TN.view, is_added)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
         """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""

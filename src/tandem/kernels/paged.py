@@ -208,7 +208,7 @@ class PagedKvCache:
         self.tensor = tensor
         self.native = KvPool.grouped(view_tensor(tensor)) if is_native(tensor) else None
         """The same memory as native attention takes it; None where torch attends."""
-        self._step_buffers: tuple[object, dict[tuple[str, int, int], Buffer]] = (None, {})
+        self._step_buffers: tuple[object, dict[tuple[object, ...], Buffer]] = (None, {})
         layers = range(layout.num_layers)
         self.slots = [tensor[:, layer].permute(0, 3, 1, 2, 4) for layer in layers]
         """Per layer, [num_blocks, block_size, 2, kv_heads, head_dim]: where a step's KV goes."""
@@ -235,9 +235,7 @@ class PagedKvCache:
             self._scratch = self.tensor.new_empty(num_rows, width)
         return self._scratch[:num_rows]
 
-    def step_buffers(
-        self, num_tokens: int, dtype: torch.dtype
-    ) -> dict[tuple[str, int, int], Buffer]:
+    def step_buffers(self, num_tokens: int, dtype: torch.dtype) -> dict[tuple[object, ...], Buffer]:
         """Return what the last native step of as many rows left, or nothing to start from.
 
         Decoding has the same number of rows again and again; memory for a long prefill is given

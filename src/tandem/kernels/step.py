@@ -41,7 +41,7 @@ class NativeStep:
         )
         self.cos, self.sin = view_tensor(cos), view_tensor(sin)
         self._dtype = cos.dtype
-        self._residual: tuple[Tensor, _native.TensorView] | None = None
+        self._residual: Buffer | None = None
         self._buffers = cache.step_buffers(self.num_tokens, cos.dtype)
 
     def buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
@@ -49,12 +49,10 @@ class NativeStep:
 
         The same for all layers, so it must be written before it is read in each.
         """
-        found = self._buffers.get((name, size, 1))
-        if found is None or (dtype is not None and found.tensor.dtype != dtype):
-            dtype = self._dtype if dtype is None else dtype
-            found = self._buffers[name, size, 1] = Buffer.allocate(
-                self.num_tokens, size, dtype=dtype
-            )
+        key = (name, size, self._dtype if dtype is None else dtype)
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = Buffer.allocate(self.num_tokens, size, dtype=key[2])
         return found
 
     def head_buffer(self, name: str, num_heads: int, head_dim: int) -> Buffer:
@@ -66,11 +64,11 @@ class NativeStep:
             self._buffers[name, num_heads, head_dim] = found
         return found
 
-    def view_residual(self, x_TD: Tensor) -> _native.TensorView:
+    def view_residual(self, x_TD: Tensor) -> Buffer:
         """View the residual stream; layers pass the same tensor on, so it is viewed once."""
-        if self._residual is None or self._residual[0] is not x_TD:
-            self._residual = (x_TD, view_tensor(x_TD))
-        return self._residual[1]
+        if self._residual is None or self._residual.tensor is not x_TD:
+            self._residual = Buffer(x_TD, view_tensor(x_TD))
+        return self._residual
 
 
 @dataclass(frozen=True, slots=True)
