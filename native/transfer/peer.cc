@@ -293,6 +293,7 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
     for (const uint64_t ticket : rail_set_.on_disconnect(connection->rail(), now)) {
       const auto slice = slices_.find(ticket);
       if (slice == slices_.end()) continue;
+      ++rails_[connection->rail()].num_resent;
       pending_.push_front(std::move(slice->second.piece));
       slices_.erase(slice);
     }

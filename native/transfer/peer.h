@@ -26,6 +26,7 @@
 
 #include "transfer/batch.h"
 #include "transfer/connection.h"
+#include "transfer/counters.h"
 #include "transfer/mapping.h"
 #include "transfer/rail_set.h"
 #include "transfer/socket_address.h"
@@ -54,7 +55,10 @@ struct RailStatus {
   std::string remote;
   RailState state = RailState::kClosed;
   uint64_t bytes_moved = 0;
+  uint64_t num_resent = 0;       // Slices that were given to it and had to go elsewhere.
+  uint64_t in_flight_bytes = 0;
   double bandwidth_bytes_per_s = 0;
+  LatencyHistogram latencies;    // Of its slices, from the choice to the answer.
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {
@@ -90,6 +94,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // Why a transport is not used, by its name; empty where it is or was not tried.
   std::map<std::string, std::string> refusals() const;
   uint64_t epoch() const { return epoch_.load(); }
+  TransferCounters& counters() { return counters_; }
+  void use_round_robin();
 
  private:
   friend class ClientConnection;
@@ -97,12 +103,15 @@ class Peer : public std::enable_shared_from_this<Peer> {
   struct Slice {
     Piece piece;  // Exactly the slice.
     uint32_t rail;
+    int64_t begin_ns;
   };
   struct Rail {
     SocketAddress local;
     SocketAddress remote;
     std::shared_ptr<ClientConnection> connection;
     uint64_t bytes_moved = 0;
+    uint64_t num_resent = 0;
+    LatencyHistogram latencies;
   };
   struct Direct {
     uint64_t length = 0;
@@ -170,6 +179,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   const Owner owner_;
   const std::string session_;
   std::atomic<uint64_t> epoch_{0};
+  TransferCounters counters_;
 
   std::mutex notify_mutex_;  // One notification at a time. Before mutex_.
   mutable std::mutex mutex_;

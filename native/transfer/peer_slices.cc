@@ -28,6 +28,7 @@ void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
   const bool is_final = error.code == Code::kConfig || error.code == Code::kPermissionDenied ||
                         piece.batch->only().has_value();
   if (is_final) return owner_.abort(piece.batch, std::move(error));
+  counters_.add_failover(failed);
   Work work;
   {
     const std::lock_guard lock(mutex_);
@@ -73,7 +74,7 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
            !refusals_.contains(std::string(transport_name(kind)));
   };
   if (!is_wanted(TransportKind::kShm) && !is_wanted(TransportKind::kCma)) return false;
-  const uint64_t offset = piece.transfer().offset;
+  const uint64_t offset = piece.offset();
   if (const Direct* direct = find_direct(offset)) {
     for (const auto& mapping : direct->mappings) {
       if (!is_wanted(mapping->kind())) continue;
@@ -163,8 +164,7 @@ void Peer::dispatch(Work& work) {
       pending_.pop_front();
       continue;
     }
-    const uint64_t total = front.transfer().length;
-    const std::optional<SliceChoice> choice = rail_set_.choose(now, front.length, total);
+    const std::optional<SliceChoice> choice = rail_set_.choose(now, front.length, front.total);
     if (!choice) return;
     Piece piece = front;
     piece.length = choice->bytes;
@@ -173,14 +173,13 @@ void Peer::dispatch(Work& work) {
     if (front.length == 0) pending_.pop_front();
     const std::shared_ptr<ClientConnection>& connection = rails_[choice->rail].connection;
     send_fences(*connection);
-    const TransferItem& item = piece.transfer();
-    uint8_t* local = item.local + piece.begin;
-    const uint64_t offset = item.offset + piece.begin;
-    if (item.op == Op::kWrite)
-      connection->send_write(choice->ticket, offset, local, piece.length, options_.has_checksum);
+    if (piece.transfer().op == Op::kWrite)
+      connection->send_write(choice->ticket, piece.offset(), piece.local(), piece.length,
+                             options_.has_checksum);
     else
-      connection->send_read(choice->ticket, offset, local, piece.length, options_.has_checksum);
-    slices_.emplace(choice->ticket, Slice{std::move(piece), choice->rail});
+      connection->send_read(choice->ticket, piece.offset(), piece.local(), piece.length,
+                            options_.has_checksum);
+    slices_.emplace(choice->ticket, Slice{std::move(piece), choice->rail, now});
     work.flush(connection);
   }
 }
@@ -194,6 +193,7 @@ void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is
   const bool is_damaged = !is_intact || frame.code == wire_code(Code::kCorruption);
   if (is_damaged) {
     rail_set_.fail(frame.id, now_ns());
+    ++rails_[slice.rail].num_resent;
     pending_.push_front(slice.piece);
   } else if (frame.code != 0) {
     // The peer's refusal says nothing against the rail.
@@ -202,7 +202,8 @@ void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is
   } else {
     rail_set_.complete(frame.id, now_ns());
     rails_[slice.rail].bytes_moved += slice.piece.length;
-    slice.piece.batch->add_done(slice.piece.item, slice.piece.length);
+    rails_[slice.rail].latencies.add(now_ns() - slice.begin_ns);
+    slice.piece.batch->add_done(slice.piece, TransportKind::kTcp);
   }
 }
 

@@ -58,7 +58,9 @@ void Peer::make_rails() {
       const SocketAddress& remote = remotes[i % remotes.size()];
       const bool is_one_family =
           local.size == 0 || local.storage.ss_family == remote.storage.ss_family;
-      rails_.push_back({is_one_family ? local : SocketAddress{}, remote, nullptr, 0});
+      Rail& rail = rails_.emplace_back();
+      rail.local = is_one_family ? local : SocketAddress{};
+      rail.remote = remote;
       PredictorOptions predictor;
       if (i < options_.bandwidths_bytes_per_s.size())
         predictor.bandwidth_bytes_per_s = options_.bandwidths_bytes_per_s[i] / options_.lanes;
@@ -153,11 +155,20 @@ int64_t Peer::tick(int64_t now) {
 std::vector<RailStatus> Peer::rails() const {
   const std::lock_guard lock(mutex_);
   std::vector<RailStatus> statuses;
-  for (uint32_t r = 0; r < rails_.size(); ++r)
-    statuses.push_back({rails_[r].local.size > 0 ? rails_[r].local.text() : "",
-                        rails_[r].remote.text(), rail_set_.health(r).state(),
-                        rails_[r].bytes_moved, rail_set_.predictor(r).effective_bandwidth()});
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const Rail& rail = rails_[r];
+    const RailPredictor& predictor = rail_set_.predictor(r);
+    statuses.push_back({rail.local.size > 0 ? rail.local.text() : "", rail.remote.text(),
+                        rail_set_.health(r).state(), rail.bytes_moved, rail.num_resent,
+                        predictor.in_flight_bytes(), predictor.effective_bandwidth(),
+                        rail.latencies});
+  }
   return statuses;
+}
+
+void Peer::use_round_robin() {
+  const std::lock_guard lock(mutex_);
+  rail_set_.use_round_robin();
 }
 
 std::map<std::string, std::string> Peer::refusals() const {

@@ -53,6 +53,14 @@ std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns) const {
   return idlest;
 }
 
+// REQUIRES: a rail is healthy.
+uint32_t RailSet::find_next_in_turn() {
+  do {
+    next_in_turn_ = (next_in_turn_ + 1) % static_cast<uint32_t>(rails_.size());
+  } while (!rails_[next_in_turn_].health.may_carry());
+  return next_in_turn_;
+}
+
 std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total) {
   assert(1 <= remaining && remaining <= total);
   const uint64_t probe_bytes = std::min(remaining, options_.min_slice_bytes);
@@ -70,6 +78,10 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
     if (const std::optional<uint32_t> idlest = find_idlest(now_ns))
       return take(*idlest, probe_bytes, now_ns);
 
+  if (is_round_robin_) {
+    const uint32_t r = find_next_in_turn();
+    return take(r, cut(rails_[r], remaining, total, all_bandwidth), now_ns);
+  }
   std::optional<uint32_t> best;
   uint64_t best_bytes = 0;
   double best_s = std::numeric_limits<double>::infinity();

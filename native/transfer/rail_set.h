@@ -60,6 +60,10 @@ class RailSet {
   // nothing: wait for a completion or for next_event_ns. REQUIRES: 1 <= remaining <= total.
   std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total);
 
+  // From now on rails take slices in turn, whatever they carry: what the classic engines do, to be
+  // compared with. Lengths and health rules stay.
+  void use_round_robin() { is_round_robin_ = true; }
+
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
   // Bytes of this rail moved: it is not silent.
   void on_progress(uint32_t rail, int64_t now_ns) {
@@ -102,6 +106,7 @@ class RailSet {
 
   int64_t stall_due_ns(uint32_t rail) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
+  uint32_t find_next_in_turn();
   std::optional<uint32_t> find_idlest(int64_t now_ns) const;
   SliceChoice take(uint32_t rail, uint64_t bytes, int64_t now_ns);
   Ticket end(uint64_t ticket);
@@ -111,6 +116,8 @@ class RailSet {
   std::map<uint64_t, Ticket> tickets_;
   uint64_t next_ticket_ = 1;
   uint64_t num_choices_ = 0;
+  bool is_round_robin_ = false;
+  uint32_t next_in_turn_ = 0;
 };
 
 }  // namespace tandem::transfer

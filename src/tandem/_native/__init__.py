@@ -10,6 +10,7 @@ from tandem.core.errors import UnsupportedError
 try:
     from tandem._native._core import (
         AlignedBuffer,
+        BatchCounters,
         CacheSizes,
         CgroupLimits,
         CoreBatch,
@@ -18,11 +19,13 @@ try:
         CudaProbe,
         DecodeAttention,
         ExpertBank,
+        FileInfo,
         HostMemory,
         HugepagePool,
         HugepageState,
         NumaNode,
         PageKind,
+        PreparedTransfers,
         ProbeResult,
         RailSet,
         RailState,
@@ -56,6 +59,7 @@ except ImportError as error:
 
 __all__ = [
     "AlignedBuffer",
+    "BatchCounters",
     "CacheSizes",
     "CgroupLimits",
     "CoreBatch",
@@ -64,11 +68,13 @@ __all__ = [
     "CudaProbe",
     "DecodeAttention",
     "ExpertBank",
+    "FileInfo",
     "HostMemory",
     "HugepagePool",
     "HugepageState",
     "NumaNode",
     "PageKind",
+    "PreparedTransfers",
     "ProbeResult",
     "RailSet",
     "RailState",

@@ -520,8 +520,63 @@ class RailStatus:
     def bytes_moved(self) -> int: ...
 
     @property
+    def num_resent(self) -> int:
+        """Slices it had that went elsewhere."""
+
+    @property
+    def in_flight_bytes(self) -> int: ...
+
+    @property
     def bandwidth_bytes_per_s(self) -> float:
         """Learnt."""
+
+    @property
+    def latency_sum_s(self) -> float: ...
+
+    @property
+    def latency_buckets(self) -> list[tuple[float, int]]:
+        """
+        Slices by latency: (upper bound in seconds, count), rising, no empty ones.
+        """
+
+class FileInfo:
+    """A file that is open as a segment."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def is_direct(self) -> bool: ...
+
+    @property
+    def direct_refusal(self) -> str: ...
+
+class PreparedTransfers:
+    """Requests in native form; see tandem.transfer.PreparedBatch."""
+
+    def __len__(self) -> int: ...
+
+class BatchCounters:
+    """Batches of an engine since it was made."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_done(self) -> int: ...
+
+    @property
+    def num_failed(self) -> dict[str, int]:
+        """By error code."""
+
+    @property
+    def latency_sum_s(self) -> float: ...
+
+    @property
+    def latency_buckets(self) -> list[tuple[float, int]]: ...
 
 class CoreBatch:
     """A submitted batch; see tandem.transfer.Batch."""
@@ -543,7 +598,7 @@ class CoreBatch:
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool) -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto') -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
 
@@ -564,6 +619,29 @@ class TransferCore:
     def segment_epoch(self, segment: int) -> int: ...
 
     def submit(self, requests: Sequence[tuple[int, int, int, int, int, int]], deadline_s: float, transport: str | None) -> CoreBatch: ...
+
+    def prepare(self, requests: Sequence[tuple[int, int, int, int, int, int]], transport: str | None) -> PreparedTransfers: ...
+
+    def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float) -> CoreBatch: ...
+
+    def open_file(self, path: str, *, writable: bool, create_bytes: int, direct: bool) -> int: ...
+
+    def sync_file(self, segment: int) -> None: ...
+
+    def file_info(self, segment: int) -> FileInfo: ...
+
+    @property
+    def file_backend(self) -> tuple[str, str]:
+        """(io_uring or threads, why not io_uring); empty before the first file."""
+
+    def counters(self, segment: int | None) -> dict[tuple[str, str, str], int]:
+        """What moved to a segment, or (None) inside this process and to files."""
+
+    @property
+    def batch_counters(self) -> BatchCounters: ...
+
+    def use_round_robin(self, segment: int) -> None:
+        """Give slices to rails in turn, whatever their speed: a baseline."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 

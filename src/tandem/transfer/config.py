@@ -7,12 +7,14 @@ from msgspec import Meta
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["MIN_SECRET_BYTES", "TransferConfig", "TransportName"]
+__all__ = ["MIN_SECRET_BYTES", "PeerTransportName", "TransferConfig", "TransportName"]
 
 MIN_SECRET_BYTES = 16
 """A proof can be tried offline by whoever saw one, so the secret must not be guessable."""
 
-TransportName = Literal["local", "shm", "cma", "tcp"]
+PeerTransportName = Literal["local", "shm", "cma", "tcp"]
+"""The transports between processes, best first."""
+TransportName = Literal["local", "shm", "cma", "tcp", "file"]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +49,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     lanes: Annotated[int, Meta(ge=1, le=64, description="TCP connections per rail.")] = 1
     transports: Annotated[
-        tuple[TransportName, ...],
+        tuple[PeerTransportName, ...],
         Meta(description="Transports that may be used; the fastest that reaches is taken."),
     ] = ("local", "shm", "cma", "tcp")
     io_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that serve sockets.")] = 1
@@ -86,6 +88,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     socket_buffer_bytes: Annotated[
         int, Meta(ge=0, le=2**28, description="Socket buffers; 0 = tuned by the kernel.")
     ] = 0
+    file_backend: Annotated[
+        Literal["auto", "io_uring", "threads"],
+        Meta(description="How files are read and written; auto = io_uring where it is allowed."),
+    ] = "auto"
     checksum: Annotated[
         bool, Meta(description="CRC-32C of every slice on tcp; a damaged one is sent again.")
     ] = False
