@@ -104,7 +104,9 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
                        int spin_us, int lease_ms, int handshake_timeout_ms, int stall_ms,
                        uint64_t min_slice_bytes, uint64_t max_slice_bytes, size_t max_connections,
                        size_t max_notifications, int socket_buffer_bytes, bool checksum,
-                       const std::string& file_backend) {
+                       const std::string& file_backend,
+                       std::map<std::string, std::vector<double>> penalties, Strings quota_boards,
+                       double quota_weight) {
   EngineOptions options;
   options.server.name = name;
   options.server.secret = std::string(secret.c_str(), secret.size());
@@ -129,6 +131,9 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
   options.io_threads = io_threads;
   options.copy_threads = copy_threads;
   options.spin_ns = int64_t{spin_us} * 1'000;
+  options.penalties = std::move(penalties);
+  options.quota_boards = std::move(quota_boards);
+  options.quota_weight = quota_weight;
   options.file_backend = file_backend == "io_uring"  ? FileBackend::kIoUring
                          : file_backend == "threads" ? FileBackend::kThreads
                                                      : FileBackend::kAuto;
@@ -225,6 +230,7 @@ void bind_description(nb::module_& module) {
       .def_ro("num_resent", &RailStatus::num_resent, "Slices it had that went elsewhere.")
       .def_ro("in_flight_bytes", &RailStatus::in_flight_bytes)
       .def_ro("bandwidth_bytes_per_s", &RailStatus::bandwidth_bytes_per_s, "Learnt.")
+      .def_ro("predicted_s", &RailStatus::predicted_s, "Until what it has now would be moved.")
       .def_prop_ro("latency_sum_s", [](const RailStatus& self) { return self.latencies.sum_s(); })
       .def_prop_ro("latency_buckets",
                    [](const RailStatus& self) { return latency_buckets(self.latencies); },
@@ -289,7 +295,9 @@ void bind_transfer_engine(nb::module_& module) {
            "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,
            "io_threads"_a, "copy_threads"_a, "spin_us"_a, "lease_ms"_a, "handshake_timeout_ms"_a,
            "stall_ms"_a, "min_slice_bytes"_a, "max_slice_bytes"_a, "max_connections"_a,
-           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "file_backend"_a = "auto")
+           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "file_backend"_a = "auto",
+           "penalties"_a = std::map<std::string, std::vector<double>>(),
+           "quota_boards"_a = Strings(), "quota_weight"_a = 1.0)
       .def("register_host", [](TransferCore& core, const HostMemory& memory,
                                const std::string& name, const std::string& location,
                                bool remote_read, bool remote_write) {
@@ -352,6 +360,8 @@ void bind_transfer_engine(nb::module_& module) {
              return read_counters(run([&] { return core.engine->find_peer(*segment); })->counters());
            }, "segment"_a.none(), nb::sig(kCountersSig),
            "What moved to a segment, or (None) inside this process and to files.")
+      .def_prop_ro("quota_rates", [](TransferCore& core) { return core.engine->quota_rates(); },
+                   "Bytes per second that each NIC gives us now; infinity: not held.")
       .def_prop_ro("batch_counters",
                    [](TransferCore& core) { return core.engine->batch_counters(); })
       .def("use_round_robin", [](TransferCore& core, uint64_t segment) {

@@ -37,6 +37,7 @@ struct TransferItem {
   std::shared_ptr<Peer> peer;  // Neither this nor a file: the segment is our own.
   std::shared_ptr<File> file;
   TransferCounters* counters = nullptr;  // Of the peer, file or engine that moves it.
+  size_t location = 0;                   // Of the local memory, see PeerOptions::penalties.
   uint64_t offset = 0;
   uint64_t length = 0;
   std::atomic<uint64_t> bytes_done{0};

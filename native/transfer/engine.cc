@@ -21,6 +21,7 @@ struct LastPin {
   Op op = Op::kRead;
   uint8_t* data = nullptr;
   uint64_t length = 0;
+  size_t location = 0;
 };
 
 Status not_found(uint64_t segment) {
@@ -38,6 +39,14 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   const std::string epoch = random_bytes(sizeof options.server.epoch);
   std::copy(epoch.begin(), epoch.end(), reinterpret_cast<char*>(&options.server.epoch));
   options.server.epoch |= 1;  // 0 means any.
+  for (const std::string& board : options.quota_boards) {
+    Result<std::shared_ptr<NicQuota>> quota = NicQuota::join(board, options.quota_weight, own);
+    if (!quota.is_ok()) return quota.error();
+    options.peer.quotas.push_back(std::move(quota.value()));
+  }
+  options.peer.penalties.emplace_back();  // Location 0: unknown.
+  for (const auto& [location, penalties] : options.penalties)
+    options.peer.penalties.push_back(penalties);
   std::shared_ptr<Engine> engine(new Engine(std::move(options)));
   if (Status status = engine->start(); !status.is_ok()) {
     static_cast<void>(engine->close(0));
@@ -48,6 +57,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 
 Status Engine::start() {
   own_segment_ = make_local_mapping(&registry_);
+  for (const auto& [location, penalties] : options_.penalties)
+    locations_.emplace(location, locations_.size() + 1);
   std::vector<EventLoop*> loops;
   for (int i = 0; i < options_.io_threads; ++i) {
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::start(options_.spin_ns);
@@ -69,6 +80,10 @@ Status Engine::start() {
       Server::start(options_.server, &registry_, loops, [this](int64_t due) { schedule(due); });
   if (!server.is_ok()) return server.error();
   server_ = std::move(server.value());
+  link_watch_ = LinkWatch::start(
+      loops[0], [this](const std::vector<SocketAddress>& addresses, bool is_up) {
+        for (const auto& [segment, peer] : peers()) peer->on_link(addresses, is_up);
+      });
   try {
     timer_ = std::thread([this] { run_timer(); });
   } catch (const std::system_error& error) {
@@ -87,6 +102,7 @@ Engine::~Engine() {
     timer_changed_.notify_all();
   }
   if (timer_.joinable()) timer_.join();
+  if (link_watch_) link_watch_->stop();
   loops_.clear();  // Joins; no handler runs any more.
 }
 
@@ -235,6 +251,12 @@ std::map<uint64_t, std::shared_ptr<Peer>> Engine::peers() const {
   return peers_;
 }
 
+std::vector<double> Engine::quota_rates() const {
+  std::vector<double> rates;
+  for (const auto& quota : options_.peer.quotas) rates.push_back(quota->rate());
+  return rates;
+}
+
 std::pair<std::string, std::string> Engine::file_backend() const {
   const std::lock_guard lock(mutex_);
   if (!file_io_) return {};
@@ -336,7 +358,9 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
       if (entry.base != request.buffer)
         return Error{Code::kConfig, "transfer.submit", "local_offset is beyond the buffer",
                      "local_offset"};
-      last = {entry.base, request.op, entry.spec.data, entry.spec.length};
+      const auto location = locations_.find(entry.spec.location);
+      last = {entry.base, request.op, entry.spec.data, entry.spec.length,
+              location == locations_.end() ? 0 : location->second};
       batch->hold(std::move(pin.value()));
     }
     if (segment != request.segment) {
@@ -351,6 +375,7 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
                    "a file is reached by the transport 'file', and nothing else is", "transport"};
     item.op = request.op;
     item.local = last.data + request.local_offset;
+    item.location = last.location;
     item.peer = target.peer;
     item.file = target.file;
     item.counters = target.peer ? &target.peer->counters() : &counters_;

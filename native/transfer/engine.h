@@ -19,6 +19,7 @@
 #include "transfer/copier.h"
 #include "transfer/event_loop.h"
 #include "transfer/file_io.h"
+#include "transfer/link_watch.h"
 #include "transfer/peer.h"
 #include "transfer/registry.h"
 #include "transfer/server.h"
@@ -32,6 +33,11 @@ struct EngineOptions {
   int copy_threads = 1;
   int64_t spin_ns = 50'000;
   FileBackend file_backend = FileBackend::kAuto;
+  // P of the prediction by location of memory: of each local address.
+  std::map<std::string, std::vector<double>> penalties;
+  // Boards on which this process shares the NICs of its local addresses; empty: it does not.
+  std::vector<std::string> quota_boards;
+  double quota_weight = 1;
 };
 
 struct TransferRequest {
@@ -77,6 +83,8 @@ class Engine {
   Result<std::shared_ptr<File>> find_file(uint64_t segment);
   // The segments that are open, own one and files excluded.
   std::map<uint64_t, std::shared_ptr<Peer>> peers() const;
+  // Bytes per second that the NICs of the local addresses give us now; infinity: not held.
+  std::vector<double> quota_rates() const;
 
   // Errors: those of the first request that is wrong (bounds, rights, segment); nothing is moved
   // then. What goes wrong later is in the batch's status.
@@ -129,6 +137,8 @@ class Engine {
   std::vector<std::unique_ptr<EventLoop>> loops_;
   std::unique_ptr<Copier> copier_;
   std::shared_ptr<Server> server_;
+  std::shared_ptr<LinkWatch> link_watch_;
+  std::map<std::string, size_t> locations_;
 
   mutable std::mutex mutex_;
   bool is_closed_ = false;                                         // GUARDED_BY(mutex_)

@@ -61,10 +61,15 @@ void Peer::make_rails() {
       Rail& rail = rails_.emplace_back();
       rail.local = is_one_family ? local : SocketAddress{};
       rail.remote = remote;
+      const size_t nic = i % locals.size();
+      if (nic < options_.quotas.size()) rail.quota = options_.quotas[nic];
       PredictorOptions predictor;
       if (i < options_.bandwidths_bytes_per_s.size())
         predictor.bandwidth_bytes_per_s = options_.bandwidths_bytes_per_s[i] / options_.lanes;
-      rail_set_.add_rail(predictor);
+      const uint32_t index = rail_set_.add_rail(predictor);
+      for (size_t location = 1; location < options_.penalties.size(); ++location)
+        if (nic < options_.penalties[location].size())
+          rail_set_.set_penalty(index, location, options_.penalties[location][nic]);
     }
   }
 }
@@ -161,9 +166,36 @@ std::vector<RailStatus> Peer::rails() const {
     statuses.push_back({rail.local.size > 0 ? rail.local.text() : "", rail.remote.text(),
                         rail_set_.health(r).state(), rail.bytes_moved, rail.num_resent,
                         predictor.in_flight_bytes(), predictor.effective_bandwidth(),
-                        rail.latencies});
+                        predictor.predict_s(0), rail.latencies});
   }
   return statuses;
+}
+
+void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::kOpening && state_ != State::kOpen) return;
+    const auto is_on_it = [&](const SocketAddress& local) {
+      return local.size > 0 && std::any_of(addresses.begin(), addresses.end(),
+                                           [&](const auto& one) { return one.is_same_host(local); });
+    };
+    const Error down{Code::kPeerLost, "transfer.watch", "the network interface went down", ""};
+    if (control_ && !is_up && is_on_it(control_->local_address())) take_back(control_, down, work);
+    const int64_t now = now_ns();
+    for (uint32_t r = 0; r < rails_.size(); ++r) {
+      const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
+      const bool is_its = connection ? is_on_it(connection->local_address())
+                                     : is_on_it(rails_[r].local);
+      if (!is_its) continue;
+      // An attempt that began while the link was down may hang for long: it is begun anew.
+      if (connection && (!is_up || !connection->is_ready())) take_back(connection, down, work);
+      if (is_up) rail_set_.retry_now(r, now);
+    }
+    if (is_up && !control_) control_health_.retry_now(now);
+    work.due_ns = is_up ? now : next_due();
+  }
+  finish(std::move(work));
 }
 
 void Peer::use_round_robin() {

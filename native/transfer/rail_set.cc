@@ -13,7 +13,7 @@ constexpr double kMaxTravelNs = 50e6;
 }  // namespace
 
 uint32_t RailSet::add_rail(const PredictorOptions& options) {
-  rails_.push_back({RailPredictor(options), RailHealth(options_.health)});
+  rails_.emplace_back(RailPredictor(options), RailHealth(options_.health));
   return static_cast<uint32_t>(rails_.size() - 1);
 }
 
@@ -46,7 +46,7 @@ std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns) const {
   std::optional<uint32_t> idlest;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
-    if (!rail.health.may_carry() || rail.num_in_flight > 0) continue;
+    if (!rail.health.may_carry() || rail.num_in_flight > 0 || rail.held_until_ns > now_ns) continue;
     if (now_ns - rail.used_ns < options_.window_ns) continue;
     if (!idlest || rail.used_ns < rails_[*idlest].used_ns) idlest = r;
   }
@@ -61,41 +61,50 @@ uint32_t RailSet::find_next_in_turn() {
   return next_in_turn_;
 }
 
-std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total) {
+void RailSet::set_penalty(uint32_t index, size_t location, double penalty) {
+  Rail& rail = rails_[index];
+  if (rail.penalties.size() <= location) rail.penalties.resize(location + 1, rail.predictor.penalty());
+  rail.penalties[location] = penalty;
+}
+
+std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total,
+                                           size_t location) {
   assert(1 <= remaining && remaining <= total);
+  held_now_ns_ = now_ns;
   const uint64_t probe_bytes = std::min(remaining, options_.min_slice_bytes);
   double all_bandwidth = 0;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     Rail& rail = rails_[r];
     if (rail.health.is_probe_due(now_ns)) {
       rail.health.begin_probe();
-      return take(r, probe_bytes, now_ns);
+      return take(r, probe_bytes, location, now_ns);
     }
     if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
   }
   if (all_bandwidth == 0) return std::nullopt;
   if (++num_choices_ % options_.choices_per_probe == 0)
     if (const std::optional<uint32_t> idlest = find_idlest(now_ns))
-      return take(*idlest, probe_bytes, now_ns);
+      return take(*idlest, probe_bytes, location, now_ns);
 
   if (is_round_robin_) {
     const uint32_t r = find_next_in_turn();
-    return take(r, cut(rails_[r], remaining, total, all_bandwidth), now_ns);
+    return take(r, cut(rails_[r], remaining, total, all_bandwidth), location, now_ns);
   }
   std::optional<uint32_t> best;
   uint64_t best_bytes = 0;
   double best_s = std::numeric_limits<double>::infinity();
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
-    if (!rail.health.may_carry()) continue;
+    if (!rail.health.may_carry() || rail.held_until_ns > now_ns) continue;
     const uint64_t bytes = cut(rail, remaining, total, all_bandwidth);
-    const double predicted_s = rail.predictor.predict_s(bytes);
+    const double predicted_s = rail.predictor.predict_s(bytes, rail.penalty(location));
     if (predicted_s < best_s) {
       best = r;
       best_bytes = bytes;
       best_s = predicted_s;
     }
   }
+  if (!best) return std::nullopt;
   // The best rail is full: every other would end later than waiting for it.
   constexpr uint32_t kAlwaysInFlight = 2;
   const RailPredictor& predictor = rails_[*best].predictor;
@@ -105,14 +114,15 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   if (rails_[*best].num_in_flight >= kAlwaysInFlight &&
       queue_ns > static_cast<double>(options_.window_ns) + travel_ns)
     return std::nullopt;
-  return take(*best, best_bytes, now_ns);
+  return take(*best, best_bytes, location, now_ns);
 }
 
-SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
+SliceChoice RailSet::take(uint32_t index, uint64_t bytes, size_t location, int64_t now_ns) {
   Rail& rail = rails_[index];
   const uint64_t ticket = next_ticket_++;
-  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes), rail.predictor.predict_s(bytes),
-                      now_ns};
+  const double penalty = rail.penalty(location);
+  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes, penalty),
+                      rail.predictor.predict_s(bytes, penalty), now_ns};
   rail.predictor.reserve(bytes);
   // Silence counts from the moment there is something to say.
   if (rail.num_in_flight++ == 0) rail.progress_ns = now_ns;
@@ -134,7 +144,8 @@ RailSet::Ticket RailSet::end(uint64_t id) {
 void RailSet::complete(uint64_t id, int64_t now_ns) {
   const Ticket ticket = end(id);
   Rail& rail = rails_[ticket.rail];
-  rail.progress_ns = now_ns;
+  on_progress(ticket.rail, now_ns);
+  ++rail.num_completed;
   const double latency_s = static_cast<double>(now_ns - ticket.begin_ns) / kNsPerS;
   rail.predictor.observe(ticket.load_s, latency_s);
   const double slow_s = std::max(options_.slow_factor * ticket.predicted_s,
@@ -147,6 +158,15 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
     rail.health.on_slow(now_ns);
   else
     rail.health.on_success();
+}
+
+void RailSet::on_progress(uint32_t index, int64_t now_ns) {
+  Rail& rail = rails_[index];
+  if (now_ns <= rail.progress_ns) return;
+  const int64_t gap_ns = now_ns - rail.progress_ns;
+  constexpr int64_t kForget = 64;
+  rail.usual_gap_ns = std::max(gap_ns, rail.usual_gap_ns - (rail.usual_gap_ns - gap_ns) / kForget);
+  rail.progress_ns = now_ns;
 }
 
 void RailSet::fail(uint64_t id, int64_t now_ns) {
@@ -174,7 +194,13 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
   const Rail& rail = rails_[index];
   if (rail.num_in_flight == 0) return kNever;
   const double predicted_s = rail.predictor.predict_s(0);
-  const double limit_ns = std::max(static_cast<double>(options_.stall_floor_ns),
+  constexpr uint64_t kFew = 8;
+  const int64_t floor_ns = rail.num_completed < kFew
+                               ? options_.stall_floor_ns
+                               : std::min(options_.stall_floor_ns,
+                                          std::max(options_.known_stall_floor_ns,
+                                                   2 * rail.usual_gap_ns));
+  const double limit_ns = std::max(static_cast<double>(floor_ns),
                                    options_.slow_factor * predicted_s * kNsPerS);
   return rail.progress_ns + static_cast<int64_t>(limit_ns);
 }
@@ -186,6 +212,8 @@ int64_t RailSet::next_event_ns(bool has_waiting) const {
     if (has_waiting || health.state() == RailState::kClosed)
       next = std::min(next, health.due_ns());
     next = std::min(next, stall_due_ns(r));
+    if (has_waiting && rails_[r].held_until_ns > held_now_ns_)
+      next = std::min(next, rails_[r].held_until_ns);
   }
   return next;
 }

@@ -30,9 +30,11 @@ struct SprayOptions {
   // the floor, the noise of a shared machine looks the same.
   double slow_factor = 3.0;
   int64_t slow_floor_ns = 20'000'000;
-  // A rail with work and without progress for this long, and slow_factor times the prediction, is
-  // silent: its connection is to be closed.
+  // A rail with work and without progress for slow_factor times the prediction is silent: its
+  // connection is to be closed. Not before the first of these while few slices have told how fast
+  // it is, never before the second: below it, silence and a busy machine look the same.
   int64_t stall_floor_ns = 200'000'000;
+  int64_t known_stall_floor_ns = 20'000'000;
   // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
   uint64_t choices_per_probe = 128;
   HealthOptions health;
@@ -58,7 +60,13 @@ class RailSet {
 
   // A rail and a length in [1, remaining] for the next slice of a transfer of `total` bytes, or
   // nothing: wait for a completion or for next_event_ns. REQUIRES: 1 <= remaining <= total.
-  std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total);
+  // `location`: of the memory, see set_penalty.
+  std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total,
+                                    size_t location = 0);
+  // P of the formula for slices in the memory of this location (0: unknown, always the rail's own).
+  void set_penalty(uint32_t rail, size_t location, double penalty);
+  // No slice for this rail before that time: it has used its share of the NIC.
+  void hold(uint32_t rail, int64_t until_ns) { rails_[rail].held_until_ns = until_ns; }
 
   // From now on rails take slices in turn, whatever they carry: what the classic engines do, to be
   // compared with. Lengths and health rules stay.
@@ -66,9 +74,7 @@ class RailSet {
 
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
   // Bytes of this rail moved: it is not silent.
-  void on_progress(uint32_t rail, int64_t now_ns) {
-    rails_[rail].progress_ns = std::max(rails_[rail].progress_ns, now_ns);
-  }
+  void on_progress(uint32_t rail, int64_t now_ns);
   void complete(uint64_t ticket, int64_t now_ns);
   void fail(uint64_t ticket, int64_t now_ns);
   void forget(uint64_t ticket);
@@ -81,6 +87,7 @@ class RailSet {
   // The tickets that the rail held; they are gone and their slices must be given anew.
   std::vector<uint64_t> on_disconnect(uint32_t rail, int64_t now_ns);
   void terminate(uint32_t rail) { rails_[rail].health.terminate(); }
+  void retry_now(uint32_t rail, int64_t now_ns) { rails_[rail].health.retry_now(now_ns); }
 
   // Whether the rail holds work and has been silent for too long.
   bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
@@ -90,11 +97,22 @@ class RailSet {
 
  private:
   struct Rail {
+    Rail(RailPredictor of, RailHealth in) : predictor(std::move(of)), health(std::move(in)) {}
+
     RailPredictor predictor;
     RailHealth health;
     uint32_t num_in_flight = 0;
     int64_t used_ns = 0;
     int64_t progress_ns = 0;
+    int64_t held_until_ns = 0;
+    uint64_t num_completed = 0;
+    // Between two signs of progress, lately and at most: what is usual is no silence.
+    int64_t usual_gap_ns = 0;
+    std::vector<double> penalties;  // By location.
+
+    double penalty(size_t location) const {
+      return location < penalties.size() ? penalties[location] : predictor.penalty();
+    }
   };
   struct Ticket {
     uint32_t rail;
@@ -108,7 +126,7 @@ class RailSet {
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
   uint32_t find_next_in_turn();
   std::optional<uint32_t> find_idlest(int64_t now_ns) const;
-  SliceChoice take(uint32_t rail, uint64_t bytes, int64_t now_ns);
+  SliceChoice take(uint32_t rail, uint64_t bytes, size_t location, int64_t now_ns);
   Ticket end(uint64_t ticket);
 
   SprayOptions options_;
@@ -116,6 +134,7 @@ class RailSet {
   std::map<uint64_t, Ticket> tickets_;
   uint64_t next_ticket_ = 1;
   uint64_t num_choices_ = 0;
+  int64_t held_now_ns_ = 0;  // The last choice: holds that end later are still to come.
   bool is_round_robin_ = false;
   uint32_t next_in_turn_ = 0;
 };

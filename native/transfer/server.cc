@@ -340,10 +340,10 @@ Description Server::describe(const ServerConnection& connection) const {
     for (std::string& address : description.addresses) {
       Result<SocketAddress> parsed = parse_address(address);
       if (!parsed.is_ok() || !parsed.value().is_wildcard()) continue;
-      Result<SocketAddress> reached = parse_address(connection.local_address());
-      if (!reached.is_ok()) continue;
-      reached.value().set_port(parsed.value().port());
-      address = reached.value().text();
+      SocketAddress reached = connection.local_address();
+      if (reached.size == 0) continue;
+      reached.set_port(parsed.value().port());
+      address = reached.text();
     }
   }
   description.buffers = registry_->describe();

@@ -71,6 +71,15 @@ bool SocketAddress::is_wildcard() const {
   return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr == INADDR_ANY;
 }
 
+bool SocketAddress::is_same_host(const SocketAddress& other) const {
+  if (storage.ss_family != other.storage.ss_family) return false;
+  if (storage.ss_family == AF_INET6)
+    return IN6_ARE_ADDR_EQUAL(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
+                              &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr);
+  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
+         reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+}
+
 std::string SocketAddress::text() const {
   char host[NI_MAXHOST] = "?";
   getnameinfo(reinterpret_cast<const sockaddr*>(&storage), size, host, sizeof host, nullptr, 0,

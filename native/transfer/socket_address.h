@@ -17,6 +17,8 @@ struct SocketAddress {
   uint16_t port() const;
   void set_port(uint16_t port);
   bool is_wildcard() const;
+  // Whether both are of one interface: equal but for the port.
+  bool is_same_host(const SocketAddress& other) const;
   std::string text() const;
 };
 

@@ -50,7 +50,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lanes: Annotated[int, Meta(ge=1, le=64, description="TCP connections per rail.")] = 1
     transports: Annotated[
         tuple[PeerTransportName, ...],
-        Meta(description="Transports that may be used; the fastest that reaches is taken."),
+        Meta(description="Transports that may be used, best first; a later one takes over."),
     ] = ("local", "shm", "cma", "tcp")
     io_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that serve sockets.")] = 1
     copy_threads: Annotated[
@@ -71,7 +71,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1_000
     stall_ms: Annotated[
         int,
-        Meta(ge=10, le=60_000, description="A rail with work and without progress is left then."),
+        Meta(
+            ge=10,
+            le=60_000,
+            description="A rail of unknown speed with work and without progress is left then; a "
+            "known one after three times its prediction.",
+        ),
     ] = 200
     min_slice_bytes: Annotated[
         int, Meta(ge=4096, le=64 * 2**20, description="Shortest slice that a transfer is cut to.")

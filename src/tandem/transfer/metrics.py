@@ -1,7 +1,7 @@
 """Prometheus metrics of a transfer engine: per transport, rail and peer.
 
 Nothing is counted here: the native engine counts, ``TransferCollector`` reads when a page is
-scraped. ``TRANSFER_METRICS`` is the source of the table in ``docs/reference/transfer_metrics.md``, and a
+scraped. ``TRANSFER_METRICS`` is the source of ``docs/reference/transfer_metrics.md``, and a
 test compares the two. Needs ``prometheus_client`` (the ``serve`` extra).
 """
 
