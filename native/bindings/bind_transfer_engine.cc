@@ -290,6 +290,8 @@ void bind_batch(nb::module_& module) {
 void bind_transfer_engine(nb::module_& module) {
   bind_description(module);
   bind_batch(module);
+  module.def("list_interfaces", &list_interfaces,
+             "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
       .def(nb::new_(&make_core), nb::kw_only(), "name"_a, "secret"_a, "listen"_a, "advertise"_a,
            "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,

@@ -70,21 +70,29 @@ void RailSet::set_penalty(uint32_t index, size_t location, double penalty) {
 std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total,
                                            size_t location) {
   assert(1 <= remaining && remaining <= total);
-  held_now_ns_ = now_ns;
+  chosen_ns_ = now_ns;
   const uint64_t probe_bytes = std::min(remaining, options_.min_slice_bytes);
   double all_bandwidth = 0;
+  for (const Rail& rail : rails_)
+    if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
+  // A probe that ends after everything else would be the tail of the transfer.
+  const double rest_s = all_bandwidth == 0 ? std::numeric_limits<double>::infinity()
+                                           : static_cast<double>(remaining) / all_bandwidth;
+  const auto is_cheap = [&](const Rail& rail) {
+    return rail.predictor.predict_s(probe_bytes) <= rest_s;
+  };
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     Rail& rail = rails_[r];
-    if (rail.health.is_probe_due(now_ns)) {
-      rail.health.begin_probe();
-      return take(r, probe_bytes, location, now_ns);
-    }
-    if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
+    if (!rail.health.is_probe_due(now_ns)) continue;
+    if (!is_cheap(rail) && now_ns - rail.health.due_ns() < options_.probe_anyway_ns) continue;
+    rail.health.begin_probe();
+    return take(r, probe_bytes, location, now_ns);
   }
   if (all_bandwidth == 0) return std::nullopt;
-  if (++num_choices_ % options_.choices_per_probe == 0)
-    if (const std::optional<uint32_t> idlest = find_idlest(now_ns))
-      return take(*idlest, probe_bytes, location, now_ns);
+  if (++num_choices_ % options_.choices_per_probe == 0) {
+    const std::optional<uint32_t> idlest = find_idlest(now_ns);
+    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, location, now_ns);
+  }
 
   if (is_round_robin_) {
     const uint32_t r = find_next_in_turn();
@@ -154,7 +162,7 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
   bool has_other = false;
   for (uint32_t r = 0; r < rails_.size(); ++r)
     has_other |= r != ticket.rail && rails_[r].health.may_carry();
-  if (latency_s > slow_s && has_other)
+  if (latency_s > slow_s && has_other && !is_round_robin_)
     rail.health.on_slow(now_ns);
   else
     rail.health.on_success();
@@ -209,10 +217,15 @@ int64_t RailSet::next_event_ns(bool has_waiting) const {
   int64_t next = kNever;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const RailHealth& health = rails_[r].health;
-    if (has_waiting || health.state() == RailState::kClosed)
-      next = std::min(next, health.due_ns());
+    if (has_waiting || health.state() == RailState::kClosed) {
+      int64_t due = health.due_ns();
+      // A probe that was put off, for being dear, is looked at again when it is taken anyway.
+      if (health.state() == RailState::kPaused && due <= chosen_ns_)
+        due += options_.probe_anyway_ns;
+      next = std::min(next, due);
+    }
     next = std::min(next, stall_due_ns(r));
-    if (has_waiting && rails_[r].held_until_ns > held_now_ns_)
+    if (has_waiting && rails_[r].held_until_ns > chosen_ns_)
       next = std::min(next, rails_[r].held_until_ns);
   }
   return next;

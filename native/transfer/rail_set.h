@@ -37,6 +37,8 @@ struct SprayOptions {
   int64_t known_stall_floor_ns = 20'000'000;
   // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
   uint64_t choices_per_probe = 128;
+  // A probe that would end after the rest of the transfer waits for a longer one, at most so long.
+  int64_t probe_anyway_ns = 1'000'000'000;
   HealthOptions health;
 };
 
@@ -68,8 +70,8 @@ class RailSet {
   // No slice for this rail before that time: it has used its share of the NIC.
   void hold(uint32_t rail, int64_t until_ns) { rails_[rail].held_until_ns = until_ns; }
 
-  // From now on rails take slices in turn, whatever they carry: what the classic engines do, to be
-  // compared with. Lengths and health rules stay.
+  // From now on rails take slices in turn, whatever they carry and however slow they are: what the
+  // classic engines do, to be compared with. Lengths stay, and errors still bar a rail.
   void use_round_robin() { is_round_robin_ = true; }
 
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
@@ -134,7 +136,7 @@ class RailSet {
   std::map<uint64_t, Ticket> tickets_;
   uint64_t next_ticket_ = 1;
   uint64_t num_choices_ = 0;
-  int64_t held_now_ns_ = 0;  // The last choice: holds that end later are still to come.
+  int64_t chosen_ns_ = 0;  // When it was chosen last: what was due then was considered.
   bool is_round_robin_ = false;
   uint32_t next_in_turn_ = 0;
 };

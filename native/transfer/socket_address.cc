@@ -1,6 +1,7 @@
 #include "transfer/socket_address.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -148,6 +149,26 @@ SocketAddress local_address_of(int fd) {
   address.size = sizeof address.storage;
   getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size);
   return address;
+}
+
+std::vector<std::pair<std::string, std::string>> list_interfaces() {
+  std::vector<std::pair<std::string, std::string>> found;
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return found;
+  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr) continue;
+    const int family = one->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    char host[NI_MAXHOST];
+    const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    if (getnameinfo(one->ifa_addr, size, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
+      continue;
+    const std::string text(host);
+    // A link-local address carries its interface: fe80::1%eth0.
+    found.emplace_back(one->ifa_name, text.substr(0, text.find('%')));
+  }
+  freeifaddrs(all);
+  return found;
 }
 
 }  // namespace tandem::transfer

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/status.h"
 
@@ -32,6 +34,8 @@ Result<int> listen_on(const SocketAddress& address);
 // Begins to connect; the socket is writable once that has ended. `local` may be empty.
 // Errors: kPeerLost (refused at once), kConfig (the local address is none of ours).
 Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local);
+// Name and address (without a port) of each interface that has one.
+std::vector<std::pair<std::string, std::string>> list_interfaces();
 void tune_stream(int fd, int buffer_bytes);
 SocketAddress local_address_of(int fd);
 

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -52,6 +51,19 @@ def sink():
     while True:
         threading.Thread(target=drain, args=(listener.accept()[0],), daemon=True).start()
 threading.Thread(target=sink, daemon=True).start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+LOADER = """
+import socket, sys, threading
+def fill(host):
+    with socket.create_connection((host, 7001), timeout=30) as stream:
+        stream.sendall((1 << 40).to_bytes(8, "little"))
+        while True:
+            stream.sendall(bytes(1 << 16))
+for host in sys.argv[1:] * 4:
+    threading.Thread(target=fill, args=(host,), daemon=True).start()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -132,19 +144,22 @@ class TwoHosts:
             server.kill()
             server.wait(10)
 
-    def load(self, index: int, stop: threading.Event) -> threading.Thread:
-        """Fill a link with another's bytes until told to stop."""
-
-        def fill() -> None:
-            data = bytes(1 << 16)
-            with socket.create_connection((self.theirs[index], PLAIN_PORT), timeout=30) as plain:
-                plain.sendall((1 << 40).to_bytes(8, "little"))
-                while not stop.is_set():
-                    plain.sendall(data)
-
-        thread = threading.Thread(target=fill, daemon=True)
-        thread.start()
-        return thread
+    @contextlib.contextmanager
+    def load(self, *indexes: int) -> Iterator[None]:
+        """Another process fills these links, with four plain streams each."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOADER, *(self.theirs[index] for index in indexes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == "ready"
+            yield
+        finally:
+            process.kill()
+            process.communicate(timeout=10)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 from typing import Annotated
 
@@ -398,8 +398,17 @@ class RailSet:
     def add_rail(self, bandwidth_bytes_per_s: float, penalty: float = 1.0) -> int:
         """Add a rail, closed until on_connect; returns its index."""
 
-    def choose(self, now_ns: int, remaining: int, total: int) -> SliceChoice | None:
+    def choose(self, now_ns: int, remaining: int, total: int, location: int = 0) -> SliceChoice | None:
         """Give the next slice of a transfer to a rail, or None: wait."""
+
+    def set_penalty(self, rail: int, location: int, penalty: float) -> None:
+        """P of the prediction for memory there."""
+
+    def hold(self, rail: int, until_ns: int) -> None:
+        """No slice for this rail before then."""
+
+    def use_round_robin(self) -> None:
+        """A baseline: rails in turn."""
 
     def complete(self, ticket: int, now_ns: int) -> None: ...
 
@@ -531,6 +540,10 @@ class RailStatus:
         """Learnt."""
 
     @property
+    def predicted_s(self) -> float:
+        """Until what it has now would be moved."""
+
+    @property
     def latency_sum_s(self) -> float: ...
 
     @property
@@ -595,10 +608,13 @@ class CoreBatch:
 
     def completion_fd(self) -> int: ...
 
+def list_interfaces() -> list[tuple[str, str]]:
+    """Name and address of each network interface that has one."""
+
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto') -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
 
@@ -636,6 +652,10 @@ class TransferCore:
 
     def counters(self, segment: int | None) -> dict[tuple[str, str, str], int]:
         """What moved to a segment, or (None) inside this process and to files."""
+
+    @property
+    def quota_rates(self) -> list[float]:
+        """Bytes per second that each NIC gives us now; infinity: not held."""
 
     @property
     def batch_counters(self) -> BatchCounters: ...

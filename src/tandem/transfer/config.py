@@ -45,8 +45,18 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     rail_gbps: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...],
-        Meta(description="Nominal speed of each rail, Gbit/s; empty = 10, then learnt."),
+        Meta(description="Nominal speed of each rail, Gbit/s; empty = the NIC's; then learnt."),
     ] = ()
+    topology_file: Annotated[
+        str, Meta(description="JSON of Topology.to_json, used instead of looking; empty = look.")
+    ] = ""
+    nic_weight: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Share the NICs of local_addresses with other processes of this user that "
+            "set a weight, by weight; unset = take what TCP gives."
+        ),
+    ] = None
     lanes: Annotated[int, Meta(ge=1, le=64, description="TCP connections per rail.")] = 1
     transports: Annotated[
         tuple[PeerTransportName, ...],

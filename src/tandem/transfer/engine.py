@@ -25,6 +25,7 @@ from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFou
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
 from tandem.transfer.config import TransferConfig, TransportName
+from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = ["Notification", "TransferEngine"]
@@ -62,13 +63,16 @@ class TransferEngine:
         self.name = config.name or f"{socket.gethostname()[:150]}:{os.getpid()}"
         has_secret = config.secret is not None
         secret = config.secret.encode() if config.secret is not None else os.urandom(32)
+        self.topology = load_topology(config)
+        """Of this host, or as ``topology_file`` has it."""
+        nics = plan_nics(config, self.topology)
         self.core = TransferCore(
             name=self.name,
             secret=secret,
             listen=list(config.listen) if has_secret else [],
             advertise=list(config.advertise),
             local_addresses=list(config.local_addresses),
-            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in config.rail_gbps],
+            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in nics.rail_gbps],
             lanes=config.lanes,
             transports=list(config.transports),
             io_threads=config.io_threads,
@@ -84,6 +88,9 @@ class TransferEngine:
             socket_buffer_bytes=config.socket_buffer_bytes,
             checksum=config.checksum,
             file_backend=config.file_backend,
+            penalties=nics.penalties,
+            quota_boards=nics.quota_boards,
+            quota_weight=1.0 if config.nic_weight is None else config.nic_weight,
         )
         self._held: dict[int, HostMemory | SharedArray] = {}
         # Address by id; empty for a file.
@@ -302,6 +309,11 @@ class TransferEngine:
     def notifications(self, deadline_s: float = 0.0) -> list[Notification]:
         """Take what peers have sent, in order per peer; waits for something until the deadline."""
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
+
+    @property
+    def quota_rates(self) -> list[float]:
+        """Bytes per second that each NIC gives this process now; infinity = it is not held."""
+        return self.core.quota_rates
 
     def bytes_copied(self, transport: TransportName) -> int:
         """Bytes that local, shm or cma have copied so far."""
