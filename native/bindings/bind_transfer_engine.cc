@@ -366,6 +366,18 @@ void bind_transfer_engine(nb::module_& module) {
                    "Bytes per second that each NIC gives us now; infinity: not held.")
       .def_prop_ro("batch_counters",
                    [](TransferCore& core) { return core.engine->batch_counters(); })
+      .def("set_faults", [](TransferCore& core, const std::string& transport, uint64_t seed,
+                            double drop, double corrupt, double duplicate, double delay,
+                            double delay_s, bool is_dead) {
+             const FaultRates rates{drop, corrupt, duplicate, delay,
+                                    static_cast<int64_t>(delay_s * 1e9), is_dead};
+             core.engine->set_faults(kind_of(transport),
+                                     std::make_shared<FaultPlan>(seed, rates));
+           }, "transport"_a, nb::kw_only(), "seed"_a, "drop"_a, "corrupt"_a, "duplicate"_a,
+           "delay"_a, "delay_s"_a, "is_dead"_a)
+      .def("clear_faults", [](TransferCore& core, const std::string& transport) {
+             core.engine->set_faults(kind_of(transport), nullptr);
+           }, "transport"_a)
       .def("use_round_robin", [](TransferCore& core, uint64_t segment) {
              run([&] { return core.engine->find_peer(segment); })->use_round_robin();
            }, "segment"_a, "Give slices to rails in turn, whatever their speed: a baseline.")

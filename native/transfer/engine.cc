@@ -174,7 +174,7 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
       [this](int64_t due) { schedule(due); },
       [this](const std::shared_ptr<Batch>& batch, Error error) { abort(batch, std::move(error)); },
       [this](Piece piece, std::shared_ptr<Mapping> mapping) {
-        copier_->submit(std::move(piece), std::move(mapping));
+        copy(std::move(piece), std::move(mapping));
       }};
   auto peer = std::make_shared<Peer>(options_.peer, address.value(), std::move(loops), owner);
   uint64_t segment;
@@ -229,7 +229,11 @@ Result<uint64_t> Engine::open_file(const FileOptions& options) {
   if (!file_io_) {
     Result<std::unique_ptr<FileIo>> io =
         FileIo::start(options_.file_backend, [this](const std::shared_ptr<Batch>& batch,
-                                                    Error error) { abort(batch, std::move(error)); });
+                                                    Error error) { abort(batch, std::move(error)); },
+                      [this] {
+                        const std::shared_ptr<FaultPlan> plan = faults(TransportKind::kFile);
+                        return plan && plan->next() != Fault::kNone;
+                      });
     if (!io.is_ok()) return io.error();
     file_io_ = std::move(io.value());
   }
@@ -249,6 +253,28 @@ Result<std::shared_ptr<File>> Engine::find_file(uint64_t segment) {
 std::map<uint64_t, std::shared_ptr<Peer>> Engine::peers() const {
   const std::lock_guard lock(mutex_);
   return peers_;
+}
+
+void Engine::set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan) {
+  const std::lock_guard lock(mutex_);
+  if (plan)
+    faults_[kind] = std::move(plan);
+  else
+    faults_.erase(kind);
+  has_faults_.store(!faults_.empty());
+}
+
+std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
+  if (!has_faults_.load(std::memory_order_relaxed)) return nullptr;
+  const std::lock_guard lock(mutex_);
+  const auto found = faults_.find(kind);
+  return found == faults_.end() ? nullptr : found->second;
+}
+
+void Engine::copy(Piece piece, std::shared_ptr<Mapping> mapping) {
+  if (std::shared_ptr<FaultPlan> plan = faults(mapping->kind()))
+    mapping = make_faulty_mapping(std::move(mapping), std::move(plan));
+  copier_->submit(std::move(piece), std::move(mapping));
 }
 
 std::vector<double> Engine::quota_rates() const {
@@ -433,7 +459,7 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
   batch->start();
   for (auto& [peer, pieces] : by_peer) peer->submit(std::move(pieces));
   for (Piece& piece : to_files) file_io_->submit(std::move(piece));
-  for (Piece& piece : inside) copier_->submit(std::move(piece), own_segment_);
+  for (Piece& piece : inside) copy(std::move(piece), own_segment_);
   return batch;
 }
 

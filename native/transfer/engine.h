@@ -18,6 +18,7 @@
 #include "transfer/batch.h"
 #include "transfer/copier.h"
 #include "transfer/event_loop.h"
+#include "transfer/fault_plan.h"
 #include "transfer/file_io.h"
 #include "transfer/link_watch.h"
 #include "transfer/peer.h"
@@ -106,6 +107,8 @@ class Engine {
   // What moved inside this process and to files.
   TransferCounters& counters() { return counters_; }
   BatchCounters batch_counters() const;
+  // From now on what local, shm, cma or file move goes wrong as planned; none: no more.
+  void set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
   // "io_uring" or "threads", and why not the former; empty before the first file.
   std::pair<std::string, std::string> file_backend() const;
 
@@ -126,6 +129,8 @@ class Engine {
   void schedule(int64_t due_ns);
   void run_timer();
   int64_t tick(int64_t now_ns);
+  std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
+  void copy(Piece piece, std::shared_ptr<Mapping> mapping);
 
   const EngineOptions options_;
   TransferCounters counters_;
@@ -144,6 +149,8 @@ class Engine {
   bool is_closed_ = false;                                         // GUARDED_BY(mutex_)
   std::map<uint64_t, std::shared_ptr<Peer>> peers_;                // GUARDED_BY(mutex_)
   std::map<uint64_t, std::shared_ptr<File>> files_;                // GUARDED_BY(mutex_)
+  std::atomic<bool> has_faults_{false};
+  std::map<TransportKind, std::shared_ptr<FaultPlan>> faults_;     // GUARDED_BY(mutex_)
   std::unique_ptr<FileIo> file_io_;  // Made with the first file; written under mutex_.
   uint64_t next_segment_ = 1;                                      // GUARDED_BY(mutex_)
   std::multimap<int64_t, std::shared_ptr<Batch>> watched_;         // GUARDED_BY(mutex_)

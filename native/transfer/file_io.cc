@@ -19,8 +19,9 @@ constexpr int kNumThreads = 4;
 
 }  // namespace
 
-Result<std::unique_ptr<FileIo>> FileIo::start(FileBackend backend, OnFailure on_failure) {
-  std::unique_ptr<FileIo> io(new FileIo(std::move(on_failure)));
+Result<std::unique_ptr<FileIo>> FileIo::start(FileBackend backend, OnFailure on_failure,
+                                              std::function<bool()> has_fault) {
+  std::unique_ptr<FileIo> io(new FileIo(std::move(on_failure), std::move(has_fault)));
   if (backend != FileBackend::kThreads) {
     Result<std::unique_ptr<IoRing>> ring = IoRing::create(kRingDepth);
     if (ring.is_ok())
@@ -130,6 +131,7 @@ bool FileIo::advance(Part& part, int64_t result) {
   Piece& piece = part.piece;
   File& file = *piece.transfer().file;
   const bool is_open = piece.batch->is_open();
+  if (has_fault_()) result = -EIO;
   if (is_open && (result == -EINTR || result == -EAGAIN)) return false;
   if (is_open && result == -EINVAL && file.is_direct()) {
     file.stop_direct();

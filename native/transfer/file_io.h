@@ -32,7 +32,9 @@ class FileIo {
   using OnFailure = std::function<void(const std::shared_ptr<Batch>&, Error)>;
 
   // Errors: kUnsupported (kIoUring, and the kernel refuses), kCapacity (threads).
-  static Result<std::unique_ptr<FileIo>> start(FileBackend backend, OnFailure on_failure);
+  // `has_fault`: whether this part is to fail, for tests.
+  static Result<std::unique_ptr<FileIo>> start(FileBackend backend, OnFailure on_failure,
+                                               std::function<bool()> has_fault);
   // REQUIRES: every batch has ended.
   ~FileIo();
 
@@ -50,7 +52,8 @@ class FileIo {
     iovec iov{};
   };
 
-  explicit FileIo(OnFailure on_failure) : on_failure_(std::move(on_failure)) {}
+  FileIo(OnFailure on_failure, std::function<bool()> has_fault)
+      : on_failure_(std::move(on_failure)), has_fault_(std::move(has_fault)) {}
   bool take(std::unique_lock<std::mutex>& lock, Part* part);
   // Some bytes moved, or an error; true if the part has ended and is not to be continued.
   bool advance(Part& part, int64_t result);
@@ -60,6 +63,7 @@ class FileIo {
   void run_ring();
 
   const OnFailure on_failure_;
+  const std::function<bool()> has_fault_;
   std::unique_ptr<IoRing> ring_;
   std::string ring_refusal_;
   std::mutex mutex_;

@@ -660,6 +660,10 @@ class TransferCore:
     @property
     def batch_counters(self) -> BatchCounters: ...
 
+    def set_faults(self, transport: str, *, seed: int, drop: float, corrupt: float, duplicate: float, delay: float, delay_s: float, is_dead: bool) -> None: ...
+
+    def clear_faults(self, transport: str) -> None: ...
+
     def use_round_robin(self, segment: int) -> None:
         """Give slices to rails in turn, whatever their speed: a baseline."""
 
