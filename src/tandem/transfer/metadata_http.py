@@ -235,8 +235,8 @@ class HttpMetadata:
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         with self._lock:
-            # A connection that was kept may have been closed for its idleness; then once more, which
-            # is right since all calls may be repeated.
+            # A connection that was kept may have been closed for its idleness: then once more. All
+            # calls may be repeated.
             was_open = self._connection.sock is not None
             try:
                 status, content = self._exchange(method, path, body)
