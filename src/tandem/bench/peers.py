@@ -1,0 +1,135 @@
+"""Rivals that are not dependencies: installed on request into a venv each, driven over pipes.
+
+A peer is a script beside this module that imports nothing of ours. It reads one JSON object a line,
+``{"call": NAME, ...}``, and answers with one line, ``{"result": ...}`` or ``{"error": TEXT}``.
+What its libraries print goes to standard error and into a log in its venv's folder.
+"""
+
+import contextlib
+import json
+import selectors
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["PeerProcess", "install_peer"]
+
+ROOT = Path("~/.cache/tandem/peers")
+INSTALL_TIMEOUT_S = 3600.0
+"""Some build from source: llama.cpp takes ten minutes on two cores."""
+CLOSE_TIMEOUT_S = 10.0
+
+
+def install_peer(name: str, requirements: Sequence[str]) -> Path:
+    """Return the interpreter of a venv that has the requirements; made once.
+
+    Raises: UnsupportedError (pip failed; the text has its last lines).
+    """
+    identity = sha256("\n".join([sys.version, *requirements]).encode()).hexdigest()[:12]
+    folder = ROOT.expanduser() / f"{name}-{identity}"
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    if stamp.exists():
+        return python
+    sys.stderr.write(f"installing {name} into {folder}: {' '.join(requirements)}\n")
+    venv.create(folder, with_pip=True, clear=True)
+    command = [python, "-m", "pip", "install", "--quiet", *requirements]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+    )
+    if result.returncode != 0:
+        tail = "\n".join(result.stderr.splitlines()[-5:])
+        raise UnsupportedError("bench.install_peer", f"{name} cannot be installed: {tail}")
+    stamp.touch()
+    return python
+
+
+class PeerProcess:
+    """A peer's script in its venv. Use as a context manager, or ``close`` it.
+
+    Args:
+        python: of its venv.
+        script: beside this module.
+        environment: of the process; None = ours.
+    """
+
+    def __init__(
+        self, python: Path, script: str, *, environment: dict[str, str] | None = None
+    ) -> None:
+        path = Path(__file__).parent / script
+        self._name = script
+        self._log = (python.parents[1] / "log.txt").open("ab")
+        self._process = subprocess.Popen(
+            [python, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+        )
+        self._pending = b""
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, name: str, *, timeout_s: float = 600.0, **arguments: object) -> Any:
+        """Return the result of one call.
+
+        Raises: UnsupportedError (the peer's own error); PeerLostError (it ended); DeadlineError.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"call": name, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._report_end(name) from error
+        answer = json.loads(self._read_line(name, timeout_s))
+        if "error" in answer:
+            raise UnsupportedError("bench.call_peer", f"{self._name} {name}: {answer['error']}")
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        self._log.close()
+
+    def _read_line(self, name: str, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._pending:
+                if not selector.select(timeout_s):
+                    what = f"{self._name} {name}: no answer in {timeout_s:.0f} s"
+                    raise DeadlineError("bench.call_peer", what)
+                data = self._process.stdout.read1()  # type: ignore[attr-defined]
+                if not data:
+                    raise self._report_end(name)
+                self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+    def _report_end(self, name: str) -> PeerLostError:
+        code = self._process.wait(CLOSE_TIMEOUT_S)
+        return PeerLostError(
+            "bench.call_peer", f"{self._name} ended with {code} in {name}: see {self._log.name}"
+        )
