@@ -20,7 +20,7 @@
 namespace tandem::transfer {
 namespace {
 
-int64_t in_seconds(int64_t seconds) { return now_ns() + seconds * 1'000'000'000; }
+int64_t deadline_in(int64_t seconds) { return now_ns() + seconds * 1'000'000'000; }
 
 // A folder that goes away with what is in it.
 class Folder {
@@ -72,17 +72,17 @@ void hammer(FileBackend backend) {
         const uint64_t segment = file.value();
         auto batch = engine->submit({{op, buffer, at, segment, at, kBytes - at},
                                      {op, buffer, 0, segment, 0, at / 2}},
-                                    in_seconds(20), TransportKind::kFile);
+                                    deadline_in(20), TransportKind::kFile);
         if (!batch.is_ok()) {
           ++num_wrong;
           continue;
         }
         if (random() % 3 == 0)
           engine->cancel(batch.value());
-        else if (!engine->wait(batch.value(), in_seconds(20)).is_ok())
+        else if (!engine->wait(batch.value(), deadline_in(20)).is_ok())
           ++num_wrong;
         const std::vector<uint8_t> seen = bytes;
-        if (!engine->unregister(buffer, in_seconds(20)).is_ok()) ++num_wrong;
+        if (!engine->unregister(buffer, deadline_in(20)).is_ok()) ++num_wrong;
         num_wrong += bytes != seen;
       }
     });
@@ -94,10 +94,10 @@ void hammer(FileBackend backend) {
   const uint64_t buffer = engine->register_buffer({bytes.data(), bytes.size(), ""}).value();
   std::vector<std::shared_ptr<Batch>> batches;
   for (int i = 0; i < 4; ++i)
-    batches.push_back(engine->submit({{Op::kRead, buffer, 0, file.value(), 0, kBytes}},
-                                     in_seconds(20), std::nullopt)
+    batches.push_back(engine->submit({{Op::kWrite, buffer, 0, file.value(), 0, kBytes}},
+                                     deadline_in(20), std::nullopt)
                           .value());
-  CHECK(engine->close(in_seconds(20)).is_ok());
+  CHECK(engine->close(deadline_in(20)).is_ok());
   for (const auto& batch : batches) CHECK(batch->is_finished());
 }
 
@@ -118,16 +118,16 @@ TEST(a_failing_file_ends_its_batches_once) {
                        std::make_shared<FaultPlan>(3, FaultRates{.drop = 0.5}));
     for (int i = 0; i < 20; ++i) {
       const auto batch =
-          engine->submit({{Op::kRead, buffer, 0, file, 0, kBytes}}, in_seconds(20), std::nullopt)
+          engine->submit({{Op::kRead, buffer, 0, file, 0, kBytes}}, deadline_in(20), std::nullopt)
               .value();
-      const Status status = engine->wait(batch, in_seconds(20));
+      const Status status = engine->wait(batch, deadline_in(20));
       CHECK(status.is_ok() || status.error().code == Code::kInternal);
     }
     engine->set_faults(TransportKind::kFile, nullptr);
     const auto batch =
-        engine->submit({{Op::kRead, buffer, 0, file, 0, kBytes}}, in_seconds(20), std::nullopt)
+        engine->submit({{Op::kRead, buffer, 0, file, 0, kBytes}}, deadline_in(20), std::nullopt)
             .value();
-    CHECK(engine->wait(batch, in_seconds(20)).is_ok());
+    CHECK(engine->wait(batch, deadline_in(20)).is_ok());
   }
 }
 

@@ -23,11 +23,11 @@ constexpr uint64_t kMagic = 0x31'41'54'4F'55'51'44'54;  // "TDQUOTA1"
 constexpr size_t kNumSlots = 64;
 // An owner that has not written for so long (stopped, suspended) has no claim.
 constexpr int64_t kStaleNs = 500'000'000;
-// The part of the last sample in the smoothed rate: a time constant of 100 ms.
-constexpr double kSmooth = 0.2;
-// How much more than lately moved is handed out, so that unused capacity is found: 1.03 every 20 ms
-// is a factor of four in a second.
-constexpr double kGrowth = 1.03;
+// The part of the last sample in the smoothed rate: a time constant of 60 ms.
+constexpr double kSmooth = 0.35;
+// How much more than lately moved is handed out, so that unused capacity is found: 1.04 every 60 ms
+// is a factor of two in a second. A share is off by as much.
+constexpr double kGrowth = 1.04;
 // After a pause no more than this is caught up.
 constexpr int64_t kBurstNs = 5'000'000;
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
@@ -172,9 +172,12 @@ int64_t NicQuota::spend(uint64_t bytes, int64_t now_ns) {
 void NicQuota::refresh(int64_t now_ns) {
   const int64_t elapsed_ns = now_ns - refreshed_ns_;
   if (elapsed_ns < kRefreshNs) return;
-  const bool is_resumed = elapsed_ns > 10 * kRefreshNs;
   const double sample = static_cast<double>(moved_bytes_) / static_cast<double>(elapsed_ns) * 1e9;
-  moved_per_s_ = is_resumed ? sample : moved_per_s_ + kSmooth * (sample - moved_per_s_);
+  // After a pause there is no rate to speak of: one period without a limit tells it.
+  const bool is_resumed = elapsed_ns > 10 * kRefreshNs;
+  moved_per_s_ = is_fresh_ ? sample : moved_per_s_ + kSmooth * (sample - moved_per_s_);
+  if (is_resumed) moved_per_s_ = 0;
+  is_fresh_ = is_resumed;
   moved_bytes_ = 0;
   refreshed_ns_ = now_ns;
   const bool has_backlog = now_ns - backlog_ns_ < 2 * kRefreshNs;
@@ -200,7 +203,7 @@ void NicQuota::refresh(int64_t now_ns) {
     claims.push_back({weight, demand});
     total += moved;
   }
-  if (claims.size() == 1) {
+  if (claims.size() == 1 || is_fresh_) {
     rate_ = kUnlimited;
     return;
   }

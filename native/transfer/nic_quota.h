@@ -61,6 +61,7 @@ class NicQuota {
   int64_t backlog_ns_ = 0;
   uint64_t moved_bytes_ = 0;       // Since the last refresh.
   double moved_per_s_ = 0;         // Smoothed.
+  bool is_fresh_ = true;           // It began, or began again, a period ago.
   double rate_ = 0;
   int64_t next_ns_ = 0;            // When what was spent is paid for at that rate.
 };

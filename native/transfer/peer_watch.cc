@@ -52,20 +52,33 @@ void Peer::make_rails() {
       locals.push_back(address.value());
   if (locals.empty()) locals.push_back({});
   const size_t num_pairs = std::max(remotes.size(), locals.size());
+  // As many here as there: the first with the first, as the user listed them. Else each of the longer
+  // list goes with the nearest of the shorter one, in turn where several are as near.
+  const auto partner = [&](const std::vector<SocketAddress>& from, size_t i,
+                           const std::vector<SocketAddress>& to) {
+    if (to.size() == num_pairs) return i;
+    size_t best = i % to.size();
+    for (size_t k = 0; k < to.size(); ++k)
+      if (from[i].common_bits(to[k]) > from[i].common_bits(to[best])) best = k;
+    return best;
+  };
   for (size_t i = 0; i < num_pairs; ++i) {
+    const size_t nic = partner(remotes, i, locals);
     for (int lane = 0; lane < options_.lanes; ++lane) {
-      const SocketAddress& local = locals[i % locals.size()];
-      const SocketAddress& remote = remotes[i % remotes.size()];
+      const SocketAddress& local = locals[nic];
+      const SocketAddress& remote = remotes[partner(locals, i, remotes)];
       const bool is_one_family =
           local.size == 0 || local.storage.ss_family == remote.storage.ss_family;
       Rail& rail = rails_.emplace_back();
       rail.local = is_one_family ? local : SocketAddress{};
       rail.remote = remote;
-      const size_t nic = i % locals.size();
       if (nic < options_.quotas.size()) rail.quota = options_.quotas[nic];
       PredictorOptions predictor;
-      if (i < options_.bandwidths_bytes_per_s.size())
-        predictor.bandwidth_bytes_per_s = options_.bandwidths_bytes_per_s[i] / options_.lanes;
+      // One speed for each local address, or one for each rail.
+      const std::vector<double>& speeds = options_.bandwidths_bytes_per_s;
+      const size_t speed = speeds.size() == locals.size() ? nic : i;
+      if (speed < speeds.size())
+        predictor.bandwidth_bytes_per_s = speeds[speed] / options_.lanes;
       const uint32_t index = rail_set_.add_rail(predictor);
       for (size_t location = 1; location < options_.penalties.size(); ++location)
         if (nic < options_.penalties[location].size())

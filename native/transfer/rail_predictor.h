@@ -35,6 +35,7 @@ class RailPredictor {
   double predict_s(uint64_t slice_bytes, double penalty) const;
   // Bytes that wait or move, and what the rail had to do for a slice given now, nominal seconds.
   uint64_t in_flight_bytes() const { return in_flight_; }
+  double load_s(uint64_t slice_bytes) const { return load_s(slice_bytes, options_.penalty); }
   double load_s(uint64_t slice_bytes, double penalty) const;
   double penalty() const { return options_.penalty; }
   // Learnt speed, bytes per second.

@@ -7,6 +7,7 @@
 #include <netinet/tcp.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <optional>
@@ -79,6 +80,27 @@ bool SocketAddress::is_same_host(const SocketAddress& other) const {
                               &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr);
   return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
          reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+}
+
+int SocketAddress::common_bits(const SocketAddress& other) const {
+  if (storage.ss_family != other.storage.ss_family) return 0;
+  const bool is_v6 = storage.ss_family == AF_INET6;
+  const auto bytes_of = [&](const SocketAddress& address) {
+    return is_v6 ? reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr.s6_addr
+                 : reinterpret_cast<const uint8_t*>(
+                       &reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr);
+  };
+  const uint8_t* a = bytes_of(*this);
+  const uint8_t* b = bytes_of(other);
+  int bits = 0;
+  for (int i = 0; i < (is_v6 ? 16 : 4); ++i) {
+    if (a[i] == b[i]) {
+      bits += 8;
+      continue;
+    }
+    return bits + std::countl_zero(static_cast<uint8_t>(a[i] ^ b[i]));
+  }
+  return bits;
 }
 
 std::string SocketAddress::text() const {

@@ -22,6 +22,8 @@ struct SocketAddress {
   // Whether both are of one interface: equal but for the port.
   bool is_same_host(const SocketAddress& other) const;
   std::string text() const;
+  // Leading bits that the hosts have in common; 0 for different families.
+  int common_bits(const SocketAddress& other) const;
 };
 
 // Resolves names (may ask DNS, blocks). Errors: kConfig (malformed), kNotFound (no such host).

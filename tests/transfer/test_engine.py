@@ -670,3 +670,24 @@ def test_deadline_ends_a_batch_that_nobody_waits_for(world, transport):
     with pytest.raises(DeadlineError):
         for batch in batches:
             batch.wait()
+
+
+def test_rails_pair_addresses_that_are_near(world):
+    """Fewer addresses here than there: each of theirs goes with the nearest of ours."""
+    giver = world.engine(
+        listen=("127.0.1.1:0", "127.0.2.1:0", "127.0.1.2:0", "127.0.2.2:0", "127.0.1.3:0")
+    )
+    taker = world.engine(transports=("tcp",), local_addresses=("127.0.1.9", "127.0.2.9"))
+    pairs = [
+        (rail.local.rsplit(":", 1)[0], rail.remote.rsplit(":", 1)[0])
+        for rail in taker.open(giver.address).rails
+    ]
+    assert [local.split(".")[2] for local, _ in pairs] == ["1", "2", "1", "2", "1"]
+    assert [remote.split(".")[2] for _, remote in pairs] == ["1", "2", "1", "2", "1"]
+    more = world.engine(
+        transports=("tcp",), local_addresses=tuple(f"127.0.{n}.9" for n in (1, 1, 2, 2, 1, 2))
+    )
+    listed = more.open(giver.address).rails
+    assert len(listed) == 6
+    for rail in listed:
+        assert rail.local.split(".")[2] == rail.remote.split(".")[2]
