@@ -240,7 +240,7 @@ class _Comparison:
         batches: list[list[tuple[int, int]]],
     ) -> None:
         self._pair = pair
-        self._transport = transport
+        self._transport: TransportChoice = transport
         self._op = op
         self._parts = batches[0]
         self._total = sum(size for _, size in batches[0])
