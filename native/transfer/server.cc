@@ -70,9 +70,15 @@ Server::Server(ServerOptions options, Registry* registry, std::vector<EventLoop*
       cookie_(random_bytes(kCookieBytes)) {}
 
 Status Server::open_listener(const std::string& text) {
-  Result<SocketAddress> address = parse_address(text);
-  if (!address.is_ok()) return address.error();
-  Result<int> fd = listen_on(address.value());
+  Result<PortRange> range = parse_port_range(text);
+  if (!range.is_ok()) return range.error();
+  Result<int> fd = listen_on(range.value().address);
+  for (uint32_t port = range.value().address.port() + 1u;
+       !fd.is_ok() && fd.error().code == Code::kConflict && port <= range.value().last_port;
+       ++port) {
+    range.value().address.set_port(static_cast<uint16_t>(port));
+    fd = listen_on(range.value().address);
+  }
   if (!fd.is_ok()) return fd.error();
   auto listener = std::make_shared<Listener>(weak_from_this(), loops_[0], fd.value());
   Result<uint64_t> key = loops_[0]->add(listener->fd(), EPOLLIN, listener);

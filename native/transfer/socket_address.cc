@@ -126,6 +126,22 @@ Result<SocketAddress> parse_address(const std::string& text) {
   return resolve(host, port);
 }
 
+Result<PortRange> parse_port_range(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  const size_t dash = text.rfind('-');
+  // A dash of the host name is no range.
+  const bool is_range = colon != std::string::npos && dash != std::string::npos && dash > colon;
+  Result<SocketAddress> address = parse_address(is_range ? text.substr(0, dash) : text);
+  if (!address.is_ok()) return address.error();
+  const uint16_t first = address.value().port();
+  if (!is_range) return PortRange{address.value(), first};
+  const std::optional<int64_t> last = parse_int(text.substr(dash + 1));
+  if (!last || first == 0 || *last < first || *last > 65535)
+    return Error{Code::kConfig, "transfer.parse",
+                 "'" + text + "' is no range of ports: write host:first-last", "listen"};
+  return PortRange{address.value(), static_cast<uint16_t>(*last)};
+}
+
 Result<SocketAddress> parse_host(const std::string& host) { return resolve(host, ""); }
 
 Result<int> listen_on(const SocketAddress& address) {

@@ -28,6 +28,12 @@ struct SocketAddress {
 
 // Resolves names (may ask DNS, blocks). Errors: kConfig (malformed), kNotFound (no such host).
 Result<SocketAddress> parse_address(const std::string& text);
+// "host:port" or "host:first-last", for listening on the first port that is free.
+struct PortRange {
+  SocketAddress address;  // With the first port.
+  uint16_t last_port = 0;
+};
+Result<PortRange> parse_port_range(const std::string& text);
 // Address alone, without a port, as for a local end.
 Result<SocketAddress> parse_host(const std::string& host);
 

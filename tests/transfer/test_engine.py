@@ -691,3 +691,22 @@ def test_rails_pair_addresses_that_are_near(world):
     assert len(listed) == 6
     for rail in listed:
         assert rail.local.split(".")[2] == rail.remote.split(".")[2]
+
+
+def test_first_free_port_of_a_range_is_taken(world):
+    first = world.engine(listen=("127.0.0.1:0",))
+    low = int(first.address.rsplit(":", 1)[1])
+    if low > 65_000:
+        low -= 100
+    high = low + 50
+    taken = [world.engine(listen=(f"127.0.0.1:{low}-{high}",)) for _ in range(2)]
+    ports = [int(engine.address.rsplit(":", 1)[1]) for engine in taken]
+    assert ports == sorted(set(ports))
+    assert all(low <= port <= high for port in ports)
+    world.engine().open(taken[1].address)
+    used = f"127.0.0.1:{ports[0]}-{ports[0]}"
+    with pytest.raises(ConflictError):
+        world.engine(listen=(used,))
+    for wrong in ("127.0.0.1:9-8", "127.0.0.1:0-8", "127.0.0.1:70-70000", "127.0.0.1:1-", "h-o:"):
+        with pytest.raises(ConfigError):
+            world.engine(listen=(wrong,))

@@ -359,7 +359,7 @@ def test_killed_peer_is_lost_and_comes_back(world, transports):
                 for batch in batches:
                     batch.wait()
                 batches = [taker.submit([transfer])]
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 2 + 2  # The lease, and what a busy machine takes.
         process.wait(10)
         with child(address.rsplit(":", 1)[1]) as (_, again):
             assert again == address
@@ -380,7 +380,7 @@ def test_stopped_peer_is_lost_within_the_lease(world):
         begin = time.monotonic()
         with pytest.raises(PeerLostError):
             move(taker, segment, Op.WRITE, local, remote.offset, 32 * MIB, deadline_s=15)
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 0.6 + 2  # The lease, and what a busy machine takes.
         os.kill(process.pid, signal.SIGCONT)
 
 

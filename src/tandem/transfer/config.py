@@ -33,7 +33,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     listen: Annotated[
         tuple[str, ...],
-        Meta(description="Addresses to accept peers on, host:port or [v6]:port; port 0 = any."),
+        Meta(
+            description="Addresses to accept peers on, host:port or [v6]:port; port 0 = any, "
+            "7000-7100 = the first that is free."
+        ),
     ] = ("127.0.0.1:0",)
     advertise: Annotated[
         tuple[str, ...],
