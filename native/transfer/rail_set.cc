@@ -9,6 +9,8 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 constexpr double kMaxTravelNs = 50e6;
+// By fewer a rail is not known: the first slices of a connection tell of its start.
+constexpr uint64_t kFewSlices = 8;
 
 }  // namespace
 
@@ -42,12 +44,14 @@ uint64_t RailSet::cut(const Rail& rail, uint64_t remaining, uint64_t total,
   return remaining < bytes + options_.min_slice_bytes / 2 ? remaining : bytes;
 }
 
-std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns) const {
+std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns, bool is_little_known) const {
   std::optional<uint32_t> idlest;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
     if (!rail.health.may_carry() || rail.num_in_flight > 0 || rail.held_until_ns > now_ns) continue;
-    if (now_ns - rail.used_ns < options_.window_ns) continue;
+    if (is_little_known ? rail.num_completed >= kFewSlices
+                        : now_ns - rail.used_ns < options_.window_ns)
+      continue;
     if (!idlest || rail.used_ns < rails_[*idlest].used_ns) idlest = r;
   }
   return idlest;
@@ -86,17 +90,21 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
     if (!rail.health.is_probe_due(now_ns)) continue;
     if (!is_cheap(rail) && now_ns - rail.health.due_ns() < options_.probe_anyway_ns) continue;
     rail.health.begin_probe();
-    return take(r, probe_bytes, location, now_ns);
+    return take(r, probe_bytes, now_ns);
   }
   if (all_bandwidth == 0) return std::nullopt;
-  if (++num_choices_ % options_.choices_per_probe == 0) {
-    const std::optional<uint32_t> idlest = find_idlest(now_ns);
-    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, location, now_ns);
+  ++num_choices_;
+  if (num_choices_ % options_.choices_per_probe == 0) {
+    const std::optional<uint32_t> idlest = find_idlest(now_ns, false);
+    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, now_ns);
+  } else if (num_choices_ % options_.choices_per_trial == 0) {
+    const std::optional<uint32_t> newest = find_idlest(now_ns, true);
+    if (newest) return take(*newest, probe_bytes, now_ns);
   }
 
   if (is_round_robin_) {
     const uint32_t r = find_next_in_turn();
-    return take(r, cut(rails_[r], remaining, total, all_bandwidth), location, now_ns);
+    return take(r, cut(rails_[r], remaining, total, all_bandwidth), now_ns);
   }
   std::optional<uint32_t> best;
   uint64_t best_bytes = 0;
@@ -122,15 +130,16 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   if (rails_[*best].num_in_flight >= kAlwaysInFlight &&
       queue_ns > static_cast<double>(options_.window_ns) + travel_ns)
     return std::nullopt;
-  return take(*best, best_bytes, location, now_ns);
+  return take(*best, best_bytes, now_ns);
 }
 
-SliceChoice RailSet::take(uint32_t index, uint64_t bytes, size_t location, int64_t now_ns) {
+SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
   Rail& rail = rails_[index];
   const uint64_t ticket = next_ticket_++;
-  const double penalty = rail.penalty(location);
-  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes, penalty),
-                      rail.predictor.predict_s(bytes, penalty), now_ns};
+  // What is learnt is how long it takes. The penalty is a preference on top: in the load it would be
+  // learnt away, as a rail that is so much faster.
+  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes, 1.0),
+                      rail.predictor.predict_s(bytes, 1.0), now_ns};
   rail.predictor.reserve(bytes);
   // Silence counts from the moment there is something to say.
   if (rail.num_in_flight++ == 0) rail.progress_ns = now_ns;
@@ -202,8 +211,7 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
   const Rail& rail = rails_[index];
   if (rail.num_in_flight == 0) return kNever;
   const double predicted_s = rail.predictor.predict_s(0);
-  constexpr uint64_t kFew = 8;
-  const int64_t floor_ns = rail.num_completed < kFew
+  const int64_t floor_ns = rail.num_completed < kFewSlices
                                ? options_.stall_floor_ns
                                : std::min(options_.stall_floor_ns,
                                           std::max(options_.known_stall_floor_ns,

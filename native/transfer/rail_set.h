@@ -37,6 +37,9 @@ struct SprayOptions {
   int64_t known_stall_floor_ns = 20'000'000;
   // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
   uint64_t choices_per_probe = 128;
+  // And one in so many to a rail that few slices have told of: a first slice that was unlucky would
+  // otherwise be believed for long.
+  uint64_t choices_per_trial = 8;
   // A probe that would end after the rest of the transfer waits for a longer one, at most so long.
   int64_t probe_anyway_ns = 1'000'000'000;
   HealthOptions health;
@@ -127,8 +130,8 @@ class RailSet {
   int64_t stall_due_ns(uint32_t rail) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
   uint32_t find_next_in_turn();
-  std::optional<uint32_t> find_idlest(int64_t now_ns) const;
-  SliceChoice take(uint32_t rail, uint64_t bytes, size_t location, int64_t now_ns);
+  std::optional<uint32_t> find_idlest(int64_t now_ns, bool is_little_known) const;
+  SliceChoice take(uint32_t rail, uint64_t bytes, int64_t now_ns);
   Ticket end(uint64_t ticket);
 
   SprayOptions options_;

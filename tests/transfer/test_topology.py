@@ -1,10 +1,13 @@
 """Which NIC is near which memory, on a host of 8 GPUs and 8 NICs that a test writes to a folder."""
 
+import time
+
 import msgspec
 import pytest
 from hgx_host import build_hgx_host
+from tests_transfer_world import move
 
-from tandem._native import RailSet
+from tandem._native import RailSet, RailState, list_interfaces
 from tandem.core.errors import ConfigError
 from tandem.transfer import TransferConfig
 from tandem.transfer.nics import plan_nics
@@ -146,3 +149,49 @@ def test_every_transport_that_the_field_names_is_listed(tmp_path):
     assert found["nvmeof"].state == "present"
     assert "nvme1 (tcp)" in found["nvmeof"].detail
     assert found["shm"].state == "present"
+
+
+def test_memory_goes_over_the_nic_near_it(world, tmp_path):
+    """From the location of a buffer to the rail that carries it, through the engine."""
+    others = [
+        (name, address) for name, address in list_interfaces() if name != "lo" and "." in address
+    ]
+    if not others:
+        pytest.skip("no second interface with an IPv4 address")
+    name, address = others[0]
+    topology = Topology(
+        numa_nodes=(0, 1),
+        nics=(
+            Nic(name="lo", speed_gbps=10.0, numa_node=0),
+            Nic(name=name, speed_gbps=10.0, numa_node=1),
+        ),
+    )
+    path = tmp_path / "topology.json"
+    path.write_bytes(topology.to_json())
+    giver = world.engine(listen=("127.0.0.1:0", f"{address}:0"))
+    taker = world.engine(
+        transports=("tcp",), topology_file=str(path), local_addresses=("127.0.0.1", address)
+    )
+    remote = giver.allocate(65536)
+    segment = taker.open(giver.address)
+    limit = time.monotonic() + 10
+    while not all(rail.state == RailState.HEALTHY for rail in segment.rails):
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    for _ in range(150):  # Both become known.
+        move(taker, segment, 1, taker.register(bytearray(65536)), remote.offset, 65536)
+    for near, far, location in ((0, 1, "cpu:0"), (1, 0, "cpu:1")):
+        local = taker.register(bytearray(65536), location=location)
+
+        def goes_near(local=local, near=near, far=far) -> bool:
+            before = [rail.bytes_moved for rail in segment.rails]
+            for _ in range(40):
+                move(taker, segment, 1, local, remote.offset, 65536)
+            moved = [r.bytes_moved - b for r, b in zip(segment.rails, before, strict=True)]
+            return moved[near] > 2 * moved[far]
+
+        # A busy machine may make a rail look slow until a probe tells otherwise. Without the
+        # ranking one of the two locations would never have its way.
+        limit = time.monotonic() + 20
+        while not goes_near():
+            assert time.monotonic() < limit
