@@ -77,6 +77,14 @@ struct TransferCore {
   }
 };
 
+// Locks of the parent's threads may be held for ever in a forked child: nothing is asked there.
+Engine& alive(TransferCore& core) {
+  if (core.engine->is_forked())
+    raise({Code::kConflict, "transfer.check",
+           "the engine belongs to the parent process: make one after the fork", ""});
+  return *core.engine;
+}
+
 struct CoreBatch {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Batch> batch;
@@ -355,28 +363,28 @@ void bind_transfer_engine(nb::module_& module) {
                              file->direct_refusal()};
            }, "segment"_a)
       .def_prop_ro("file_backend",
-                   [](TransferCore& core) { return core.engine->file_backend(); },
+                   [](TransferCore& core) { return alive(core).file_backend(); },
                    "(io_uring or threads, why not io_uring); empty before the first file.")
       .def("counters", [](TransferCore& core, std::optional<uint64_t> segment) {
-             if (!segment) return read_counters(core.engine->counters());
+             if (!segment) return read_counters(alive(core).counters());
              return read_counters(run([&] { return core.engine->find_peer(*segment); })->counters());
            }, "segment"_a.none(), nb::sig(kCountersSig),
            "What moved to a segment, or (None) inside this process and to files.")
-      .def_prop_ro("quota_rates", [](TransferCore& core) { return core.engine->quota_rates(); },
+      .def_prop_ro("quota_rates", [](TransferCore& core) { return alive(core).quota_rates(); },
                    "Bytes per second that each NIC gives us now; infinity: not held.")
       .def_prop_ro("batch_counters",
-                   [](TransferCore& core) { return core.engine->batch_counters(); })
+                   [](TransferCore& core) { return alive(core).batch_counters(); })
       .def("set_faults", [](TransferCore& core, const std::string& transport, uint64_t seed,
                             double drop, double corrupt, double duplicate, double delay,
                             double delay_s, bool is_dead) {
              const FaultRates rates{drop, corrupt, duplicate, delay,
                                     static_cast<int64_t>(delay_s * 1e9), is_dead};
-             core.engine->set_faults(kind_of(transport),
-                                     std::make_shared<FaultPlan>(seed, rates));
+             alive(core).set_faults(kind_of(transport),
+                                   std::make_shared<FaultPlan>(seed, rates));
            }, "transport"_a, nb::kw_only(), "seed"_a, "drop"_a, "corrupt"_a, "duplicate"_a,
            "delay"_a, "delay_s"_a, "is_dead"_a)
       .def("clear_faults", [](TransferCore& core, const std::string& transport) {
-             core.engine->set_faults(kind_of(transport), nullptr);
+             alive(core).set_faults(kind_of(transport), nullptr);
            }, "transport"_a)
       .def("use_round_robin", [](TransferCore& core, uint64_t segment) {
              run([&] { return core.engine->find_peer(segment); })->use_round_robin();

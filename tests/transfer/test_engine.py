@@ -342,26 +342,43 @@ def test_descriptors_return(world):
 
 EXIT = """
 import os, sys
+from tandem.core.errors import ConflictError
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 giver = TransferEngine(TransferConfig(secret="x" * 32))
-taker = TransferEngine(TransferConfig(secret="x" * 32, transports=("tcp",)))
+taker = TransferEngine(TransferConfig(secret="x" * 32, transports=("tcp",), nic_weight=1.0,
+                                      local_addresses=("127.0.0.1",)))
+file = taker.open_file(sys.argv[1], length=4096, writable=True)
+page = taker.register(bytearray(4096))
+prepared = taker.prepare([Transfer(Op.WRITE, page, file, 0, 4096)])
+prepared.submit().wait()
 remote, local = giver.register(bytearray(10)), taker.register(bytearray(10))
 segment = taker.open(giver.address)
 batch = taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)])
 batch.wait()
 if os.fork() == 0:
-    del batch, segment, local, remote, giver, taker
+    core = taker.core
+    for call in (prepared.submit, file.sync, file.refresh, lambda: core.batch_counters,
+                 lambda: core.counters(None), lambda: core.counters(segment.id),
+                 lambda: core.quota_rates, lambda: core.file_backend,
+                 lambda: taker.open_file(sys.argv[1])):
+        try:
+            call()
+        except ConflictError:
+            continue
+        os._exit(1)
+    del call, core, prepared, page, file, batch, segment, local, remote, giver, taker
     sys.exit(0)  # Finalizers and all.
 assert os.wait()[1] == 0
+prepared.submit().wait()
+assert taker.quota_rates == [float("inf")]
 taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)]).wait()
 print("ok")
 """
 
 
-def test_parent_and_child_exit_without_close():
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_parent_and_child_exit_without_close(tmp_path):
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
 
 

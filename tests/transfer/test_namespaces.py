@@ -29,7 +29,7 @@ def test_unequal_rails_add_up_and_beat_turns():
         turns.engine.core.use_round_robin(turns.segment.id)
         path.move(nbytes)  # Learns the rails.
         of_sum, of_turns, of_p99 = [], [], []
-        for _ in range(6):
+        for _ in range(10):
             ceiling = sum(
                 hosts.measure_plain(i, rate * MIB // 20) for i, rate in enumerate(UNEQUAL)
             )
