@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
@@ -198,6 +199,9 @@ def two_hosts(rates_mbit: tuple[float, ...]) -> Iterator[TwoHosts]:
             process.kill()
             process.communicate(timeout=10)
         run("ip", "netns", "del", hosts.space)
+        for link in hosts.links:  # Boards of NICs that are no more.
+            for board in FilePath("/dev/shm").glob(f"tandem-{os.getuid()}-*-{link}"):
+                board.unlink()
 
 
 class Path:

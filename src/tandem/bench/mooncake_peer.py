@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 PAGE = 4096
+MAX_BATCH = 256
+"""A batch of 3,904 transfers fails with -1; longer ones go in several calls."""
 
 
 class Peer:
@@ -23,7 +25,6 @@ class Peer:
         self._engine = importlib.import_module("mooncake.engine").TransferEngine()
         self._memory = np.ones(0, np.uint8)
         self._address = 0
-        self._size = 0
 
     def start(self, size: int) -> dict[str, Any]:
         """Register a buffer; returns what the other process needs."""
@@ -32,25 +33,21 @@ class Peer:
             raise RuntimeError(f"initialize gave {code}")
         self._memory = np.ones(size + PAGE, np.uint8)
         self._address = (self._memory.ctypes.data + PAGE - 1) // PAGE * PAGE
-        self._size = size
         if self._engine.register_memory(self._address, size) != 0:
             raise RuntimeError("register_memory failed")
         return {"name": f"127.0.0.1:{self._engine.get_rpc_port()}", "address": self._address}
 
     def measure(
-        self, *, target: str, address: int, op: str, size: int, count: int, walk: bool,
-        seconds: float,
-    ) -> float:  # fmt: skip
-        """Return the median microseconds of a batch."""
+        self, target: str, address: int, op: str, batches: list[list[list[int]]], seconds: float
+    ) -> float:
+        """Return the median microseconds of a batch; each is a list of (place, length)."""
+        prepared = [self._prepare(address, parts) for parts in batches]
         times: list[float] = []
-        step = 0
         end = time.monotonic() + seconds
         while not times or time.monotonic() < end:
-            base = step * size * count % max(self._size - size * count + 1, 1) if walk else 0
-            places = [base + i * size for i in range(count)]
-            step += 1
+            batch = prepared[len(times) % len(prepared)]
             begin = time.perf_counter()
-            self._move(target, address, op, size, places)
+            self._move(target, op, *batch)
             times.append(time.perf_counter() - begin)
         return sorted(times)[len(times) // 2] * 1e6
 
@@ -60,22 +57,34 @@ class Peer:
         view = self._memory[begin : begin + size]
         view[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         expected = view.copy()
-        self._move(target, address, "write", size, [0])
+        batch = self._prepare(address, [[0, size]])
+        self._move(target, "write", *batch)
         view[:] = 0
-        self._move(target, address, "read", size, [0])
+        self._move(target, "read", *batch)
         return bool(np.array_equal(view, expected))
 
-    def _move(self, target: str, address: int, op: str, size: int, places: list[int]) -> None:
-        if len(places) == 1:
-            call = getattr(self._engine, f"transfer_sync_{op}")
-            code = call(target, self._address + places[0], address + places[0], size)
-        else:
-            near = [self._address + at for at in places]
-            far = [address + at for at in places]
-            call = getattr(self._engine, f"batch_transfer_sync_{op}")
-            code = call(target, near, far, [size] * len(places))
-        if code != 0:
-            raise RuntimeError(f"transfer gave {code}")
+    def _prepare(
+        self, address: int, parts: list[list[int]]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return what a call takes: our addresses, theirs, lengths."""
+        near = [self._address + at for at, _ in parts]
+        far = [address + at for at, _ in parts]
+        return near, far, [size for _, size in parts]
+
+    def _move(
+        self, target: str, op: str, near: list[int], far: list[int], sizes: list[int]
+    ) -> None:
+        for at in range(0, len(sizes), MAX_BATCH):
+            part = slice(at, at + MAX_BATCH)
+            if len(sizes) == 1:
+                code = getattr(self._engine, f"transfer_sync_{op}")(
+                    target, near[0], far[0], sizes[0]
+                )
+            else:
+                call = getattr(self._engine, f"batch_transfer_sync_{op}")
+                code = call(target, near[part], far[part], sizes[part])
+            if code != 0:
+                raise RuntimeError(f"transfer gave {code}")
 
 
 def main() -> None:

@@ -144,16 +144,14 @@ class _Mooncake:
         ):
             raise PeerLostError("bench.start", "the peer moved other bytes than it was given")
 
-    def measure_us(self, op: Op, size: int, count: int, *, walk: bool) -> float:
-        """Microseconds a batch."""
+    def measure_us(self, op: Op, batches: list[list[tuple[int, int]]]) -> float:
+        """Microseconds a batch; each is a list of (place, length)."""
         return self._taker.call(
             "measure",
             target=self._at["name"],
             address=self._at["address"],
             op=op.name.lower(),
-            size=size,
-            count=count,
-            walk=walk,
+            batches=batches,
             seconds=MEASURE_S,
         )
 
@@ -179,7 +177,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                             if size * count <= limit:
                                 yield _make_case(pair, mooncake, transport, op, size, count, walk)
                 if not quick:
-                    yield _make_kv_case(pair, transport, op)
+                    yield _make_kv_case(pair, mooncake, transport, op)
 
 
 def _make_case(
@@ -193,38 +191,45 @@ def _make_case(
 ) -> BenchCase:
     total = size * count
     places = list(range(0, pair.buffer_bytes - total + 1, total))[:MAX_PREPARED] if walk else [0]
-    parts = [[(at + i * size, size) for i in range(count)] for at in places]
-    case = _Comparison(pair, transport, op, parts)
+    batches = [[(at + i * size, size) for i in range(count)] for at in places]
     name = f"transport={transport} op={op.name.lower()} size={size} batch={count}"
-    baseline: Callable[[], float] = case.at_ceiling_us
-    if mooncake is not None:
-        baseline = lambda: mooncake.measure_us(op, size, count, walk=walk)  # noqa: E731
-    return BenchCase(
-        name=f"{name} walk={'yes' if walk else 'no'}",
-        unit="us",
-        ours=case.ours_us,
-        check=case.check,
-        baseline=baseline,
-        baseline_name=case.ceiling_name if mooncake is None else "mooncake tcp",
-        ceiling=case.at_ceiling_us,
+    return _compare(
+        f"{name} walk={'yes' if walk else 'no'}", pair, mooncake, transport, op, batches
     )
 
 
-def _make_kv_case(pair: _Pair, transport: TransportChoice, op: Op) -> BenchCase:
-    """Blocks of a layer lie apart, as a cache has them: nothing of one layer can be merged."""
+def _make_kv_case(
+    pair: _Pair, mooncake: _Mooncake | None, transport: TransportChoice, op: Op
+) -> BenchCase:
+    """Blocks lie apart, as a cache has them: nothing can be merged."""
     parts, at = [], 0
     for _ in range(KV_LAYERS * KV_BLOCKS):
         for size in KV_PARTS:
             parts.append((at, size))
             at += size + 4096
-    case = _Comparison(pair, transport, op, [parts])
+    name = f"workload=kv transport={transport} op={op.name.lower()}"
+    return _compare(name, pair, mooncake, transport, op, [parts])
+
+
+def _compare(
+    name: str,
+    pair: _Pair,
+    mooncake: _Mooncake | None,
+    transport: TransportChoice,
+    op: Op,
+    batches: list[list[tuple[int, int]]],
+) -> BenchCase:
+    case = _Comparison(pair, transport, op, batches)
+    baseline: Callable[[], float] = case.at_ceiling_us
+    if mooncake is not None:
+        baseline = lambda: mooncake.measure_us(op, batches)  # noqa: E731
     return BenchCase(
-        name=f"workload=kv transport={transport} op={op.name.lower()}",
+        name=name,
         unit="us",
         ours=case.ours_us,
         check=case.check,
-        baseline=case.at_ceiling_us,
-        baseline_name=case.ceiling_name,
+        baseline=baseline,
+        baseline_name=case.ceiling_name if mooncake is None else "mooncake tcp",
         ceiling=case.at_ceiling_us,
     )
 
