@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -48,8 +49,15 @@ TransportKind kind_of(const std::string& name) {
   for (size_t i = 0; i < kTransportNames.size(); ++i)
     if (kTransportNames[i] == name) return static_cast<TransportKind>(i);
   raise({Code::kConfig, "transfer.configure",
-         "there is no transport '" + name + "': local, shm, cma or tcp", "transport"});
+         "there is no transport '" + name + "': local, shm, cma, tcp or file", "transport"});
 }
+
+struct FileInfo {
+  std::string path;
+  uint64_t length;
+  bool is_direct;
+  std::string direct_refusal;
+};
 
 // Owns the engine from Python's side.
 struct TransferCore {
@@ -68,6 +76,14 @@ struct TransferCore {
     engine.reset();
   }
 };
+
+// Locks of the parent's threads may be held for ever in a forked child: nothing is asked there.
+Engine& alive(TransferCore& core) {
+  if (core.engine->is_forked())
+    raise({Code::kConflict, "transfer.check",
+           "the engine belongs to the parent process: make one after the fork", ""});
+  return *core.engine;
+}
 
 struct CoreBatch {
   std::shared_ptr<Engine> engine;
@@ -95,7 +111,10 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
                        int lanes, const Strings& transports, int io_threads, int copy_threads,
                        int spin_us, int lease_ms, int handshake_timeout_ms, int stall_ms,
                        uint64_t min_slice_bytes, uint64_t max_slice_bytes, size_t max_connections,
-                       size_t max_notifications, int socket_buffer_bytes, bool checksum) {
+                       size_t max_notifications, int socket_buffer_bytes, bool checksum,
+                       const std::string& file_backend,
+                       std::map<std::string, std::vector<double>> penalties, Strings quota_boards,
+                       double quota_weight) {
   EngineOptions options;
   options.server.name = name;
   options.server.secret = std::string(secret.c_str(), secret.size());
@@ -120,6 +139,12 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
   options.io_threads = io_threads;
   options.copy_threads = copy_threads;
   options.spin_ns = int64_t{spin_us} * 1'000;
+  options.penalties = std::move(penalties);
+  options.quota_boards = std::move(quota_boards);
+  options.quota_weight = quota_weight;
+  options.file_backend = file_backend == "io_uring"  ? FileBackend::kIoUring
+                         : file_backend == "threads" ? FileBackend::kThreads
+                                                     : FileBackend::kAuto;
   return TransferCore(run([&] { return Engine::create(std::move(options)); }));
 }
 
@@ -134,18 +159,63 @@ uint64_t register_memory(TransferCore& core, uint8_t* data, uint64_t length, boo
 // (op, buffer, local_offset, segment, offset, length); op 0 reads, 1 writes.
 using RequestTuple = std::tuple<int, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 
+// Requests in native form, to be submitted any number of times.
+struct PreparedTransfers {
+  std::vector<TransferRequest> requests;
+  std::optional<TransportKind> only;
+};
+
+PreparedTransfers prepare(const std::vector<RequestTuple>& tuples,
+                          const std::optional<std::string>& transport) {
+  PreparedTransfers prepared;
+  prepared.requests.reserve(tuples.size());
+  for (const auto& [op, buffer, local_offset, segment, offset, length] : tuples)
+    prepared.requests.push_back(
+        {op == 0 ? Op::kRead : Op::kWrite, buffer, local_offset, segment, offset, length});
+  if (transport) prepared.only = kind_of(*transport);
+  return prepared;
+}
+
+CoreBatch submit_prepared(TransferCore& core, const PreparedTransfers& prepared,
+                          double deadline_s) {
+  return {core.engine, run([&] {
+            return core.engine->submit(prepared.requests, deadline_of(deadline_s), prepared.only);
+          })};
+}
+
 CoreBatch submit(TransferCore& core, const std::vector<RequestTuple>& tuples, double deadline_s,
                  const std::optional<std::string>& transport) {
-  std::vector<TransferRequest> requests;
-  requests.reserve(tuples.size());
-  for (const auto& [op, buffer, local_offset, segment, offset, length] : tuples)
-    requests.push_back(
-        {op == 0 ? Op::kRead : Op::kWrite, buffer, local_offset, segment, offset, length});
-  std::optional<TransportKind> only;
-  if (transport) only = kind_of(*transport);
-  return {core.engine,
-          run([&] { return core.engine->submit(requests, deadline_of(deadline_s), only); })};
+  return submit_prepared(core, prepare(tuples, transport), deadline_s);
 }
+
+// {(transport, op, "bytes" | "parts"): count}, {(transport, "failovers"): count}
+nb::dict read_counters(const TransferCounters& counters) {
+  nb::dict counts;
+  for (size_t kind = 0; kind < kTransportNames.size(); ++kind) {
+    const nb::str name(kTransportNames[kind].data());
+    for (size_t op = 0; op < 2; ++op) {
+      const TransferCounters::Way& way = counters.ways[kind][op];
+      const char* op_name = op == 0 ? "read" : "write";
+      if (way.parts.load() == 0) continue;
+      counts[nb::make_tuple(name, op_name, "bytes")] = way.bytes.load();
+      counts[nb::make_tuple(name, op_name, "parts")] = way.parts.load();
+    }
+    if (const uint64_t failovers = counters.failovers[kind].load(); failovers > 0)
+      counts[nb::make_tuple(name, "", "failovers")] = failovers;
+  }
+  return counts;
+}
+
+nb::list latency_buckets(const LatencyHistogram& latencies) {
+  nb::list buckets;
+  for (size_t i = 0; i < LatencyHistogram::kNumBuckets; ++i)
+    if (latencies.counts()[i] > 0)
+      buckets.append(nb::make_tuple(LatencyHistogram::bound_s(i), latencies.counts()[i]));
+  return buckets;
+}
+
+constexpr const char* kCountersSig =
+    "def counters(self, segment: int | None) -> dict[tuple[str, str, str], int]";
 
 void bind_description(nb::module_& module) {
   nb::class_<BufferInfo>(module, "RemoteBufferInfo", "A buffer that a segment offers.")
@@ -165,7 +235,37 @@ void bind_description(nb::module_& module) {
       .def_ro("remote", &RailStatus::remote)
       .def_ro("state", &RailStatus::state)
       .def_ro("bytes_moved", &RailStatus::bytes_moved)
-      .def_ro("bandwidth_bytes_per_s", &RailStatus::bandwidth_bytes_per_s, "Learnt.");
+      .def_ro("num_resent", &RailStatus::num_resent, "Slices it had that went elsewhere.")
+      .def_ro("in_flight_bytes", &RailStatus::in_flight_bytes)
+      .def_ro("bandwidth_bytes_per_s", &RailStatus::bandwidth_bytes_per_s, "Learnt.")
+      .def_ro("predicted_s", &RailStatus::predicted_s, "Until what it has now would be moved.")
+      .def_prop_ro("latency_sum_s", [](const RailStatus& self) { return self.latencies.sum_s(); })
+      .def_prop_ro("latency_buckets",
+                   [](const RailStatus& self) { return latency_buckets(self.latencies); },
+                   nb::sig("def latency_buckets(self) -> list[tuple[float, int]]"),
+                   "Slices by latency: (upper bound in seconds, count), rising, no empty ones.");
+  nb::class_<FileInfo>(module, "FileInfo", "A file that is open as a segment.")
+      .def_ro("path", &FileInfo::path)
+      .def_ro("length", &FileInfo::length)
+      .def_ro("is_direct", &FileInfo::is_direct)
+      .def_ro("direct_refusal", &FileInfo::direct_refusal);
+  nb::class_<PreparedTransfers>(module, "PreparedTransfers",
+                                "Requests in native form; see tandem.transfer.PreparedBatch.")
+      .def("__len__", [](const PreparedTransfers& self) { return self.requests.size(); });
+  nb::class_<BatchCounters>(module, "BatchCounters", "Batches of an engine since it was made.")
+      .def_ro("num_running", &BatchCounters::num_running)
+      .def_ro("num_done", &BatchCounters::num_done)
+      .def_prop_ro("num_failed", [](const BatchCounters& self) {
+             nb::dict failed;
+             for (size_t i = 0; i < self.num_failed.size(); ++i)
+               if (self.num_failed[i] > 0) failed[kCodeNames[i].data()] = self.num_failed[i];
+             return failed;
+           }, nb::sig("def num_failed(self) -> dict[str, int]"), "By error code.")
+      .def_prop_ro("latency_sum_s",
+                   [](const BatchCounters& self) { return self.latencies.sum_s(); })
+      .def_prop_ro("latency_buckets",
+                   [](const BatchCounters& self) { return latency_buckets(self.latencies); },
+                   nb::sig("def latency_buckets(self) -> list[tuple[float, int]]"));
 }
 
 void bind_batch(nb::module_& module) {
@@ -198,12 +298,16 @@ void bind_batch(nb::module_& module) {
 void bind_transfer_engine(nb::module_& module) {
   bind_description(module);
   bind_batch(module);
+  module.def("list_interfaces", &list_interfaces,
+             "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
       .def(nb::new_(&make_core), nb::kw_only(), "name"_a, "secret"_a, "listen"_a, "advertise"_a,
            "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,
            "io_threads"_a, "copy_threads"_a, "spin_us"_a, "lease_ms"_a, "handshake_timeout_ms"_a,
            "stall_ms"_a, "min_slice_bytes"_a, "max_slice_bytes"_a, "max_connections"_a,
-           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a)
+           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "file_backend"_a = "auto",
+           "penalties"_a = std::map<std::string, std::vector<double>>(),
+           "quota_boards"_a = Strings(), "quota_weight"_a = 1.0)
       .def("register_host", [](TransferCore& core, const HostMemory& memory,
                                const std::string& name, const std::string& location,
                                bool remote_read, bool remote_write) {
@@ -238,6 +342,53 @@ void bind_transfer_engine(nb::module_& module) {
              return run([&] { return core.engine->find_peer(segment); })->epoch();
            }, "segment"_a)
       .def("submit", &submit, "requests"_a, "deadline_s"_a, "transport"_a.none())
+      .def("prepare", [](TransferCore&, const std::vector<RequestTuple>& requests,
+                         const std::optional<std::string>& transport) {
+             return prepare(requests, transport);
+           }, "requests"_a, "transport"_a.none())
+      .def("submit_prepared", &submit_prepared, "prepared"_a, "deadline_s"_a)
+      .def("open_file", [](TransferCore& core, const std::string& path, bool writable,
+                           uint64_t create_bytes, bool direct) {
+             return run([&] {
+               return core.engine->open_file({path, writable, create_bytes, direct});
+             });
+           }, "path"_a, nb::kw_only(), "writable"_a, "create_bytes"_a, "direct"_a)
+      .def("sync_file", [](TransferCore& core, uint64_t segment) {
+             const auto file = run([&] { return core.engine->find_file(segment); });
+             run([&] { return file->sync(); });
+           }, "segment"_a)
+      .def("file_info", [](TransferCore& core, uint64_t segment) {
+             const auto file = run([&] { return core.engine->find_file(segment); });
+             return FileInfo{file->path(), file->length(), file->is_direct(),
+                             file->direct_refusal()};
+           }, "segment"_a)
+      .def_prop_ro("file_backend",
+                   [](TransferCore& core) { return alive(core).file_backend(); },
+                   "(io_uring or threads, why not io_uring); empty before the first file.")
+      .def("counters", [](TransferCore& core, std::optional<uint64_t> segment) {
+             if (!segment) return read_counters(alive(core).counters());
+             return read_counters(run([&] { return core.engine->find_peer(*segment); })->counters());
+           }, "segment"_a.none(), nb::sig(kCountersSig),
+           "What moved to a segment, or (None) inside this process and to files.")
+      .def_prop_ro("quota_rates", [](TransferCore& core) { return alive(core).quota_rates(); },
+                   "Bytes per second that each NIC gives us now; infinity: not held.")
+      .def_prop_ro("batch_counters",
+                   [](TransferCore& core) { return alive(core).batch_counters(); })
+      .def("set_faults", [](TransferCore& core, const std::string& transport, uint64_t seed,
+                            double drop, double corrupt, double duplicate, double delay,
+                            double delay_s, bool is_dead) {
+             const FaultRates rates{drop, corrupt, duplicate, delay,
+                                    static_cast<int64_t>(delay_s * 1e9), is_dead};
+             alive(core).set_faults(kind_of(transport),
+                                   std::make_shared<FaultPlan>(seed, rates));
+           }, "transport"_a, nb::kw_only(), "seed"_a, "drop"_a, "corrupt"_a, "duplicate"_a,
+           "delay"_a, "delay_s"_a, "is_dead"_a)
+      .def("clear_faults", [](TransferCore& core, const std::string& transport) {
+             alive(core).set_faults(kind_of(transport), nullptr);
+           }, "transport"_a)
+      .def("use_round_robin", [](TransferCore& core, uint64_t segment) {
+             run([&] { return core.engine->find_peer(segment); })->use_round_robin();
+           }, "segment"_a, "Give slices to rails in turn, whatever their speed: a baseline.")
       .def("notify", [](TransferCore& core, uint64_t segment, const std::string& name,
                         nb::bytes payload, double seconds) {
              const std::string bytes(payload.c_str(), payload.size());

@@ -53,11 +53,11 @@ void check_ticket(const RailSet& rails, uint64_t ticket) {
 }
 
 std::optional<SliceChoice> choose(RailSet& rails, int64_t now_ns, uint64_t remaining,
-                                  uint64_t total) {
+                                  uint64_t total, size_t location) {
   if (remaining < 1 || remaining > total)
     raise({Code::kConfig, "rails.choose",
            std::to_string(remaining) + " bytes left of " + std::to_string(total), "remaining"});
-  return rails.choose(now_ns, remaining, total);
+  return rails.choose(now_ns, remaining, total, location);
 }
 
 }  // namespace
@@ -82,7 +82,20 @@ void bind_transfer_rails(nb::module_& module) {
       .def("add_rail", &add_rail, "bandwidth_bytes_per_s"_a, "penalty"_a = 1.0,
            "Add a rail, closed until on_connect; returns its index.")
       .def("choose", &choose, "now_ns"_a, "remaining"_a, "total"_a,
+           "location"_a = 0,
            "Give the next slice of a transfer to a rail, or None: wait.")
+      .def("set_penalty", [](RailSet& rails, uint32_t rail, size_t location, double penalty) {
+             check_rail(rails, rail);
+             if (!(penalty > 0) || location < 1 || location > 4096)
+               raise({Code::kConfig, "rails.set_penalty",
+                      "give a penalty above 0 and a location from 1 to 4096", "penalty"});
+             rails.set_penalty(rail, location, penalty);
+           }, "rail"_a, "location"_a, "penalty"_a, "P of the prediction for memory there.")
+      .def("hold", [](RailSet& rails, uint32_t rail, int64_t until_ns) {
+             check_rail(rails, rail);
+             rails.hold(rail, until_ns);
+           }, "rail"_a, "until_ns"_a, "No slice for this rail before then.")
+      .def("use_round_robin", &RailSet::use_round_robin, "A baseline: rails in turn.")
       .def("complete", [](RailSet& rails, uint64_t ticket, int64_t now_ns) {
              check_ticket(rails, ticket);
              rails.complete(ticket, now_ns);

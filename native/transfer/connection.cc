@@ -283,6 +283,11 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
   return ReadStep::kFrame;
 }
 
+SocketAddress Connection::local_address() const {
+  const std::lock_guard lock(mutex_);
+  return fd_ < 0 ? SocketAddress{} : local_address_of(fd_);
+}
+
 bool Connection::shut(Error reason) {
   const std::lock_guard lock(mutex_);
   if (fd_ < 0) return false;

@@ -25,6 +25,7 @@
 #include "base/status.h"
 #include "transfer/event_loop.h"
 #include "transfer/registry.h"
+#include "transfer/socket_address.h"
 #include "transfer/wire.h"
 
 namespace tandem::transfer {
@@ -49,6 +50,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   const Error& reason() const { return reason_; }
   // Nobody listens there, said the other host.
   bool was_refused() const { return was_refused_.load(std::memory_order_relaxed); }
+  // Of our end; empty once it is shut.
+  SocketAddress local_address() const;
   // When a byte was last moved in either direction.
   int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
   // When a byte last came in: the peer lives.

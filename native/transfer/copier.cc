@@ -73,9 +73,8 @@ bool Copier::run_one(std::unique_lock<std::mutex>& lock) {
 
 void Copier::copy_chunk(const Task& task) {
   const Piece& piece = task.piece;
-  TransferItem& item = piece.transfer();
-  const Status status = task.mapping->copy(item.op, item.local + piece.begin,
-                                           item.offset + piece.begin, piece.length);
+  const Status status = task.mapping->copy(piece.transfer().op, piece.local(), piece.offset(),
+                                           piece.length);
   {
     const std::lock_guard lock(mutex_);
     running_.erase(std::find(running_.begin(), running_.end(), piece.batch.get()));
@@ -84,7 +83,7 @@ void Copier::copy_chunk(const Task& task) {
   if (!status.is_ok()) return on_failure_(piece, task.mapping->kind(), status.error());
   bytes_moved_[static_cast<size_t>(task.mapping->kind())].fetch_add(piece.length,
                                                                      std::memory_order_relaxed);
-  piece.batch->add_done(piece.item, piece.length);
+  piece.batch->add_done(piece, task.mapping->kind());
 }
 
 void Copier::help(const Batch& batch) {

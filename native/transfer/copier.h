@@ -54,7 +54,7 @@ class Copier {
   std::deque<Task> tasks_;                 // GUARDED_BY(mutex_)
   std::vector<const Batch*> running_;      // GUARDED_BY(mutex_): batches of chunks in progress
   bool is_stopping_ = false;               // GUARDED_BY(mutex_)
-  std::array<std::atomic<uint64_t>, 4> bytes_moved_{};
+  std::array<std::atomic<uint64_t>, kTransportNames.size()> bytes_moved_{};
   std::vector<std::thread> threads_;
 };
 

@@ -14,6 +14,16 @@
 namespace tandem::transfer {
 namespace {
 
+// A batch holds its buffers once each, not once for each transfer; and 256 transfers to one segment
+// look it up once.
+struct LastPin {
+  uint64_t base = 0;
+  Op op = Op::kRead;
+  uint8_t* data = nullptr;
+  uint64_t length = 0;
+  size_t location = 0;
+};
+
 Status not_found(uint64_t segment) {
   return {Code::kNotFound, "transfer.find",
           "segment " + std::to_string(segment) + " is not open: call open()", "segment"};
@@ -29,6 +39,14 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   const std::string epoch = random_bytes(sizeof options.server.epoch);
   std::copy(epoch.begin(), epoch.end(), reinterpret_cast<char*>(&options.server.epoch));
   options.server.epoch |= 1;  // 0 means any.
+  for (const std::string& board : options.quota_boards) {
+    Result<std::shared_ptr<NicQuota>> quota = NicQuota::join(board, options.quota_weight, own);
+    if (!quota.is_ok()) return quota.error();
+    options.peer.quotas.push_back(std::move(quota.value()));
+  }
+  options.peer.penalties.emplace_back();  // Location 0: unknown.
+  for (const auto& [location, penalties] : options.penalties)
+    options.peer.penalties.push_back(penalties);
   std::shared_ptr<Engine> engine(new Engine(std::move(options)));
   if (Status status = engine->start(); !status.is_ok()) {
     static_cast<void>(engine->close(0));
@@ -39,6 +57,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 
 Status Engine::start() {
   own_segment_ = make_local_mapping(&registry_);
+  for (const auto& [location, penalties] : options_.penalties)
+    locations_.emplace(location, locations_.size() + 1);
   std::vector<EventLoop*> loops;
   for (int i = 0; i < options_.io_threads; ++i) {
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::start(options_.spin_ns);
@@ -60,6 +80,10 @@ Status Engine::start() {
       Server::start(options_.server, &registry_, loops, [this](int64_t due) { schedule(due); });
   if (!server.is_ok()) return server.error();
   server_ = std::move(server.value());
+  link_watch_ = LinkWatch::start(
+      loops[0], [this](const std::vector<SocketAddress>& addresses, bool is_up) {
+        for (const auto& [segment, peer] : peers()) peer->on_link(addresses, is_up);
+      });
   try {
     timer_ = std::thread([this] { run_timer(); });
   } catch (const std::system_error& error) {
@@ -71,12 +95,14 @@ Status Engine::start() {
 
 Engine::~Engine() {
   static_cast<void>(close(0));
+  file_io_.reset();
   {
     const std::lock_guard lock(timer_mutex_);
     is_timer_stopping_ = true;
     timer_changed_.notify_all();
   }
   if (timer_.joinable()) timer_.join();
+  if (link_watch_) link_watch_->stop();
   loops_.clear();  // Joins; no handler runs any more.
 }
 
@@ -100,6 +126,7 @@ Status Engine::close(int64_t deadline_ns) {
     if (is_closed_) return {};
     is_closed_ = true;
     peers.swap(peers_);
+    files_.clear();
     batches.swap(watched_);
   }
   for (const auto& [deadline, batch] : batches)
@@ -147,7 +174,7 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
       [this](int64_t due) { schedule(due); },
       [this](const std::shared_ptr<Batch>& batch, Error error) { abort(batch, std::move(error)); },
       [this](Piece piece, std::shared_ptr<Mapping> mapping) {
-        copier_->submit(std::move(piece), std::move(mapping));
+        copy(std::move(piece), std::move(mapping));
       }};
   auto peer = std::make_shared<Peer>(options_.peer, address.value(), std::move(loops), owner);
   uint64_t segment;
@@ -169,15 +196,113 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
 Status Engine::close_segment(uint64_t segment) {
   if (Status status = check_open(); !status.is_ok()) return status;
   std::shared_ptr<Peer> peer;
+  std::vector<std::shared_ptr<Batch>> to_end;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = peers_.find(segment);
-    if (found == peers_.end()) return not_found(segment);
-    peer = std::move(found->second);
-    peers_.erase(found);
+    if (const auto file = files_.find(segment); file != files_.end()) {
+      for (const auto& [deadline, batch] : watched_)
+        if (std::any_of(batch->items().begin(), batch->items().end(),
+                        [&](const TransferItem& item) { return item.file == file->second; }))
+          to_end.push_back(batch);
+      files_.erase(file);
+    } else {
+      const auto found = peers_.find(segment);
+      if (found == peers_.end()) return not_found(segment);
+      peer = std::move(found->second);
+      peers_.erase(found);
+    }
   }
-  peer->close();
+  if (peer) peer->close();
+  for (const auto& batch : to_end) {
+    abort(batch, {Code::kCancelled, "transfer.close", "the file was closed", ""});
+    batch->wait(kNever);
+  }
   return {};
+}
+
+Result<uint64_t> Engine::open_file(const FileOptions& options) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  Result<std::shared_ptr<File>> file = File::open(options);
+  if (!file.is_ok()) return file.error();
+  const std::lock_guard lock(mutex_);
+  if (is_closed_) return Error{Code::kConflict, "transfer.open_file", "the engine is closed", ""};
+  if (!file_io_) {
+    Result<std::unique_ptr<FileIo>> io =
+        FileIo::start(options_.file_backend, [this](const std::shared_ptr<Batch>& batch,
+                                                    Error error) { abort(batch, std::move(error)); },
+                      [this] {
+                        const std::shared_ptr<FaultPlan> plan = faults(TransportKind::kFile);
+                        return plan && plan->next() != Fault::kNone;
+                      });
+    if (!io.is_ok()) return io.error();
+    file_io_ = std::move(io.value());
+  }
+  const uint64_t segment = next_segment_++;
+  files_.emplace(segment, std::move(file.value()));
+  return segment;
+}
+
+Result<std::shared_ptr<File>> Engine::find_file(uint64_t segment) {
+  if (Status status = check_open(); !status.is_ok()) return status.error();
+  const std::lock_guard lock(mutex_);
+  const auto found = files_.find(segment);
+  if (found == files_.end()) return not_found(segment).error();
+  return found->second;
+}
+
+std::map<uint64_t, std::shared_ptr<Peer>> Engine::peers() const {
+  const std::lock_guard lock(mutex_);
+  return peers_;
+}
+
+void Engine::set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan) {
+  const std::lock_guard lock(mutex_);
+  if (plan)
+    faults_[kind] = std::move(plan);
+  else
+    faults_.erase(kind);
+  has_faults_.store(!faults_.empty());
+}
+
+std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
+  if (!has_faults_.load(std::memory_order_relaxed)) return nullptr;
+  const std::lock_guard lock(mutex_);
+  const auto found = faults_.find(kind);
+  return found == faults_.end() ? nullptr : found->second;
+}
+
+void Engine::copy(Piece piece, std::shared_ptr<Mapping> mapping) {
+  if (std::shared_ptr<FaultPlan> plan = faults(mapping->kind()))
+    mapping = make_faulty_mapping(std::move(mapping), std::move(plan));
+  copier_->submit(std::move(piece), std::move(mapping));
+}
+
+std::vector<double> Engine::quota_rates() const {
+  std::vector<double> rates;
+  for (const auto& quota : options_.peer.quotas) rates.push_back(quota->rate());
+  return rates;
+}
+
+std::pair<std::string, std::string> Engine::file_backend() const {
+  const std::lock_guard lock(mutex_);
+  if (!file_io_) return {};
+  return {file_io_->has_ring() ? "io_uring" : "threads", file_io_->ring_refusal()};
+}
+
+BatchCounters Engine::batch_counters() const {
+  const std::lock_guard lock(counters_mutex_);
+  return batch_counters_;
+}
+
+void Engine::on_batch_end(const Batch& batch, const Status& status) {
+  const std::lock_guard lock(counters_mutex_);
+  --batch_counters_.num_running;
+  if (status.is_ok()) {
+    ++batch_counters_.num_done;
+    batch_counters_.latencies.add(now_ns() - batch.begin_ns());
+  } else {
+    ++batch_counters_.num_failed[static_cast<size_t>(status.error().code)];
+  }
 }
 
 Result<std::shared_ptr<Peer>> Engine::find_peer(uint64_t segment) {
@@ -193,13 +318,33 @@ Result<Description> Engine::describe(uint64_t segment, int64_t deadline_ns) {
     if (Status status = check_open(); !status.is_ok()) return status.error();
     return Description{options_.server.name, server_->addresses(), registry_.describe()};
   }
+  if (Result<std::shared_ptr<File>> file = find_file(segment); file.is_ok())
+    return Description{file.value()->path(), {},
+                       {{0, file.value()->length(), true, file.value()->is_writable(), false,
+                         "file", "file"}}};
   Result<std::shared_ptr<Peer>> peer = find_peer(segment);
   if (!peer.is_ok()) return peer.error();
   return peer.value()->describe(deadline_ns);
 }
 
-Status Engine::check_remote(const TransferRequest& request) {
-  if (request.segment != 0) {
+struct Engine::Target {
+  std::shared_ptr<Peer> peer;
+  std::shared_ptr<File> file;
+};
+
+Result<Engine::Target> Engine::find_target(uint64_t segment) {
+  if (segment == 0) return Target{};
+  const std::lock_guard lock(mutex_);
+  if (const auto peer = peers_.find(segment); peer != peers_.end())
+    return Target{peer->second, nullptr};
+  const auto file = files_.find(segment);
+  if (file == files_.end()) return not_found(segment).error();
+  return Target{nullptr, file->second};
+}
+
+Status Engine::check_remote(const TransferRequest& request, const Target& target) {
+  if (target.file) return target.file->check(request.op, request.offset, request.length);
+  if (target.peer) {
     // The peer is the one that knows its buffers; only what can be no range is refused here.
     if (request.offset + request.length >= request.offset) return {};
     return {Code::kConfig, "transfer.submit", "offset + length overflows", "offset"};
@@ -213,36 +358,83 @@ Status Engine::check_remote(const TransferRequest& request) {
 Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequest>& requests,
                                                   int64_t deadline_ns,
                                                   std::optional<TransportKind> only) {
-  auto batch = std::make_shared<Batch>(requests.size(), deadline_ns, only);
+  auto batch = std::make_shared<Batch>(
+      requests.size(), deadline_ns, only,
+      [this](const Batch& ended, const Status& status) { on_batch_end(ended, status); });
+  LastPin last;
+  Target target;
+  std::optional<uint64_t> segment;
   for (size_t i = 0; i < requests.size(); ++i) {
     const TransferRequest& request = requests[i];
     TransferItem& item = batch->items()[i];
-    const auto access =
-        request.op == Op::kRead ? Registry::Access::kLocalWrite : Registry::Access::kLocalRead;
-    const uint64_t begin = request.buffer + request.local_offset;
-    if (begin < request.buffer)
-      return Error{Code::kConfig, "transfer.submit", "local_offset overflows", "local_offset"};
     // A length of 0 must still name a place inside the buffer.
-    Result<Registry::Pin> pin =
-        registry_.pin(begin, std::max<uint64_t>(request.length, 1), access);
-    if (!pin.is_ok()) return pin.error();
-    if (pin.value().entry().base != request.buffer)
-      return Error{Code::kConfig, "transfer.submit", "local_offset is beyond the buffer",
-                   "local_offset"};
-    if (Status status = check_remote(request); !status.is_ok()) return status.error();
-    if (request.segment != 0) {
-      Result<std::shared_ptr<Peer>> peer = find_peer(request.segment);
-      if (!peer.is_ok()) return peer.error();
-      item.peer = std::move(peer.value());
+    const uint64_t needed = std::max<uint64_t>(request.length, 1);
+    const bool is_held = last.data != nullptr && last.base == request.buffer &&
+                         last.op == request.op && request.local_offset < last.length &&
+                         needed <= last.length - request.local_offset;
+    if (!is_held) {
+      const auto access =
+          request.op == Op::kRead ? Registry::Access::kLocalWrite : Registry::Access::kLocalRead;
+      const uint64_t begin = request.buffer + request.local_offset;
+      if (begin < request.buffer)
+        return Error{Code::kConfig, "transfer.submit", "local_offset overflows", "local_offset"};
+      Result<Registry::Pin> pin = registry_.pin(begin, needed, access);
+      if (!pin.is_ok()) return pin.error();
+      const Registry::Entry& entry = pin.value().entry();
+      if (entry.base != request.buffer)
+        return Error{Code::kConfig, "transfer.submit", "local_offset is beyond the buffer",
+                     "local_offset"};
+      const auto location = locations_.find(entry.spec.location);
+      last = {entry.base, request.op, entry.spec.data, entry.spec.length,
+              location == locations_.end() ? 0 : location->second};
+      batch->hold(std::move(pin.value()));
     }
+    if (segment != request.segment) {
+      Result<Target> found = find_target(request.segment);
+      if (!found.is_ok()) return found.error();
+      target = std::move(found.value());
+      segment = request.segment;
+    }
+    if (Status status = check_remote(request, target); !status.is_ok()) return status.error();
+    if (only && (*only == TransportKind::kFile) != (target.file != nullptr))
+      return Error{Code::kUnsupported, "transfer.submit",
+                   "a file is reached by the transport 'file', and nothing else is", "transport"};
     item.op = request.op;
-    item.local = pin.value().entry().spec.data + request.local_offset;
-    item.pin = std::move(pin.value());
+    item.local = last.data + request.local_offset;
+    item.location = last.location;
+    item.peer = target.peer;
+    item.file = target.file;
+    item.counters = target.peer ? &target.peer->counters() : &counters_;
     item.offset = request.offset;
     item.length = request.length;
   }
   return batch;
 }
+
+namespace {
+
+// Transfers that continue the one before them, at both ends, become one piece.
+std::vector<Piece> merge_runs(const std::shared_ptr<Batch>& batch) {
+  std::vector<Piece> runs;
+  const std::vector<TransferItem>& items = batch->items();
+  for (size_t i = 0; i < items.size(); ++i) {
+    const TransferItem& item = items[i];
+    if (item.length == 0) continue;
+    if (!runs.empty()) {
+      Piece& run = runs.back();
+      const TransferItem& first = run.transfer();
+      if (first.op == item.op && first.peer == item.peer && first.file == item.file &&
+          first.local + run.length == item.local && first.offset + run.length == item.offset) {
+        run.total = run.length += item.length;
+        continue;
+      }
+    }
+    runs.push_back({batch, i, 0, item.length, item.length});
+  }
+  return runs;
+}
+
+}  // namespace
 
 Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>& requests,
                                               int64_t deadline_ns,
@@ -253,18 +445,21 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
   const std::shared_ptr<Batch>& batch = made.value();
   // Sorted by peer before anything runs: an item's peer may be read by others from then on.
   std::map<std::shared_ptr<Peer>, std::vector<Piece>> by_peer;
-  for (size_t i = 0; i < requests.size(); ++i)
-    if (requests[i].length > 0)
-      by_peer[batch->items()[i].peer].push_back({batch, i, 0, requests[i].length});
+  std::vector<Piece> inside;
+  std::vector<Piece> to_files;
+  for (Piece& run : merge_runs(batch)) {
+    const TransferItem& item = run.transfer();
+    (item.peer ? by_peer[item.peer] : item.file ? to_files : inside).push_back(std::move(run));
+  }
+  {
+    const std::lock_guard lock(counters_mutex_);
+    ++batch_counters_.num_running;
+  }
   watch(batch);
   batch->start();
-  for (auto& [peer, pieces] : by_peer) {
-    if (peer) {
-      peer->submit(std::move(pieces));
-      continue;
-    }
-    for (Piece& piece : pieces) copier_->submit(std::move(piece), own_segment_);
-  }
+  for (auto& [peer, pieces] : by_peer) peer->submit(std::move(pieces));
+  for (Piece& piece : to_files) file_io_->submit(std::move(piece));
+  for (Piece& piece : inside) copy(std::move(piece), own_segment_);
   return batch;
 }
 
@@ -276,6 +471,9 @@ void Engine::abort(const std::shared_ptr<Batch>& batch, Error error) {
       peers.push_back(item.peer);
   for (const auto& peer : peers) peer->drop(*batch);
   copier_->drop(*batch);
+  const bool has_file = std::any_of(batch->items().begin(), batch->items().end(),
+                                    [](const TransferItem& item) { return item.file != nullptr; });
+  if (has_file) file_io_->drop(*batch);
   batch->finish(std::move(error));
 }
 

@@ -18,6 +18,9 @@
 #include "transfer/batch.h"
 #include "transfer/copier.h"
 #include "transfer/event_loop.h"
+#include "transfer/fault_plan.h"
+#include "transfer/file_io.h"
+#include "transfer/link_watch.h"
 #include "transfer/peer.h"
 #include "transfer/registry.h"
 #include "transfer/server.h"
@@ -30,15 +33,28 @@ struct EngineOptions {
   int io_threads = 1;
   int copy_threads = 1;
   int64_t spin_ns = 50'000;
+  FileBackend file_backend = FileBackend::kAuto;
+  // P of the prediction by location of memory: of each local address.
+  std::map<std::string, std::vector<double>> penalties;
+  // Boards on which this process shares the NICs of its local addresses; empty: it does not.
+  std::vector<std::string> quota_boards;
+  double quota_weight = 1;
 };
 
 struct TransferRequest {
   Op op = Op::kRead;
   uint64_t buffer = 0;  // Base of a registered buffer.
   uint64_t local_offset = 0;
-  uint64_t segment = 0;  // As given by open; 0 = our own.
+  uint64_t segment = 0;  // As given by open or open_file; 0 = our own.
   uint64_t offset = 0;
   uint64_t length = 0;
+};
+
+struct BatchCounters {
+  uint64_t num_running = 0;
+  uint64_t num_done = 0;
+  std::array<uint64_t, kCodeNames.size()> num_failed{};  // By code.
+  LatencyHistogram latencies;                            // Of those done, submit to end.
 };
 
 class Engine {
@@ -58,9 +74,18 @@ class Engine {
   Status unregister(uint64_t base, int64_t deadline_ns);
 
   Result<uint64_t> open(const std::string& address, int64_t deadline_ns);
+  // A file as a segment; its only buffer begins at 0. Errors: see File::open; kUnsupported (io_uring
+  // is demanded, and refused).
+  Result<uint64_t> open_file(const FileOptions& file);
+  // Batches of it that still run end with kCancelled.
   Status close_segment(uint64_t segment);
   Result<Description> describe(uint64_t segment, int64_t deadline_ns);
   Result<std::shared_ptr<Peer>> find_peer(uint64_t segment);
+  Result<std::shared_ptr<File>> find_file(uint64_t segment);
+  // The segments that are open, own one and files excluded.
+  std::map<uint64_t, std::shared_ptr<Peer>> peers() const;
+  // Bytes per second that the NICs of the local addresses give us now; infinity: not held.
+  std::vector<double> quota_rates() const;
 
   // Errors: those of the first request that is wrong (bounds, rights, segment); nothing is moved
   // then. What goes wrong later is in the batch's status.
@@ -79,6 +104,13 @@ class Engine {
   const std::vector<std::string>& addresses() const;
   uint64_t epoch() const { return options_.server.epoch; }
   uint64_t bytes_copied(TransportKind kind) const { return copier_->bytes_moved(kind); }
+  // What moved inside this process and to files.
+  TransferCounters& counters() { return counters_; }
+  BatchCounters batch_counters() const;
+  // From now on what local, shm, cma or file move goes wrong as planned; none: no more.
+  void set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
+  // "io_uring" or "threads", and why not the former; empty before the first file.
+  std::pair<std::string, std::string> file_backend() const;
 
  private:
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
@@ -87,25 +119,39 @@ class Engine {
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
                                             int64_t deadline_ns,
                                             std::optional<TransportKind> only);
-  Status check_remote(const TransferRequest& request);
+  struct Target;
+  Result<Target> find_target(uint64_t segment);
+  Status check_remote(const TransferRequest& request, const Target& target);
+  void on_batch_end(const Batch& batch, const Status& status);
   void abort(const std::shared_ptr<Batch>& batch, Error error);
   void watch(const std::shared_ptr<Batch>& batch);
   void unwatch(const Batch& batch);
   void schedule(int64_t due_ns);
   void run_timer();
   int64_t tick(int64_t now_ns);
+  std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
+  void copy(Piece piece, std::shared_ptr<Mapping> mapping);
 
   const EngineOptions options_;
+  TransferCounters counters_;
+  mutable std::mutex counters_mutex_;  // Leaf.
+  BatchCounters batch_counters_;       // GUARDED_BY(counters_mutex_)
   const int owner_pid_ = static_cast<int>(::getpid());
   Registry registry_;
   std::shared_ptr<Mapping> own_segment_;
   std::vector<std::unique_ptr<EventLoop>> loops_;
   std::unique_ptr<Copier> copier_;
   std::shared_ptr<Server> server_;
+  std::shared_ptr<LinkWatch> link_watch_;
+  std::map<std::string, size_t> locations_;
 
   mutable std::mutex mutex_;
   bool is_closed_ = false;                                         // GUARDED_BY(mutex_)
   std::map<uint64_t, std::shared_ptr<Peer>> peers_;                // GUARDED_BY(mutex_)
+  std::map<uint64_t, std::shared_ptr<File>> files_;                // GUARDED_BY(mutex_)
+  std::atomic<bool> has_faults_{false};
+  std::map<TransportKind, std::shared_ptr<FaultPlan>> faults_;     // GUARDED_BY(mutex_)
+  std::unique_ptr<FileIo> file_io_;  // Made with the first file; written under mutex_.
   uint64_t next_segment_ = 1;                                      // GUARDED_BY(mutex_)
   std::multimap<int64_t, std::shared_ptr<Batch>> watched_;         // GUARDED_BY(mutex_)
   size_t sweep_size_ = 1024;                                       // GUARDED_BY(mutex_)

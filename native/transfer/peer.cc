@@ -168,6 +168,8 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
     switch (frame.type) {
       case FrameType::kWriteDone:
       case FrameType::kReadDone:
+        status = check_order(connection, frame.id);
+        if (!status.is_ok()) break;
         on_slice_done(frame, payload, is_intact, work);
         dispatch(work);
         break;
@@ -238,9 +240,10 @@ void Peer::on_granted(const Frame& frame, const std::string& payload, Work& work
   if (grant.is_ok()) {
     base = grant.value().base;
     direct.length = grant.value().length;
-    for (const TransportKind kind : {TransportKind::kShm, TransportKind::kCma}) {
+    for (const TransportKind kind : options_.transports) {
       const std::string name(transport_name(kind));
-      if (!is_allowed(kind) || refusals_.contains(name)) continue;
+      const bool is_direct = kind == TransportKind::kShm || kind == TransportKind::kCma;
+      if (!is_direct || refusals_.contains(name)) continue;
       Result<std::shared_ptr<Mapping>> mapping = kind == TransportKind::kShm
                                                      ? make_shm_mapping(grant.value())
                                                      : make_cma_mapping(grant.value());
@@ -260,6 +263,7 @@ void Peer::on_granted(const Frame& frame, const std::string& payload, Work& work
   }
   directs_[base] = std::move(direct);
   for (Piece& piece : waiting) route(std::move(piece), work);
+  leave_rails(work);
 }
 
 void Peer::on_closed(const std::shared_ptr<ClientConnection>& connection, const Error& reason) {
@@ -290,9 +294,11 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
   } else if (connection->role() == Role::kRail &&
              rails_[connection->rail()].connection == connection) {
     rails_[connection->rail()].connection.reset();
+    rails_[connection->rail()].sent.clear();
     for (const uint64_t ticket : rail_set_.on_disconnect(connection->rail(), now)) {
       const auto slice = slices_.find(ticket);
       if (slice == slices_.end()) continue;
+      ++rails_[connection->rail()].num_resent;
       pending_.push_front(std::move(slice->second.piece));
       slices_.erase(slice);
     }
@@ -308,6 +314,7 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
     return give_up(State::kLost,
                    {Code::kPeerLost, "transfer.connect", address_.text() + ": " + reason.what, ""},
                    work);
+  leave_rails(work);
   dispatch(work);
 }
 

@@ -26,7 +26,9 @@
 
 #include "transfer/batch.h"
 #include "transfer/connection.h"
+#include "transfer/counters.h"
 #include "transfer/mapping.h"
+#include "transfer/nic_quota.h"
 #include "transfer/rail_set.h"
 #include "transfer/socket_address.h"
 
@@ -40,6 +42,9 @@ struct PeerOptions {
   ProcessId process;
   std::vector<std::string> local_addresses;  // One rail per (local, remote); empty: any.
   std::vector<double> bandwidths_bytes_per_s;  // Of the local addresses, where known.
+  // P of the prediction: [location of memory][local address]; location 0 is unknown.
+  std::vector<std::vector<double>> penalties;
+  std::vector<std::shared_ptr<NicQuota>> quotas;  // Of the local addresses; empty: none.
   int lanes = 1;                             // Connections per pair of addresses.
   std::vector<TransportKind> transports;     // Allowed ones, best first.
   SprayOptions spray;
@@ -54,7 +59,11 @@ struct RailStatus {
   std::string remote;
   RailState state = RailState::kClosed;
   uint64_t bytes_moved = 0;
+  uint64_t num_resent = 0;       // Slices that were given to it and had to go elsewhere.
+  uint64_t in_flight_bytes = 0;
   double bandwidth_bytes_per_s = 0;
+  double predicted_s = 0;        // Until what it has now would be moved.
+  LatencyHistogram latencies;    // Of its slices, from the choice to the answer.
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {
@@ -90,6 +99,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // Why a transport is not used, by its name; empty where it is or was not tried.
   std::map<std::string, std::string> refusals() const;
   uint64_t epoch() const { return epoch_.load(); }
+  TransferCounters& counters() { return counters_; }
+  void use_round_robin();
+  // An interface of this host has gone down or has come back.
+  void on_link(const std::vector<SocketAddress>& addresses, bool is_up);
 
  private:
   friend class ClientConnection;
@@ -97,12 +110,18 @@ class Peer : public std::enable_shared_from_this<Peer> {
   struct Slice {
     Piece piece;  // Exactly the slice.
     uint32_t rail;
+    int64_t begin_ns;
   };
   struct Rail {
     SocketAddress local;
     SocketAddress remote;
     std::shared_ptr<ClientConnection> connection;
     uint64_t bytes_moved = 0;
+    uint64_t num_resent = 0;
+    LatencyHistogram latencies;
+    std::shared_ptr<NicQuota> quota;
+    // Tickets that went out over the connection, oldest first: answers come in this order.
+    std::deque<uint64_t> sent;
   };
   struct Direct {
     uint64_t length = 0;
@@ -137,10 +156,15 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // REQUIRES: mutex_ held.
   void dispatch(Work& work);
   void route(Piece piece, Work& work, std::optional<TransportKind> failed = std::nullopt);
-  bool route_direct(const Piece& piece, Work& work, std::optional<TransportKind> failed);
-  void queue_tcp(Piece piece, Work& work);
+  bool route_direct(const Piece& piece, Work& work, std::optional<TransportKind> failed,
+                    bool is_before_tcp);
+  bool is_wanted(const Piece& piece, TransportKind kind, std::optional<TransportKind> failed,
+                 bool is_before_tcp) const;
+  size_t rank(TransportKind kind) const;
+  void leave_rails(Work& work);
   void take_back(std::shared_ptr<ClientConnection> connection, Error reason, Work& work);
   void send_fences(ClientConnection& connection);
+  Status check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket);
   void on_slice_done(const Frame& frame, const std::string& payload, bool is_intact, Work& work);
   void on_granted(const Frame& frame, const std::string& payload, Work& work);
   void lose_connection(const std::shared_ptr<ClientConnection>& connection, const Error& reason,
@@ -170,6 +194,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   const Owner owner_;
   const std::string session_;
   std::atomic<uint64_t> epoch_{0};
+  TransferCounters counters_;
 
   std::mutex notify_mutex_;  // One notification at a time. Before mutex_.
   mutable std::mutex mutex_;

@@ -28,6 +28,7 @@ void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
   const bool is_final = error.code == Code::kConfig || error.code == Code::kPermissionDenied ||
                         piece.batch->only().has_value();
   if (is_final) return owner_.abort(piece.batch, std::move(error));
+  counters_.add_failover(failed);
   Work work;
   {
     const std::lock_guard lock(mutex_);
@@ -50,7 +51,48 @@ void Peer::route(Piece piece, Work& work, std::optional<TransportKind> failed) {
     work.to_abort.emplace_back(piece.batch, lost_reason_);
     return;
   }
-  if (!route_direct(piece, work, failed)) queue_tcp(std::move(piece), work);
+  if (route_direct(piece, work, failed, true)) return;
+  const std::optional<TransportKind>& only = piece.batch->only();
+  if (is_allowed(TransportKind::kTcp) && (!only || *only == TransportKind::kTcp) &&
+      failed != TransportKind::kTcp) {
+    pending_.push_back(std::move(piece));
+    return;
+  }
+  if (route_direct(piece, work, failed, false)) return;
+  std::string reasons;
+  for (const auto& [name, reason] : refusals_) reasons += " " + name + ": " + reason + ";";
+  work.to_abort.emplace_back(
+      piece.batch, Error{Code::kUnsupported, "transfer.route",
+                         "no transport that is allowed reaches the buffer;" + reasons, ""});
+}
+
+// Place in the order of preference.
+size_t Peer::rank(TransportKind kind) const {
+  const auto& order = options_.transports;
+  return static_cast<size_t>(std::find(order.begin(), order.end(), kind) - order.begin());
+}
+
+bool Peer::is_wanted(const Piece& piece, TransportKind kind, std::optional<TransportKind> failed,
+                     bool is_before_tcp) const {
+  const std::optional<TransportKind>& only = piece.batch->only();
+  return is_allowed(kind) && (!only || *only == kind) && (!failed || rank(kind) > rank(*failed)) &&
+         is_before_tcp == (rank(kind) < rank(TransportKind::kTcp)) &&
+         !refusals_.contains(std::string(transport_name(kind)));
+}
+
+// No rail is left: what waits for one goes to a transport that comes after tcp, if there is one.
+void Peer::leave_rails(Work& work) {
+  const bool has_rail = std::any_of(rails_.begin(), rails_.end(),
+                                    [](const Rail& rail) { return rail.connection != nullptr; });
+  if (has_rail || rank(TransportKind::kTcp) + 1 >= options_.transports.size()) return;
+  std::deque<Piece> waiting = std::exchange(pending_, {});
+  for (Piece& piece : waiting) {
+    if (!piece.batch->is_open()) continue;
+    if (route_direct(piece, work, TransportKind::kTcp, false))
+      counters_.add_failover(TransportKind::kTcp);
+    else
+      pending_.push_back(std::move(piece));
+  }
 }
 
 uint64_t Peer::grant_key(uint64_t offset) const {
@@ -66,14 +108,13 @@ const Peer::Direct* Peer::find_direct(uint64_t offset) const {
   return offset - base < direct.length ? &direct : nullptr;
 }
 
-bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportKind> failed) {
-  const std::optional<TransportKind>& only = piece.batch->only();
+bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportKind> failed,
+                        bool is_before_tcp) {
   const auto is_wanted = [&](TransportKind kind) {
-    return is_allowed(kind) && (!only || *only == kind) && (!failed || kind > *failed) &&
-           !refusals_.contains(std::string(transport_name(kind)));
+    return this->is_wanted(piece, kind, failed, is_before_tcp);
   };
   if (!is_wanted(TransportKind::kShm) && !is_wanted(TransportKind::kCma)) return false;
-  const uint64_t offset = piece.transfer().offset;
+  const uint64_t offset = piece.offset();
   if (const Direct* direct = find_direct(offset)) {
     for (const auto& mapping : direct->mappings) {
       if (!is_wanted(mapping->kind())) continue;
@@ -91,19 +132,6 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
     work.flush(control_);
   }
   return true;
-}
-
-void Peer::queue_tcp(Piece piece, Work& work) {
-  const std::optional<TransportKind>& only = piece.batch->only();
-  if (is_allowed(TransportKind::kTcp) && (!only || *only == TransportKind::kTcp)) {
-    pending_.push_back(std::move(piece));
-    return;
-  }
-  std::string reasons;
-  for (const auto& [name, reason] : refusals_) reasons += " " + name + ": " + reason + ";";
-  work.to_abort.emplace_back(
-      piece.batch, Error{Code::kUnsupported, "transfer.route",
-                         "no transport that is allowed reaches the buffer;" + reasons, ""});
 }
 
 void Peer::drop(const Batch& batch) {
@@ -163,26 +191,51 @@ void Peer::dispatch(Work& work) {
       pending_.pop_front();
       continue;
     }
-    const uint64_t total = front.transfer().length;
-    const std::optional<SliceChoice> choice = rail_set_.choose(now, front.length, total);
-    if (!choice) return;
+    const std::optional<SliceChoice> choice =
+        rail_set_.choose(now, front.length, front.total, front.transfer().location);
+    if (!choice) {
+      for (const Rail& rail : rails_)
+        if (rail.quota) rail.quota->note_backlog(now);
+      return;
+    }
     Piece piece = front;
     piece.length = choice->bytes;
     front.begin += choice->bytes;
     front.length -= choice->bytes;
     if (front.length == 0) pending_.pop_front();
-    const std::shared_ptr<ClientConnection>& connection = rails_[choice->rail].connection;
+    Rail& rail = rails_[choice->rail];
+    const std::shared_ptr<ClientConnection>& connection = rail.connection;
+    rail.sent.push_back(choice->ticket);
+    if (rail.quota) rail_set_.hold(choice->rail, rail.quota->spend(choice->bytes, now));
     send_fences(*connection);
-    const TransferItem& item = piece.transfer();
-    uint8_t* local = item.local + piece.begin;
-    const uint64_t offset = item.offset + piece.begin;
-    if (item.op == Op::kWrite)
-      connection->send_write(choice->ticket, offset, local, piece.length, options_.has_checksum);
+    if (piece.transfer().op == Op::kWrite)
+      connection->send_write(choice->ticket, piece.offset(), piece.local(), piece.length,
+                             options_.has_checksum);
     else
-      connection->send_read(choice->ticket, offset, local, piece.length, options_.has_checksum);
-    slices_.emplace(choice->ticket, Slice{std::move(piece), choice->rail});
+      connection->send_read(choice->ticket, piece.offset(), piece.local(), piece.length,
+                            options_.has_checksum);
+    slices_.emplace(choice->ticket, Slice{std::move(piece), choice->rail, now});
     work.flush(connection);
   }
+}
+
+// The peer answers slices of a connection in the order in which it got them. An answer that skips one
+// tells that a request or an answer was lost, one that comes twice that something was doubled: no
+// stream does that, so what lies between us is broken, and the connection with it.
+Status Peer::check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket) {
+  if (connection->role() != Role::kRail || rails_[connection->rail()].connection != connection)
+    return {Code::kCorruption, "transfer.io", "an answer over a connection that asked nothing", ""};
+  std::deque<uint64_t>& sent = rails_[connection->rail()].sent;
+  while (!sent.empty() && sent.front() < ticket) {
+    // A WRITE that was dropped before it was sent gets no answer.
+    if (slices_.contains(sent.front()))
+      return {Code::kCorruption, "transfer.io", "an answer is missing", ""};
+    sent.pop_front();
+  }
+  if (sent.empty() || sent.front() != ticket)
+    return {Code::kCorruption, "transfer.io", "an answer that nobody waits for", ""};
+  sent.pop_front();
+  return {};
 }
 
 void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is_intact,
@@ -194,6 +247,7 @@ void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is
   const bool is_damaged = !is_intact || frame.code == wire_code(Code::kCorruption);
   if (is_damaged) {
     rail_set_.fail(frame.id, now_ns());
+    ++rails_[slice.rail].num_resent;
     pending_.push_front(slice.piece);
   } else if (frame.code != 0) {
     // The peer's refusal says nothing against the rail.
@@ -202,7 +256,10 @@ void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is
   } else {
     rail_set_.complete(frame.id, now_ns());
     rails_[slice.rail].bytes_moved += slice.piece.length;
-    slice.piece.batch->add_done(slice.piece.item, slice.piece.length);
+    const int64_t now = now_ns();
+    rails_[slice.rail].latencies.add(now - slice.begin_ns);
+    if (rails_[slice.rail].quota) rails_[slice.rail].quota->add_moved(slice.piece.length, now);
+    slice.piece.batch->add_done(slice.piece, TransportKind::kTcp);
   }
 }
 

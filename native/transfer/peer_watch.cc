@@ -52,17 +52,37 @@ void Peer::make_rails() {
       locals.push_back(address.value());
   if (locals.empty()) locals.push_back({});
   const size_t num_pairs = std::max(remotes.size(), locals.size());
+  // As many here as there: the first with the first, as the user listed them. Else each of the longer
+  // list goes with the nearest of the shorter one, in turn where several are as near.
+  const auto partner = [&](const std::vector<SocketAddress>& from, size_t i,
+                           const std::vector<SocketAddress>& to) {
+    if (to.size() == num_pairs) return i;
+    size_t best = i % to.size();
+    for (size_t k = 0; k < to.size(); ++k)
+      if (from[i].common_bits(to[k]) > from[i].common_bits(to[best])) best = k;
+    return best;
+  };
   for (size_t i = 0; i < num_pairs; ++i) {
+    const size_t nic = partner(remotes, i, locals);
     for (int lane = 0; lane < options_.lanes; ++lane) {
-      const SocketAddress& local = locals[i % locals.size()];
-      const SocketAddress& remote = remotes[i % remotes.size()];
+      const SocketAddress& local = locals[nic];
+      const SocketAddress& remote = remotes[partner(locals, i, remotes)];
       const bool is_one_family =
           local.size == 0 || local.storage.ss_family == remote.storage.ss_family;
-      rails_.push_back({is_one_family ? local : SocketAddress{}, remote, nullptr, 0});
+      Rail& rail = rails_.emplace_back();
+      rail.local = is_one_family ? local : SocketAddress{};
+      rail.remote = remote;
+      if (nic < options_.quotas.size()) rail.quota = options_.quotas[nic];
       PredictorOptions predictor;
-      if (i < options_.bandwidths_bytes_per_s.size())
-        predictor.bandwidth_bytes_per_s = options_.bandwidths_bytes_per_s[i] / options_.lanes;
-      rail_set_.add_rail(predictor);
+      // One speed for each local address, or one for each rail.
+      const std::vector<double>& speeds = options_.bandwidths_bytes_per_s;
+      const size_t speed = speeds.size() == locals.size() ? nic : i;
+      if (speed < speeds.size())
+        predictor.bandwidth_bytes_per_s = speeds[speed] / options_.lanes;
+      const uint32_t index = rail_set_.add_rail(predictor);
+      for (size_t location = 1; location < options_.penalties.size(); ++location)
+        if (nic < options_.penalties[location].size())
+          rail_set_.set_penalty(index, location, options_.penalties[location][nic]);
     }
   }
 }
@@ -153,11 +173,47 @@ int64_t Peer::tick(int64_t now) {
 std::vector<RailStatus> Peer::rails() const {
   const std::lock_guard lock(mutex_);
   std::vector<RailStatus> statuses;
-  for (uint32_t r = 0; r < rails_.size(); ++r)
-    statuses.push_back({rails_[r].local.size > 0 ? rails_[r].local.text() : "",
-                        rails_[r].remote.text(), rail_set_.health(r).state(),
-                        rails_[r].bytes_moved, rail_set_.predictor(r).effective_bandwidth()});
+  for (uint32_t r = 0; r < rails_.size(); ++r) {
+    const Rail& rail = rails_[r];
+    const RailPredictor& predictor = rail_set_.predictor(r);
+    statuses.push_back({rail.local.size > 0 ? rail.local.text() : "", rail.remote.text(),
+                        rail_set_.health(r).state(), rail.bytes_moved, rail.num_resent,
+                        predictor.in_flight_bytes(), predictor.effective_bandwidth(),
+                        predictor.predict_s(0), rail.latencies});
+  }
   return statuses;
+}
+
+void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::kOpening && state_ != State::kOpen) return;
+    const auto is_on_it = [&](const SocketAddress& local) {
+      return local.size > 0 && std::any_of(addresses.begin(), addresses.end(),
+                                           [&](const auto& one) { return one.is_same_host(local); });
+    };
+    const Error down{Code::kPeerLost, "transfer.watch", "the network interface went down", ""};
+    if (control_ && !is_up && is_on_it(control_->local_address())) take_back(control_, down, work);
+    const int64_t now = now_ns();
+    for (uint32_t r = 0; r < rails_.size(); ++r) {
+      const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
+      const bool is_its = connection ? is_on_it(connection->local_address())
+                                     : is_on_it(rails_[r].local);
+      if (!is_its) continue;
+      // An attempt that began while the link was down may hang for long: it is begun anew.
+      if (connection && (!is_up || !connection->is_ready())) take_back(connection, down, work);
+      if (is_up) rail_set_.retry_now(r, now);
+    }
+    if (is_up && !control_) control_health_.retry_now(now);
+    work.due_ns = is_up ? now : next_due();
+  }
+  finish(std::move(work));
+}
+
+void Peer::use_round_robin() {
+  const std::lock_guard lock(mutex_);
+  rail_set_.use_round_robin();
 }
 
 std::map<std::string, std::string> Peer::refusals() const {

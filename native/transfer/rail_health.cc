@@ -55,6 +55,11 @@ void RailHealth::on_disconnect(int64_t now_ns) {
   ++num_disconnects_;
 }
 
+void RailHealth::retry_now(int64_t now_ns) {
+  num_disconnects_ = num_pauses_ = 0;
+  due_ns_ = std::min(due_ns_, now_ns);
+}
+
 void RailHealth::on_connect(int64_t now_ns) {
   if (state_ != RailState::kClosed) return;
   is_connecting_ = false;

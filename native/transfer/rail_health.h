@@ -52,6 +52,8 @@ class RailHealth {
   void on_error(int64_t now_ns);
   void on_disconnect(int64_t now_ns);
   void on_connect(int64_t now_ns);
+  // The way is known to be there again: what was put off is due.
+  void retry_now(int64_t now_ns);
   void terminate() { state_ = RailState::kTerminated; }
 
  private:

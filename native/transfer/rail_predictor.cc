@@ -17,13 +17,13 @@ constexpr double kLeastPart = 0.1;
 
 }  // namespace
 
-double RailPredictor::load_s(uint64_t slice_bytes) const {
-  return (static_cast<double>(in_flight_) + options_.penalty * static_cast<double>(slice_bytes)) /
+double RailPredictor::load_s(uint64_t slice_bytes, double penalty) const {
+  return (static_cast<double>(in_flight_) + penalty * static_cast<double>(slice_bytes)) /
          options_.bandwidth_bytes_per_s;
 }
 
-double RailPredictor::predict_s(uint64_t slice_bytes) const {
-  return beta1_ * load_s(slice_bytes) + beta0_s_;
+double RailPredictor::predict_s(uint64_t slice_bytes, double penalty) const {
+  return beta1_ * load_s(slice_bytes, penalty) + beta0_s_;
 }
 
 void RailPredictor::release(uint64_t slice_bytes) {

@@ -30,10 +30,14 @@ class RailPredictor {
   explicit RailPredictor(const PredictorOptions& options) : options_(options) {}
 
   // Seconds until a slice given now would end.
-  double predict_s(uint64_t slice_bytes) const;
+  double predict_s(uint64_t slice_bytes) const { return predict_s(slice_bytes, options_.penalty); }
+  // With another P: of the memory that the slice lies in.
+  double predict_s(uint64_t slice_bytes, double penalty) const;
   // Bytes that wait or move, and what the rail had to do for a slice given now, nominal seconds.
   uint64_t in_flight_bytes() const { return in_flight_; }
-  double load_s(uint64_t slice_bytes) const;
+  double load_s(uint64_t slice_bytes) const { return load_s(slice_bytes, options_.penalty); }
+  double load_s(uint64_t slice_bytes, double penalty) const;
+  double penalty() const { return options_.penalty; }
   // Learnt speed, bytes per second.
   double effective_bandwidth() const { return options_.bandwidth_bytes_per_s / beta1_; }
   double beta0_s() const { return beta0_s_; }

@@ -9,11 +9,13 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 constexpr double kMaxTravelNs = 50e6;
+// By fewer a rail is not known: the first slices of a connection tell of its start.
+constexpr uint64_t kFewSlices = 8;
 
 }  // namespace
 
 uint32_t RailSet::add_rail(const PredictorOptions& options) {
-  rails_.push_back({RailPredictor(options), RailHealth(options_.health)});
+  rails_.emplace_back(RailPredictor(options), RailHealth(options_.health));
   return static_cast<uint32_t>(rails_.size() - 1);
 }
 
@@ -42,48 +44,83 @@ uint64_t RailSet::cut(const Rail& rail, uint64_t remaining, uint64_t total,
   return remaining < bytes + options_.min_slice_bytes / 2 ? remaining : bytes;
 }
 
-std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns) const {
+std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns, bool is_little_known) const {
   std::optional<uint32_t> idlest;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
-    if (!rail.health.may_carry() || rail.num_in_flight > 0) continue;
-    if (now_ns - rail.used_ns < options_.window_ns) continue;
+    if (!rail.health.may_carry() || rail.num_in_flight > 0 || rail.held_until_ns > now_ns) continue;
+    if (is_little_known ? rail.num_completed >= kFewSlices
+                        : now_ns - rail.used_ns < options_.window_ns)
+      continue;
     if (!idlest || rail.used_ns < rails_[*idlest].used_ns) idlest = r;
   }
   return idlest;
 }
 
-std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total) {
+// REQUIRES: a rail is healthy.
+uint32_t RailSet::find_next_in_turn() {
+  do {
+    next_in_turn_ = (next_in_turn_ + 1) % static_cast<uint32_t>(rails_.size());
+  } while (!rails_[next_in_turn_].health.may_carry());
+  return next_in_turn_;
+}
+
+void RailSet::set_penalty(uint32_t index, size_t location, double penalty) {
+  Rail& rail = rails_[index];
+  if (rail.penalties.size() <= location) rail.penalties.resize(location + 1, rail.predictor.penalty());
+  rail.penalties[location] = penalty;
+}
+
+std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, uint64_t total,
+                                           size_t location) {
   assert(1 <= remaining && remaining <= total);
+  chosen_ns_ = now_ns;
   const uint64_t probe_bytes = std::min(remaining, options_.min_slice_bytes);
   double all_bandwidth = 0;
+  for (const Rail& rail : rails_)
+    if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
+  // A probe that ends after everything else would be the tail of the transfer.
+  const double rest_s = all_bandwidth == 0 ? std::numeric_limits<double>::infinity()
+                                           : static_cast<double>(remaining) / all_bandwidth;
+  const auto is_cheap = [&](const Rail& rail) {
+    return rail.predictor.predict_s(probe_bytes) <= rest_s;
+  };
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     Rail& rail = rails_[r];
-    if (rail.health.is_probe_due(now_ns)) {
-      rail.health.begin_probe();
-      return take(r, probe_bytes, now_ns);
-    }
-    if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
+    if (!rail.health.is_probe_due(now_ns)) continue;
+    if (!is_cheap(rail) && now_ns - rail.health.due_ns() < options_.probe_anyway_ns) continue;
+    rail.health.begin_probe();
+    return take(r, probe_bytes, now_ns);
   }
   if (all_bandwidth == 0) return std::nullopt;
-  if (++num_choices_ % options_.choices_per_probe == 0)
-    if (const std::optional<uint32_t> idlest = find_idlest(now_ns))
-      return take(*idlest, probe_bytes, now_ns);
+  ++num_choices_;
+  if (num_choices_ % options_.choices_per_probe == 0) {
+    const std::optional<uint32_t> idlest = find_idlest(now_ns, false);
+    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, now_ns);
+  } else if (num_choices_ % options_.choices_per_trial == 0) {
+    const std::optional<uint32_t> newest = find_idlest(now_ns, true);
+    if (newest) return take(*newest, probe_bytes, now_ns);
+  }
 
+  if (is_round_robin_) {
+    const uint32_t r = find_next_in_turn();
+    return take(r, cut(rails_[r], remaining, total, all_bandwidth), now_ns);
+  }
   std::optional<uint32_t> best;
   uint64_t best_bytes = 0;
   double best_s = std::numeric_limits<double>::infinity();
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
-    if (!rail.health.may_carry()) continue;
+    if (!rail.health.may_carry() || rail.held_until_ns > now_ns) continue;
     const uint64_t bytes = cut(rail, remaining, total, all_bandwidth);
-    const double predicted_s = rail.predictor.predict_s(bytes);
+    const double predicted_s = rail.predictor.predict_s(bytes, rail.penalty(location));
     if (predicted_s < best_s) {
       best = r;
       best_bytes = bytes;
       best_s = predicted_s;
     }
   }
+  if (!best) return std::nullopt;
   // The best rail is full: every other would end later than waiting for it.
   constexpr uint32_t kAlwaysInFlight = 2;
   const RailPredictor& predictor = rails_[*best].predictor;
@@ -99,8 +136,10 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
 SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
   Rail& rail = rails_[index];
   const uint64_t ticket = next_ticket_++;
-  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes), rail.predictor.predict_s(bytes),
-                      now_ns};
+  // What is learnt is how long it takes. The penalty is a preference on top: in the load it would be
+  // learnt away, as a rail that is so much faster.
+  tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes, 1.0),
+                      rail.predictor.predict_s(bytes, 1.0), now_ns};
   rail.predictor.reserve(bytes);
   // Silence counts from the moment there is something to say.
   if (rail.num_in_flight++ == 0) rail.progress_ns = now_ns;
@@ -122,7 +161,8 @@ RailSet::Ticket RailSet::end(uint64_t id) {
 void RailSet::complete(uint64_t id, int64_t now_ns) {
   const Ticket ticket = end(id);
   Rail& rail = rails_[ticket.rail];
-  rail.progress_ns = now_ns;
+  on_progress(ticket.rail, now_ns);
+  ++rail.num_completed;
   const double latency_s = static_cast<double>(now_ns - ticket.begin_ns) / kNsPerS;
   rail.predictor.observe(ticket.load_s, latency_s);
   const double slow_s = std::max(options_.slow_factor * ticket.predicted_s,
@@ -131,10 +171,19 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
   bool has_other = false;
   for (uint32_t r = 0; r < rails_.size(); ++r)
     has_other |= r != ticket.rail && rails_[r].health.may_carry();
-  if (latency_s > slow_s && has_other)
+  if (latency_s > slow_s && has_other && !is_round_robin_)
     rail.health.on_slow(now_ns);
   else
     rail.health.on_success();
+}
+
+void RailSet::on_progress(uint32_t index, int64_t now_ns) {
+  Rail& rail = rails_[index];
+  if (now_ns <= rail.progress_ns) return;
+  const int64_t gap_ns = now_ns - rail.progress_ns;
+  constexpr int64_t kForget = 64;
+  rail.usual_gap_ns = std::max(gap_ns, rail.usual_gap_ns - (rail.usual_gap_ns - gap_ns) / kForget);
+  rail.progress_ns = now_ns;
 }
 
 void RailSet::fail(uint64_t id, int64_t now_ns) {
@@ -162,7 +211,12 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
   const Rail& rail = rails_[index];
   if (rail.num_in_flight == 0) return kNever;
   const double predicted_s = rail.predictor.predict_s(0);
-  const double limit_ns = std::max(static_cast<double>(options_.stall_floor_ns),
+  const int64_t floor_ns = rail.num_completed < kFewSlices
+                               ? options_.stall_floor_ns
+                               : std::min(options_.stall_floor_ns,
+                                          std::max(options_.known_stall_floor_ns,
+                                                   2 * rail.usual_gap_ns));
+  const double limit_ns = std::max(static_cast<double>(floor_ns),
                                    options_.slow_factor * predicted_s * kNsPerS);
   return rail.progress_ns + static_cast<int64_t>(limit_ns);
 }
@@ -171,9 +225,16 @@ int64_t RailSet::next_event_ns(bool has_waiting) const {
   int64_t next = kNever;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const RailHealth& health = rails_[r].health;
-    if (has_waiting || health.state() == RailState::kClosed)
-      next = std::min(next, health.due_ns());
+    if (has_waiting || health.state() == RailState::kClosed) {
+      int64_t due = health.due_ns();
+      // A probe that was put off, for being dear, is looked at again when it is taken anyway.
+      if (health.state() == RailState::kPaused && due <= chosen_ns_)
+        due += options_.probe_anyway_ns;
+      next = std::min(next, due);
+    }
     next = std::min(next, stall_due_ns(r));
+    if (has_waiting && rails_[r].held_until_ns > chosen_ns_)
+      next = std::min(next, rails_[r].held_until_ns);
   }
   return next;
 }

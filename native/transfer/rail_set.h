@@ -30,11 +30,18 @@ struct SprayOptions {
   // the floor, the noise of a shared machine looks the same.
   double slow_factor = 3.0;
   int64_t slow_floor_ns = 20'000'000;
-  // A rail with work and without progress for this long, and slow_factor times the prediction, is
-  // silent: its connection is to be closed.
+  // A rail with work and without progress for slow_factor times the prediction is silent: its
+  // connection is to be closed. Not before the first of these while few slices have told how fast
+  // it is, never before the second: below it, silence and a busy machine look the same.
   int64_t stall_floor_ns = 200'000'000;
+  int64_t known_stall_floor_ns = 20'000'000;
   // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
   uint64_t choices_per_probe = 128;
+  // And one in so many to a rail that few slices have told of: a first slice that was unlucky would
+  // otherwise be believed for long.
+  uint64_t choices_per_trial = 8;
+  // A probe that would end after the rest of the transfer waits for a longer one, at most so long.
+  int64_t probe_anyway_ns = 1'000'000'000;
   HealthOptions health;
 };
 
@@ -58,13 +65,21 @@ class RailSet {
 
   // A rail and a length in [1, remaining] for the next slice of a transfer of `total` bytes, or
   // nothing: wait for a completion or for next_event_ns. REQUIRES: 1 <= remaining <= total.
-  std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total);
+  // `location`: of the memory, see set_penalty.
+  std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total,
+                                    size_t location = 0);
+  // P of the formula for slices in the memory of this location (0: unknown, always the rail's own).
+  void set_penalty(uint32_t rail, size_t location, double penalty);
+  // No slice for this rail before that time: it has used its share of the NIC.
+  void hold(uint32_t rail, int64_t until_ns) { rails_[rail].held_until_ns = until_ns; }
+
+  // From now on rails take slices in turn, whatever they carry and however slow they are: what the
+  // classic engines do, to be compared with. Lengths stay, and errors still bar a rail.
+  void use_round_robin() { is_round_robin_ = true; }
 
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
   // Bytes of this rail moved: it is not silent.
-  void on_progress(uint32_t rail, int64_t now_ns) {
-    rails_[rail].progress_ns = std::max(rails_[rail].progress_ns, now_ns);
-  }
+  void on_progress(uint32_t rail, int64_t now_ns);
   void complete(uint64_t ticket, int64_t now_ns);
   void fail(uint64_t ticket, int64_t now_ns);
   void forget(uint64_t ticket);
@@ -77,6 +92,7 @@ class RailSet {
   // The tickets that the rail held; they are gone and their slices must be given anew.
   std::vector<uint64_t> on_disconnect(uint32_t rail, int64_t now_ns);
   void terminate(uint32_t rail) { rails_[rail].health.terminate(); }
+  void retry_now(uint32_t rail, int64_t now_ns) { rails_[rail].health.retry_now(now_ns); }
 
   // Whether the rail holds work and has been silent for too long.
   bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
@@ -86,11 +102,22 @@ class RailSet {
 
  private:
   struct Rail {
+    Rail(RailPredictor of, RailHealth in) : predictor(std::move(of)), health(std::move(in)) {}
+
     RailPredictor predictor;
     RailHealth health;
     uint32_t num_in_flight = 0;
     int64_t used_ns = 0;
     int64_t progress_ns = 0;
+    int64_t held_until_ns = 0;
+    uint64_t num_completed = 0;
+    // Between two signs of progress, lately and at most: what is usual is no silence.
+    int64_t usual_gap_ns = 0;
+    std::vector<double> penalties;  // By location.
+
+    double penalty(size_t location) const {
+      return location < penalties.size() ? penalties[location] : predictor.penalty();
+    }
   };
   struct Ticket {
     uint32_t rail;
@@ -102,7 +129,8 @@ class RailSet {
 
   int64_t stall_due_ns(uint32_t rail) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
-  std::optional<uint32_t> find_idlest(int64_t now_ns) const;
+  uint32_t find_next_in_turn();
+  std::optional<uint32_t> find_idlest(int64_t now_ns, bool is_little_known) const;
   SliceChoice take(uint32_t rail, uint64_t bytes, int64_t now_ns);
   Ticket end(uint64_t ticket);
 
@@ -111,6 +139,9 @@ class RailSet {
   std::map<uint64_t, Ticket> tickets_;
   uint64_t next_ticket_ = 1;
   uint64_t num_choices_ = 0;
+  int64_t chosen_ns_ = 0;  // When it was chosen last: what was due then was considered.
+  bool is_round_robin_ = false;
+  uint32_t next_in_turn_ = 0;
 };
 
 }  // namespace tandem::transfer

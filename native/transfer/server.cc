@@ -70,9 +70,15 @@ Server::Server(ServerOptions options, Registry* registry, std::vector<EventLoop*
       cookie_(random_bytes(kCookieBytes)) {}
 
 Status Server::open_listener(const std::string& text) {
-  Result<SocketAddress> address = parse_address(text);
-  if (!address.is_ok()) return address.error();
-  Result<int> fd = listen_on(address.value());
+  Result<PortRange> range = parse_port_range(text);
+  if (!range.is_ok()) return range.error();
+  Result<int> fd = listen_on(range.value().address);
+  for (uint32_t port = range.value().address.port() + 1u;
+       !fd.is_ok() && fd.error().code == Code::kConflict && port <= range.value().last_port;
+       ++port) {
+    range.value().address.set_port(static_cast<uint16_t>(port));
+    fd = listen_on(range.value().address);
+  }
   if (!fd.is_ok()) return fd.error();
   auto listener = std::make_shared<Listener>(weak_from_this(), loops_[0], fd.value());
   Result<uint64_t> key = loops_[0]->add(listener->fd(), EPOLLIN, listener);
@@ -340,10 +346,10 @@ Description Server::describe(const ServerConnection& connection) const {
     for (std::string& address : description.addresses) {
       Result<SocketAddress> parsed = parse_address(address);
       if (!parsed.is_ok() || !parsed.value().is_wildcard()) continue;
-      Result<SocketAddress> reached = parse_address(connection.local_address());
-      if (!reached.is_ok()) continue;
-      reached.value().set_port(parsed.value().port());
-      address = reached.value().text();
+      SocketAddress reached = connection.local_address();
+      if (reached.size == 0) continue;
+      reached.set_port(parsed.value().port());
+      address = reached.text();
     }
   }
   description.buffers = registry_->describe();

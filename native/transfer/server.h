@@ -123,7 +123,6 @@ class ServerConnection : public Connection {
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
   int64_t begin_ns() const { return begin_ns_; }
   const Hello& hello() const { return hello_; }
-  std::string local_address() const;
   // Lets go of a buffer: what is being written there is thrown away and refused, what is being
   // read from there goes on from a copy.
   void drop_buffer(uint64_t base);
@@ -153,6 +152,7 @@ class ServerConnection : public Connection {
   // The slice that is being written here. GUARDED_BY(mutex_)
   Registry::Pin write_pin_;
   Status write_status_;
+  uint64_t last_slice_id_ = 0;
 };
 
 }  // namespace tandem::transfer

@@ -10,12 +10,14 @@ namespace tandem::transfer {
 ServerConnection::ServerConnection(std::shared_ptr<Server> server, EventLoop* loop, int fd)
     : Connection(loop, fd, false), server_(std::move(server)), begin_ns_(now_ns()) {}
 
-std::string ServerConnection::local_address() const {
-  const std::lock_guard lock(mutex_);
-  return fd_ < 0 ? "" : local_address_of(fd_).text();
-}
-
 Status ServerConnection::check_header(const Frame& frame) {
+  const bool is_slice = frame.type == FrameType::kWrite || frame.type == FrameType::kRead;
+  // Tickets rise. One that does not was doubled or came late, and may write over what came since.
+  if (is_slice && is_ready()) {
+    if (frame.id <= last_slice_id_)
+      return {Code::kCorruption, "transfer.serve", "slices out of order", ""};
+    last_slice_id_ = frame.id;
+  }
   if (is_ready() != is_handshake(frame.type)) return {};
   return {Code::kPermissionDenied, "transfer.accept",
           is_ready() ? "a second handshake" : "a frame before the proof of the secret", ""};

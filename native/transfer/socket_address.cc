@@ -1,11 +1,13 @@
 #include "transfer/socket_address.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <optional>
@@ -71,6 +73,36 @@ bool SocketAddress::is_wildcard() const {
   return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr == INADDR_ANY;
 }
 
+bool SocketAddress::is_same_host(const SocketAddress& other) const {
+  if (storage.ss_family != other.storage.ss_family) return false;
+  if (storage.ss_family == AF_INET6)
+    return IN6_ARE_ADDR_EQUAL(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
+                              &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr);
+  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
+         reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+}
+
+int SocketAddress::common_bits(const SocketAddress& other) const {
+  if (storage.ss_family != other.storage.ss_family) return 0;
+  const bool is_v6 = storage.ss_family == AF_INET6;
+  const auto bytes_of = [&](const SocketAddress& address) {
+    return is_v6 ? reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr.s6_addr
+                 : reinterpret_cast<const uint8_t*>(
+                       &reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr);
+  };
+  const uint8_t* a = bytes_of(*this);
+  const uint8_t* b = bytes_of(other);
+  int bits = 0;
+  for (int i = 0; i < (is_v6 ? 16 : 4); ++i) {
+    if (a[i] == b[i]) {
+      bits += 8;
+      continue;
+    }
+    return bits + std::countl_zero(static_cast<uint8_t>(a[i] ^ b[i]));
+  }
+  return bits;
+}
+
 std::string SocketAddress::text() const {
   char host[NI_MAXHOST] = "?";
   getnameinfo(reinterpret_cast<const sockaddr*>(&storage), size, host, sizeof host, nullptr, 0,
@@ -92,6 +124,22 @@ Result<SocketAddress> parse_address(const std::string& text) {
     return Error{Code::kConfig, "transfer.parse",
                  "'" + text + "' is no address: write host:port or [v6]:port", "address"};
   return resolve(host, port);
+}
+
+Result<PortRange> parse_port_range(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  const size_t dash = text.rfind('-');
+  // A dash of the host name is no range.
+  const bool is_range = colon != std::string::npos && dash != std::string::npos && dash > colon;
+  Result<SocketAddress> address = parse_address(is_range ? text.substr(0, dash) : text);
+  if (!address.is_ok()) return address.error();
+  const uint16_t first = address.value().port();
+  if (!is_range) return PortRange{address.value(), first};
+  const std::optional<int64_t> last = parse_int(text.substr(dash + 1));
+  if (!last || first == 0 || *last < first || *last > 65535)
+    return Error{Code::kConfig, "transfer.parse",
+                 "'" + text + "' is no range of ports: write host:first-last", "listen"};
+  return PortRange{address.value(), static_cast<uint16_t>(*last)};
 }
 
 Result<SocketAddress> parse_host(const std::string& host) { return resolve(host, ""); }
@@ -139,6 +187,26 @@ SocketAddress local_address_of(int fd) {
   address.size = sizeof address.storage;
   getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size);
   return address;
+}
+
+std::vector<std::pair<std::string, std::string>> list_interfaces() {
+  std::vector<std::pair<std::string, std::string>> found;
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return found;
+  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr) continue;
+    const int family = one->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    char host[NI_MAXHOST];
+    const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    if (getnameinfo(one->ifa_addr, size, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
+      continue;
+    const std::string text(host);
+    // A link-local address carries its interface: fe80::1%eth0.
+    found.emplace_back(one->ifa_name, text.substr(0, text.find('%')));
+  }
+  freeifaddrs(all);
+  return found;
 }
 
 }  // namespace tandem::transfer

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/status.h"
 
@@ -17,11 +19,21 @@ struct SocketAddress {
   uint16_t port() const;
   void set_port(uint16_t port);
   bool is_wildcard() const;
+  // Whether both are of one interface: equal but for the port.
+  bool is_same_host(const SocketAddress& other) const;
   std::string text() const;
+  // Leading bits that the hosts have in common; 0 for different families.
+  int common_bits(const SocketAddress& other) const;
 };
 
 // Resolves names (may ask DNS, blocks). Errors: kConfig (malformed), kNotFound (no such host).
 Result<SocketAddress> parse_address(const std::string& text);
+// "host:port" or "host:first-last", for listening on the first port that is free.
+struct PortRange {
+  SocketAddress address;  // With the first port.
+  uint16_t last_port = 0;
+};
+Result<PortRange> parse_port_range(const std::string& text);
 // Address alone, without a port, as for a local end.
 Result<SocketAddress> parse_host(const std::string& host);
 
@@ -30,6 +42,8 @@ Result<int> listen_on(const SocketAddress& address);
 // Begins to connect; the socket is writable once that has ended. `local` may be empty.
 // Errors: kPeerLost (refused at once), kConfig (the local address is none of ours).
 Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local);
+// Name and address (without a port) of each interface that has one.
+std::vector<std::pair<std::string, std::string>> list_interfaces();
 void tune_stream(int fd, int buffer_bytes);
 SocketAddress local_address_of(int fd);
 

@@ -8,8 +8,10 @@
 
 namespace tandem::transfer {
 
-enum class TransportKind : uint8_t { kLocal, kShm, kCma, kTcp };
-inline constexpr std::array<std::string_view, 4> kTransportNames = {"local", "shm", "cma", "tcp"};
+// A file is reached by its own transport alone, so its place in the order means nothing.
+enum class TransportKind : uint8_t { kLocal, kShm, kCma, kTcp, kFile };
+inline constexpr std::array<std::string_view, 5> kTransportNames = {"local", "shm", "cma", "tcp",
+                                                                    "file"};
 
 constexpr std::string_view transport_name(TransportKind kind) {
   return kTransportNames[static_cast<size_t>(kind)];

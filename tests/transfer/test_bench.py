@@ -11,11 +11,11 @@ def test_cases_check_and_measure():
         run_cases(
             "transfer",
             make_cases(quick=True),
-            pattern="* size=4096 batch=1",
+            pattern="* size=4096 batch=1 walk=no",
             budget_s=0.05,
             rounds=2,
         )
     )
-    assert len(records) == 6
+    assert len(records) == 8
     assert all(record.check == "ok" and record.ratio for record in records)
     assert fnmatch.fnmatch(records[0].case, "transport=tcp op=write *")

@@ -342,26 +342,43 @@ def test_descriptors_return(world):
 
 EXIT = """
 import os, sys
+from tandem.core.errors import ConflictError
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 giver = TransferEngine(TransferConfig(secret="x" * 32))
-taker = TransferEngine(TransferConfig(secret="x" * 32, transports=("tcp",)))
+taker = TransferEngine(TransferConfig(secret="x" * 32, transports=("tcp",), nic_weight=1.0,
+                                      local_addresses=("127.0.0.1",)))
+file = taker.open_file(sys.argv[1], length=4096, writable=True)
+page = taker.register(bytearray(4096))
+prepared = taker.prepare([Transfer(Op.WRITE, page, file, 0, 4096)])
+prepared.submit().wait()
 remote, local = giver.register(bytearray(10)), taker.register(bytearray(10))
 segment = taker.open(giver.address)
 batch = taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)])
 batch.wait()
 if os.fork() == 0:
-    del batch, segment, local, remote, giver, taker
+    core = taker.core
+    for call in (prepared.submit, file.sync, file.refresh, lambda: core.batch_counters,
+                 lambda: core.counters(None), lambda: core.counters(segment.id),
+                 lambda: core.quota_rates, lambda: core.file_backend,
+                 lambda: taker.open_file(sys.argv[1])):
+        try:
+            call()
+        except ConflictError:
+            continue
+        os._exit(1)
+    del call, core, prepared, page, file, batch, segment, local, remote, giver, taker
     sys.exit(0)  # Finalizers and all.
 assert os.wait()[1] == 0
+prepared.submit().wait()
+assert taker.quota_rates == [float("inf")]
 taker.submit([Transfer(Op.READ, local, segment, remote.offset, 10)]).wait()
 print("ok")
 """
 
 
-def test_parent_and_child_exit_without_close():
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_parent_and_child_exit_without_close(tmp_path):
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
 
 
@@ -670,3 +687,43 @@ def test_deadline_ends_a_batch_that_nobody_waits_for(world, transport):
     with pytest.raises(DeadlineError):
         for batch in batches:
             batch.wait()
+
+
+def test_rails_pair_addresses_that_are_near(world):
+    """Fewer addresses here than there: each of theirs goes with the nearest of ours."""
+    giver = world.engine(
+        listen=("127.0.1.1:0", "127.0.2.1:0", "127.0.1.2:0", "127.0.2.2:0", "127.0.1.3:0")
+    )
+    taker = world.engine(transports=("tcp",), local_addresses=("127.0.1.9", "127.0.2.9"))
+    pairs = [
+        (rail.local.rsplit(":", 1)[0], rail.remote.rsplit(":", 1)[0])
+        for rail in taker.open(giver.address).rails
+    ]
+    assert [local.split(".")[2] for local, _ in pairs] == ["1", "2", "1", "2", "1"]
+    assert [remote.split(".")[2] for _, remote in pairs] == ["1", "2", "1", "2", "1"]
+    more = world.engine(
+        transports=("tcp",), local_addresses=tuple(f"127.0.{n}.9" for n in (1, 1, 2, 2, 1, 2))
+    )
+    listed = more.open(giver.address).rails
+    assert len(listed) == 6
+    for rail in listed:
+        assert rail.local.split(".")[2] == rail.remote.split(".")[2]
+
+
+def test_first_free_port_of_a_range_is_taken(world):
+    first = world.engine(listen=("127.0.0.1:0",))
+    low = int(first.address.rsplit(":", 1)[1])
+    if low > 65_000:
+        low -= 100
+    high = low + 50
+    taken = [world.engine(listen=(f"127.0.0.1:{low}-{high}",)) for _ in range(2)]
+    ports = [int(engine.address.rsplit(":", 1)[1]) for engine in taken]
+    assert ports == sorted(set(ports))
+    assert all(low <= port <= high for port in ports)
+    world.engine().open(taken[1].address)
+    used = f"127.0.0.1:{ports[0]}-{ports[0]}"
+    with pytest.raises(ConflictError):
+        world.engine(listen=(used,))
+    for wrong in ("127.0.0.1:9-8", "127.0.0.1:0-8", "127.0.0.1:70-70000", "127.0.0.1:1-", "h-o:"):
+        with pytest.raises(ConfigError):
+            world.engine(listen=(wrong,))

@@ -14,18 +14,20 @@ import time
 
 import numpy as np
 import pytest
-from fault_proxy import FaultProxy
 from tests_transfer_world import SECRET, move
 
 from tandem._native import RailState
 from tandem.core.errors import (
     CancelledError,
+    ConfigError,
     CorruptionError,
     DeadlineError,
+    InternalError,
     PeerLostError,
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer
+from tandem.transfer.faults import FaultProxy, inject_faults
 
 MIB = 1 << 20
 
@@ -357,7 +359,7 @@ def test_killed_peer_is_lost_and_comes_back(world, transports):
                 for batch in batches:
                     batch.wait()
                 batches = [taker.submit([transfer])]
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 2 + 2  # The lease, and what a busy machine takes.
         process.wait(10)
         with child(address.rsplit(":", 1)[1]) as (_, again):
             assert again == address
@@ -378,7 +380,7 @@ def test_stopped_peer_is_lost_within_the_lease(world):
         begin = time.monotonic()
         with pytest.raises(PeerLostError):
             move(taker, segment, Op.WRITE, local, remote.offset, 32 * MIB, deadline_s=15)
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 0.6 + 2  # The lease, and what a busy machine takes.
         os.kill(process.pid, signal.SIGCONT)
 
 
@@ -425,3 +427,132 @@ def test_direct_path_that_is_forced_and_refused_is_an_error(world):
     local = taker.register(bytearray(100))
     with pytest.raises(UnsupportedError):
         move(taker, taker.open(giver.address), Op.READ, local, remote.offset, 1, transport="shm")
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+@pytest.mark.parametrize("fault", ["drop_frames", "duplicate", "reorder"])
+def test_frames_that_go_astray_cost_no_byte(world, fault, op):
+    """Lost, doubled and swapped frames on every rail: right data in time, canaries intact."""
+    with rails(world, 2, seed=5, min_slice_bytes=16384, max_slice_bytes=65536) as (
+        giver,
+        taker,
+        segment,
+        proxies,
+    ):
+        size = 2 * MIB
+        remote = giver.allocate(size + 128)
+        for proxy in proxies:
+            setattr(proxy, fault, 0.03)
+        for _ in range(6):
+            expected = world.random(size)
+            remote.array[:] = 7
+            target = np.full(size + 128, 7, np.uint8)
+            (target if op == Op.WRITE else remote.array)[64:-64] = expected
+            local = taker.register(target)
+            move(taker, segment, op, local, remote.offset + 64, size, local_offset=64)
+            for memory in (target, remote.array):
+                assert np.array_equal(memory[64:-64], expected)
+                assert (memory[:64] == 7).all()
+                assert (memory[-64:] == 7).all()
+            taker.unregister(local)
+        assert sum(proxy.num_faults for proxy in proxies) > 3
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+@pytest.mark.parametrize("transport", ["shm", "cma"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"drop": 0.3},
+        {"corrupt": 0.3},
+        {"duplicate": 0.5},
+        {"delay": 0.3, "delay_s": 0.003},
+        {"is_dead": True},
+        {"drop": 0.1, "corrupt": 0.1, "duplicate": 0.2, "delay": 0.1, "delay_s": 0.001},
+    ],
+    ids=lambda faults: "+".join(faults),
+)
+def test_faults_inside_the_host_cost_no_byte(world, transport, faults, op):
+    """What a direct transport fails to move another one moves; canaries on both sides."""
+    size = 3 * MIB
+    giver, taker = world.engine(), world.engine(transports=(transport, "tcp"))
+    remote = giver.allocate(size + 128)
+    segment = taker.open(giver.address)
+    with inject_faults(taker, transport, seed=9, **faults):
+        for _ in range(3):
+            expected = world.random(size)
+            remote.array[:] = 7
+            target = np.full(size + 128, 7, np.uint8)
+            (target if op == Op.WRITE else remote.array)[64:-64] = expected
+            local = taker.register(target)
+            move(taker, segment, op, local, remote.offset + 64, size, local_offset=64)
+            for memory in (target, remote.array):
+                assert np.array_equal(memory[64:-64], expected)
+                assert (memory[:64] == 7).all()
+                assert (memory[-64:] == 7).all()
+            taker.unregister(local)
+    counters = taker.core.counters(segment.id)
+    if "is_dead" in faults:
+        assert (transport, "write", "bytes") not in counters
+        assert (transport, "read", "bytes") not in counters
+        assert counters["tcp", op.name.lower(), "bytes"] == 3 * size
+    if "is_dead" in faults or "drop" in faults or "corrupt" in faults:
+        assert counters[transport, "", "failovers"] > 0
+    before = sum(rail.bytes_moved for rail in segment.rails)
+    local = taker.register(bytearray(100))
+    move(taker, segment, Op.READ, local, remote.offset, 100)  # It is used again.
+    assert sum(rail.bytes_moved for rail in segment.rails) == before
+
+
+def test_faults_without_another_path_end_the_batch(world, tmp_path):
+    engine = world.engine()
+    local = engine.register(np.zeros(2 * MIB, np.uint8))
+    file = engine.open_file(tmp_path / "f", length=2 * MIB, writable=True)
+    for transport, segment, offset in (
+        ("local", engine.local_segment, local.offset),
+        ("file", file, 0),
+    ):
+        for how in ({"drop": 0.5}, {"is_dead": True}):
+            with inject_faults(engine, transport, seed=1, **how), pytest.raises(InternalError):
+                for _ in range(20):
+                    move(engine, segment, Op.READ, local, offset, 2 * MIB)
+        move(engine, segment, Op.READ, local, offset, 2 * MIB)
+    for wrong in ({"drop": 1.5}, {"drop": -0.1}, {"drop": 0.6, "corrupt": 0.6}):
+        with pytest.raises(ConfigError), inject_faults(engine, "shm", **wrong):
+            pass
+    with pytest.raises(ConfigError), inject_faults(engine, "tcp"):
+        pass
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+def test_another_transport_takes_over_when_all_rails_are_cut(world, op):
+    """tcp is preferred here; with its rails dead, shared memory moves what is left."""
+    with rails(world, 2, transports=("tcp", "shm")) as (giver, taker, segment, proxies):
+        wait_until(lambda: all(r.state == RailState.HEALTHY for r in segment.rails))
+        size = 16 * MIB
+        remote = giver.allocate(size)
+        expected = world.random(size)
+        data = expected.copy() if op == Op.WRITE else np.zeros(size, np.uint8)
+        if op == Op.READ:
+            remote.array[:] = expected
+        local = taker.register(data)
+        move(taker, segment, op, local, remote.offset, 4096)
+        assert taker.bytes_copied("shm") == 0
+        for proxy in proxies:
+            proxy.rate = 50e6
+        batch = taker.submit([Transfer(op, local, segment, remote.offset, size)], deadline_s=15)
+        before = proxies[0].num_bytes
+        wait_until(lambda: proxies[0].num_bytes > before + 200_000)
+        for proxy in proxies:
+            proxy.is_dead = True
+        cut = time.monotonic()
+        batch.wait()
+        print(f"all rails cut: done {time.monotonic() - cut:.3f} s later")
+        assert np.array_equal(data if op == Op.READ else remote.array, expected)
+        assert 0 < taker.bytes_copied("shm") < size
+        for proxy in proxies:
+            proxy.is_dead, proxy.rate = False, 0
+        wait_until(lambda: all(r.state != RailState.CLOSED for r in segment.rails))
+        copied = taker.bytes_copied("shm")
+        move(taker, segment, op, local, remote.offset, size)
+        assert taker.bytes_copied("shm") == copied  # The rails are used again.

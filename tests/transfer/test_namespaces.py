@@ -1,154 +1,151 @@
-"""Two hosts, four rails of unequal rate: network namespaces, veth pairs, ``tc tbf``.
+"""Two hosts with several rails: network namespaces, veth pairs, ``tc tbf``.
 
-Goal: the sum of the rails is used, and a rail whose link goes down costs no error. Ceiling: a plain
-socket over each rail alone, measured in the same run. The bounds leave room for a shared machine;
-the figures are printed.
+Goal: the sum of unequal rails is used; a loaded rail gets less; a rail that goes down or silent
+costs no error and little time, and is used again. Baselines in the same run: iperf3 (a plain
+socket where it is absent) over each rail alone, and the same engine with its slices in turn.
+Absolute times of a shared machine mean little, so the best of a few runs counts; all figures are
+printed.
 """
 
 import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import threading
+import statistics
 import time
 
-import numpy as np
 import pytest
-from tests_transfer_world import SECRET
+from two_hosts import MIB, Path, needs_namespaces, quantile, two_hosts, wait_until
 
 from tandem._native import RailState
-from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 
-RATES_MBIT = (400, 400, 100, 100)
-PLAIN_PORT = 7001
-MIB = 1 << 20
+pytestmark = needs_namespaces
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="needs root, ip and tc (iproute2)",
-)
-
-SERVER = """
-import socket, sys, threading
-from tandem.transfer import TransferConfig, TransferEngine
-hosts = sys.argv[2].split(",")
-engine = TransferEngine(TransferConfig(secret=sys.argv[1],
-                                       listen=tuple(f"{host}:7000" for host in hosts)))
-engine.allocate(64 << 20, name="buffer")
-def sink():
-    listener = socket.create_server(("0.0.0.0", 7001))
-    scratch = bytearray(1 << 20)
-    while True:
-        peer, _ = listener.accept()
-        left = int.from_bytes(peer.recv(8, socket.MSG_WAITALL), "little")
-        while left and (got := peer.recv_into(scratch)):
-            left -= got
-        peer.sendall(b"k")
-        peer.close()
-threading.Thread(target=sink, daemon=True).start()
-print("ready", flush=True)
-sys.stdin.read()
-"""
+UNEQUAL = (200, 200, 50, 50)
+EQUAL = (200, 200, 200, 200)
 
 
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=20)
+@pytest.mark.slow
+def test_unequal_rails_add_up_and_beat_turns():
+    nbytes = 32 * MIB
+    with two_hosts(UNEQUAL) as hosts, Path(hosts, UNEQUAL) as path, Path(hosts, UNEQUAL) as turns:
+        turns.engine.core.use_round_robin(turns.segment.id)
+        path.move(nbytes)  # Learns the rails.
+        of_sum, of_turns, of_p99 = [], [], []
+        for _ in range(10):
+            ceiling = sum(
+                hosts.measure_plain(i, rate * MIB // 20) for i, rate in enumerate(UNEQUAL)
+            )
+            before = path.latencies()
+            ours_s = path.move(nbytes)
+            ours_p99 = quantile(path.latencies(), before, 0.99)
+            before = turns.latencies()
+            turns_s = turns.move(nbytes)
+            turns_p99 = quantile(turns.latencies(), before, 0.99)
+            of_sum.append(nbytes / ours_s / ceiling)
+            of_turns.append(turns_s / ours_s)
+            of_p99.append(ours_p99 / turns_p99)
+            if of_sum[-1] >= 0.97 and of_turns[-1] >= 1.8 and of_p99[-1] <= 0.5:
+                break
+        path.check(nbytes)
+        print(f"of the sum {of_sum}, faster than turns {of_turns}, P99 of turns' {of_p99}")
+        assert max(of_sum) >= 0.97
+        assert max(of_turns) >= 1.8
+        assert min(of_p99) <= 0.5
 
 
-@contextlib.contextmanager
-def two_hosts():
-    """A namespace with the serving process; yields its addresses and our ends of the links."""
-    space = f"tandem{os.getpid()}"
-    run("ip", "netns", "add", space)
-    process = None
-    try:
-        ours, theirs, links = [], [], []
-        for index, rate in enumerate(RATES_MBIT):
-            here, there = f"tdm{os.getpid() % 100000}x{index}", f"rail{index}"
-            run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", space)
-            ours.append(f"10.213.{index}.1")
-            theirs.append(f"10.213.{index}.2")
-            links.append(here)
-            shape = ("root", "tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "20ms")
-            run("ip", "addr", "add", f"{ours[-1]}/24", "dev", here)
-            run("ip", "-n", space, "addr", "add", f"{theirs[-1]}/24", "dev", there)
-            run("tc", "qdisc", "add", "dev", here, *shape)
-            run("tc", "-n", space, "qdisc", "add", "dev", there, *shape)
-            run("ip", "link", "set", here, "up")
-            run("ip", "-n", space, "link", "set", there, "up")
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", space, sys.executable, "-c", SERVER, SECRET, ",".join(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "ready"
-        yield ours, theirs, links
-    finally:
-        if process is not None:
-            process.kill()
-            process.communicate(timeout=10)
-        run("ip", "netns", "del", space)
+@pytest.mark.slow
+def test_request_of_2560_kb_avoids_loaded_rails():
+    nbytes = 2560 << 10
+    with two_hosts(EQUAL) as hosts, Path(hosts, EQUAL) as path, Path(hosts, EQUAL) as turns:
+        turns.engine.core.use_round_robin(turns.segment.id)
+        ratios = []
+        with hosts.load(0, 1):
+            path.move(16 * MIB)
+            while len(ratios) < 4 and max(ratios, default=0) < 1.5:
+                times = [(path.move(nbytes), turns.move(nbytes)) for _ in range(31)]
+                ratios.append(statistics.median(b / a for a, b in times))
+                ours_ms = statistics.median(a for a, _ in times) * 1e3
+                print(f"2560 KB: {ours_ms:.1f} ms, {ratios[-1]:.2f} x turns")
+        assert max(ratios) >= 1.5
 
 
-def measure_plain(host: str, nbytes: int) -> float:
-    """Bytes per second of one blocking socket."""
-    data = bytes(MIB)
-    with socket.create_connection((host, PLAIN_PORT), timeout=10) as plain:
+def cut_in_transfer(path, cut, *, nbytes=24 * MIB):
+    """Cut rail 0 in mid-transfer; returns the rail before, seconds until left, and the batch's."""
+    path.move(8 * MIB)
+    batch = path.begin(nbytes)
+    before = path.segment.rails[0].bytes_moved
+    wait_until(lambda: path.segment.rails[0].bytes_moved > before + MIB // 2)
+    rail = path.segment.rails[0]
+    begin = cut()
+    left_s = wait_until(lambda: path.segment.rails[0].state != RailState.HEALTHY) - begin
+    assert not batch.is_finished
+    # Its slices were given to others in the same step.
+    assert path.segment.rails[0].in_flight_bytes == 0
+    batch.wait()
+    assert path.segment.rails[0].num_resent > rail.num_resent
+    return rail, left_s
+
+
+def test_link_that_goes_down_is_left_at_once_and_used_again():
+    times = []
+    with two_hosts(EQUAL) as hosts, Path(hosts, EQUAL) as path:
+        for _ in range(3):
+            _, left_s = cut_in_transfer(path, lambda: hosts.set_link(0, "down"))
+            path.move(2 * MIB)
+            back = hosts.set_link(0, "up")
+            used_s = use_again(path) - back
+            times.append((left_s, used_s))
+            if left_s < 0.05 and used_s < 2:
+                break
+        path.check(4 * MIB)
+    print(f"link down: left after, used again after: {times}")
+    assert min(left for left, _ in times) < 0.05
+    assert min(used for _, used in times) < 2
+
+
+def test_silent_rail_is_left_by_its_prediction_and_used_again():
+    times = []
+    with two_hosts(EQUAL) as hosts, Path(hosts, EQUAL) as path:
+        for _ in range(3):
+            rail, left_s = cut_in_transfer(path, lambda: hosts.silence(0))
+            path.move(2 * MIB)
+            back = hosts.mend(0)
+            used_s = use_again(path) - back
+            times.append((rail.predicted_s, left_s, used_s))
+            if left_s < 3 * rail.predicted_s + 0.02 and used_s < 2:
+                break
+        path.check(4 * MIB)
+    print(f"silence: predicted, left after, used again after: {times}")
+    # The rule of the decider is proved on its own clock (test_rails_props.py). Here others use the
+    # machine: what is usual for the rail may be 100 ms without progress, and `stall_ms` bounds it.
+    assert min(left for _, left, _ in times) < 0.3
+    assert min(used for *_, used in times) < 2
+
+
+def use_again(path) -> float:
+    """Move until rail 0 carries a share again; returns when it did."""
+
+    def is_used() -> bool:
+        before = path.segment.rails[0].bytes_moved
+        path.move(2 * MIB)
+        return path.segment.rails[0].bytes_moved - before > MIB // 8
+
+    return wait_until(is_used)
+
+
+def test_all_links_down_and_up_again_within_the_deadline():
+    """Nothing reaches the host for a while; the batch waits and ends well."""
+    with two_hosts(EQUAL[:2]) as hosts, Path(hosts, EQUAL[:2], lease_ms=5000) as path:
+        path.move(2 * MIB)
+        batch = path.begin(8 * MIB)
+        for index in range(2):
+            hosts.set_link(index, "down")
+        with contextlib.suppress(Exception):
+            wait_until(lambda: batch.is_finished, 0.3)
+        assert not batch.is_finished
+        for index in range(2):
+            hosts.set_link(index, "up")
         begin = time.monotonic()
-        plain.sendall(nbytes.to_bytes(8, "little"))
-        for _ in range(nbytes // MIB):
-            plain.sendall(data)
-        assert plain.recv(1) == b"k"
-        return nbytes / (time.monotonic() - begin)
-
-
-def test_unequal_rails_add_up_and_a_dead_link_costs_no_error():
-    with two_hosts() as (ours, theirs, links):
-        config = TransferConfig(
-            secret=SECRET,
-            transports=("tcp",),
-            local_addresses=tuple(ours),
-            rail_gbps=tuple(rate / 1e3 for rate in RATES_MBIT),
+        batch.wait()
+        print(
+            f"after all links were down: done {time.monotonic() - begin:.2f} s after they were up"
         )
-        with TransferEngine(config) as engine:
-            segment = engine.open(f"{theirs[0]}:7000", deadline_s=10)
-            assert [rail.local.rsplit(":", 1)[0] for rail in segment.rails] == ours
-            limit = time.monotonic() + 10
-            while not all(rail.state == RailState.HEALTHY for rail in segment.rails):
-                assert time.monotonic() < limit
-                time.sleep(0.01)
-            remote = segment.buffer("buffer")
-            data = np.random.default_rng(0).integers(0, 256, 64 * MIB, np.uint8)
-            local = engine.register(data)
-
-            def send(op: Op = Op.WRITE) -> float:
-                begin = time.monotonic()
-                transfer = Transfer(op, local, segment, remote.offset, 64 * MIB)
-                engine.submit([transfer], deadline_s=30).wait()
-                return 64 * MIB / (time.monotonic() - begin)
-
-            send()  # Learns the rails.
-            ratios = []
-            while len(ratios) < 8 and max(ratios, default=0) < 0.85:  # Others use this machine.
-                ceiling = sum(
-                    measure_plain(host, rate * MIB // 20)
-                    for host, rate in zip(theirs, RATES_MBIT, strict=True)
-                )
-                ratios.append(send() / ceiling)
-            print(f"sprayed / sum of rails: {ratios}")
-            assert max(ratios) > 0.8
-
-            cutter = threading.Timer(0.2, run, ("ip", "link", "set", links[0], "down"))
-            cutter.start()
-            rate_cut = send()
-            cutter.join()
-            print(f"one of four rails cut: {rate_cut / 1e6:.0f} MB/s")
-            expected = data.copy()
-            data[:] = 0
-            send(Op.READ)
-            assert np.array_equal(data, expected)
-            run("ip", "link", "set", links[0], "up")
+        path.check(8 * MIB)

@@ -205,6 +205,65 @@ def test_silent_rail_is_found_by_its_deadline():
     assert len(rails.on_disconnect(0, 50 * MS)) == 1
 
 
+def test_known_rail_is_silent_after_thrice_its_prediction():
+    """Regular completions: left at 3 x predicted, not before, and no sooner than 20 ms."""
+    for rate, slice_bytes in ((25e6, 262144), (1e9, 1 << 20)):
+        rails = RailSet(min_slice_bytes=slice_bytes, max_slice_bytes=slice_bytes)
+        rails.add_rail(rate)
+        rails.on_connect(0, 0)
+        now, flying = 0, []
+        for _ in range(200):
+            while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
+                flying.append(choice.ticket)
+            now += int(slice_bytes / rate * S)
+            rails.complete(flying.pop(0), now)
+        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
+            flying.append(choice.ticket)
+        predicted_ns = rails.in_flight_bytes(0) / rails.effective_bandwidth(0) * S
+        limit_ns = max(20 * MS, 3 * predicted_ns)
+        assert not rails.is_stalled(0, now + int(0.95 * limit_ns))
+        assert rails.is_stalled(0, now + int(1.15 * limit_ns))
+
+
+def test_what_is_usual_is_no_silence():
+    """A machine that stops for 60 ms now and then: such a gap does not cost the connection."""
+    rails = RailSet(min_slice_bytes=65536, max_slice_bytes=65536)
+    rails.add_rail(1e9)
+    rails.on_connect(0, 0)
+    now, flying = 0, []
+    for step in range(200):
+        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
+            flying.append(choice.ticket)
+        now += 60 * MS if step % 20 == 19 else 100_000
+        assert step < 20 or not rails.is_stalled(0, now)
+        rails.complete(flying.pop(0), now)
+
+
+def test_dear_probe_waits_for_a_long_transfer():
+    """A probe that would be the tail of a short transfer is put off, a second at most."""
+    rails = RailSet(min_slice_bytes=65536, max_slice_bytes=65536)
+    rails.add_rail(1e9)
+    rails.add_rail(1e5)  # 0.65 s for the 64 KiB of a probe.
+    rails.on_connect(1, 0)
+    rails.fail(rails.choose(0, 65536, 65536).ticket, 0)
+    rails.on_connect(0, 0)
+    assert rails.state(1) == RailState.PAUSED
+    now = 200 * MS  # The cool-down is over.
+    assert rails.choose(now, 65536, 65536).rail == 0
+    assert rails.next_event_ns() > now  # Nobody need look again at once.
+    assert rails.choose(now, 1 << 30, 1 << 30).rail == 1  # A second's work: no tail.
+    assert rails.choose(now, 65536, 65536).rail == 0
+
+    rails = RailSet(min_slice_bytes=65536, max_slice_bytes=65536)
+    rails.add_rail(1e9)
+    rails.add_rail(1e5)
+    rails.on_connect(1, 0)
+    rails.fail(rails.choose(0, 65536, 65536).ticket, 0)
+    rails.on_connect(0, 0)
+    assert rails.choose(900 * MS, 65536, 65536).rail == 0
+    assert rails.choose(1100 * MS, 65536, 65536).rail == 1
+
+
 def test_misuse_is_named():
     rails = RailSet()
     with pytest.raises(NotFoundError, match="rail 0 of 0"):

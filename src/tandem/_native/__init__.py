@@ -10,6 +10,7 @@ from tandem.core.errors import UnsupportedError
 try:
     from tandem._native._core import (
         AlignedBuffer,
+        BatchCounters,
         CacheSizes,
         CgroupLimits,
         CoreBatch,
@@ -17,6 +18,7 @@ try:
         CudaDevice,
         CudaProbe,
         ExpertBank,
+        FileInfo,
         HostMemory,
         HugepagePool,
         HugepageState,
@@ -25,6 +27,7 @@ try:
         PackedMatrix,
         PageKind,
         PlannedAttention,
+        PreparedTransfers,
         ProbeResult,
         RailSet,
         RailState,
@@ -44,6 +47,7 @@ try:
         cpu_features,
         error_codes,
         kernel_isas,
+        list_interfaces,
         probe_cma,
         probe_cuda,
         probe_io_uring,
@@ -65,6 +69,7 @@ except ImportError as error:
 
 __all__ = [
     "AlignedBuffer",
+    "BatchCounters",
     "CacheSizes",
     "CgroupLimits",
     "CoreBatch",
@@ -72,6 +77,7 @@ __all__ = [
     "CudaDevice",
     "CudaProbe",
     "ExpertBank",
+    "FileInfo",
     "HostMemory",
     "HugepagePool",
     "HugepageState",
@@ -80,6 +86,7 @@ __all__ = [
     "PackedMatrix",
     "PageKind",
     "PlannedAttention",
+    "PreparedTransfers",
     "ProbeResult",
     "RailSet",
     "RailState",
@@ -99,6 +106,7 @@ __all__ = [
     "cpu_features",
     "error_codes",
     "kernel_isas",
+    "list_interfaces",
     "probe_cma",
     "probe_cuda",
     "probe_io_uring",

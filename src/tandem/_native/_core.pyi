@@ -2,7 +2,7 @@
 Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 from typing import Annotated, overload
 
@@ -398,8 +398,17 @@ class RailSet:
     def add_rail(self, bandwidth_bytes_per_s: float, penalty: float = 1.0) -> int:
         """Add a rail, closed until on_connect; returns its index."""
 
-    def choose(self, now_ns: int, remaining: int, total: int) -> SliceChoice | None:
+    def choose(self, now_ns: int, remaining: int, total: int, location: int = 0) -> SliceChoice | None:
         """Give the next slice of a transfer to a rail, or None: wait."""
+
+    def set_penalty(self, rail: int, location: int, penalty: float) -> None:
+        """P of the prediction for memory there."""
+
+    def hold(self, rail: int, until_ns: int) -> None:
+        """No slice for this rail before then."""
+
+    def use_round_robin(self) -> None:
+        """A baseline: rails in turn."""
 
     def complete(self, ticket: int, now_ns: int) -> None: ...
 
@@ -520,8 +529,67 @@ class RailStatus:
     def bytes_moved(self) -> int: ...
 
     @property
+    def num_resent(self) -> int:
+        """Slices it had that went elsewhere."""
+
+    @property
+    def in_flight_bytes(self) -> int: ...
+
+    @property
     def bandwidth_bytes_per_s(self) -> float:
         """Learnt."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Until what it has now would be moved."""
+
+    @property
+    def latency_sum_s(self) -> float: ...
+
+    @property
+    def latency_buckets(self) -> list[tuple[float, int]]:
+        """
+        Slices by latency: (upper bound in seconds, count), rising, no empty ones.
+        """
+
+class FileInfo:
+    """A file that is open as a segment."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def is_direct(self) -> bool: ...
+
+    @property
+    def direct_refusal(self) -> str: ...
+
+class PreparedTransfers:
+    """Requests in native form; see tandem.transfer.PreparedBatch."""
+
+    def __len__(self) -> int: ...
+
+class BatchCounters:
+    """Batches of an engine since it was made."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_done(self) -> int: ...
+
+    @property
+    def num_failed(self) -> dict[str, int]:
+        """By error code."""
+
+    @property
+    def latency_sum_s(self) -> float: ...
+
+    @property
+    def latency_buckets(self) -> list[tuple[float, int]]: ...
 
 class CoreBatch:
     """A submitted batch; see tandem.transfer.Batch."""
@@ -540,10 +608,13 @@ class CoreBatch:
 
     def completion_fd(self) -> int: ...
 
+def list_interfaces() -> list[tuple[str, str]]:
+    """Name and address of each network interface that has one."""
+
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool) -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
 
@@ -564,6 +635,37 @@ class TransferCore:
     def segment_epoch(self, segment: int) -> int: ...
 
     def submit(self, requests: Sequence[tuple[int, int, int, int, int, int]], deadline_s: float, transport: str | None) -> CoreBatch: ...
+
+    def prepare(self, requests: Sequence[tuple[int, int, int, int, int, int]], transport: str | None) -> PreparedTransfers: ...
+
+    def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float) -> CoreBatch: ...
+
+    def open_file(self, path: str, *, writable: bool, create_bytes: int, direct: bool) -> int: ...
+
+    def sync_file(self, segment: int) -> None: ...
+
+    def file_info(self, segment: int) -> FileInfo: ...
+
+    @property
+    def file_backend(self) -> tuple[str, str]:
+        """(io_uring or threads, why not io_uring); empty before the first file."""
+
+    def counters(self, segment: int | None) -> dict[tuple[str, str, str], int]:
+        """What moved to a segment, or (None) inside this process and to files."""
+
+    @property
+    def quota_rates(self) -> list[float]:
+        """Bytes per second that each NIC gives us now; infinity: not held."""
+
+    @property
+    def batch_counters(self) -> BatchCounters: ...
+
+    def set_faults(self, transport: str, *, seed: int, drop: float, corrupt: float, duplicate: float, delay: float, delay_s: float, is_dead: bool) -> None: ...
+
+    def clear_faults(self, transport: str) -> None: ...
+
+    def use_round_robin(self, segment: int) -> None:
+        """Give slices to rails in turn, whatever their speed: a baseline."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 

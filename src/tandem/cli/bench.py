@@ -21,6 +21,8 @@ BENCHES = {
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
+WITH_PEERS = ("model", "transfer")
+"""Those that take ``with_peers`` as well."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
 FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
@@ -45,7 +47,9 @@ def bench(
     failed = False
     for record in run_cases(
         name,
-        module.make_cases(quick=quick),
+        module.make_cases(
+            quick=quick, **({"with_peers": with_peers} if name in WITH_PEERS else {})
+        ),
         pattern=cases,
         budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
         rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,

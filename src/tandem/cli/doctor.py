@@ -9,6 +9,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -20,9 +21,11 @@ from rich.table import Table
 from tandem import __version__
 from tandem.cli.output import JsonFlag, print_json
 from tandem.core.errors import ConfigError
+from tandem.transfer.probes import TransportReport, probe_transports
 
 if TYPE_CHECKING:
     from tandem._native import CpuFeatures, Topology
+    from tandem.transfer.measure import PathReport
 
 __all__ = [
     "CpuReport",
@@ -34,7 +37,9 @@ __all__ = [
     "ThreadReport",
     "collect_report",
     "doctor",
+    "measure_peer",
     "render",
+    "render_path",
 ]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq")
@@ -125,6 +130,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryReport
     hugepages: HugepageReport
     compute_threads: ThreadReport
+    transports: list[TransportReport]
     optional_parts: list[OptionalPart]
 
 
@@ -169,6 +175,7 @@ def collect_report(etcd_endpoint: str | None = None) -> DoctorReport:
             num_free={format_bytes(pool.page_size_bytes): pool.num_free for pool in pools},
         ),
         compute_threads=ThreadReport(threads=advice.threads, reason=advice.reason),
+        transports=probe_transports(),
         optional_parts=[
             _probe_cuda(),
             _probe_kernel_part("io_uring"),
@@ -373,7 +380,49 @@ def render(report: DoctorReport) -> Group:
     for part in report.optional_parts:
         state = "[green]yes[/]" if part.is_available else "[yellow]no[/]"
         parts.add_row(escape(part.name), state, escape(part.detail), escape(part.gives))
-    return Group(machine, "", parts)
+    transports = Table("transport", "", "why", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    colours = {"present": "green", "absent": "yellow", "unsupported": "red"}
+    for transport in report.transports:
+        state = f"[{colours[transport.state]}]{transport.state}[/]"
+        transports.add_row(transport.name, state, escape(transport.detail))
+    return Group(machine, "", transports, "", parts)
+
+
+def measure_peer(address: str, secret_file: Path) -> "PathReport":
+    """Measure the way to a transfer engine.
+
+    Args:
+        address: ``host:port``.
+        secret_file: holds the cluster's secret; a line break at the end is not part of it.
+
+    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``.
+    """
+    from tandem.transfer import TransferConfig, TransferEngine
+    from tandem.transfer.measure import measure_path
+
+    try:
+        secret = secret_file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("doctor.peer", f"{secret_file}: {error}", field="secret_file") from error
+    with TransferEngine(TransferConfig(name="doctor", secret=secret)) as engine:
+        return measure_path(engine, address)
+
+
+def render_path(report: "PathReport") -> Table:
+    """Lay a measured path out for a terminal."""
+    title = f"{report.name} at {report.peer}: round trip {report.round_trip_us:.0f} us"
+    if report.buffer is None:
+        title += "; it offers no buffer to read, so no transport was measured"
+    table = Table(
+        "transport", "4 KiB", "throughput", "", title=escape(title), box=None, title_justify="left"
+    )
+    for path in report.transports:
+        latency = "" if path.latency_us is None else f"{path.latency_us:.1f} us"
+        speed = "" if path.throughput_gbps is None else f"{path.throughput_gbps:.2f} Gbit/s"
+        table.add_row(path.transport, latency, speed, escape(path.reason))
+    for rail in report.rails:
+        table.add_row("rail", "", "", escape(rail))
+    return table
 
 
 def doctor(
@@ -381,8 +430,26 @@ def doctor(
     etcd_endpoint: Annotated[
         str | None, typer.Option(help="host:port of an etcd to ask for its version.")
     ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="host:port of a transfer engine: measure the way to it instead."),
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="File with the cluster's secret, for --peer.")
+    ] = None,
 ) -> None:
     """Print what this machine offers and what Tandem makes of it, with the reasons."""
+    if peer is not None:
+        if secret_file is None:
+            raise ConfigError(
+                "doctor.peer", "the peer asks for a proof: give --secret-file", field="secret_file"
+            )
+        path = measure_peer(peer, secret_file)
+        if json:
+            print_json(path)
+        else:
+            Console(soft_wrap=not sys.stdout.isatty()).print(render_path(path))
+        return
     report = collect_report(etcd_endpoint)
     if json:
         print_json(report)

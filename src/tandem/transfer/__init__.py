@@ -1,20 +1,29 @@
-"""Moves bytes between the registered memory of processes: local, shm, cma and tcp.
+"""Moves bytes between the registered memory of processes and files: local, shm, cma, tcp, file.
 
-``TransferEngine`` offers memory and reaches that of others; a ``Segment`` is such a process; a
-``Batch`` of ``Transfer`` is the work. See docs/design/transfer.md and transfer_wire.md.
+``TransferEngine`` offers memory and reaches that of others; a ``Segment`` is such a process, a
+``FileSegment`` a file; a ``Batch`` of ``Transfer`` is the work. See docs/design/transfer.md and
+transfer_wire.md. Importing this package or its ``config`` does not load the extension; the first
+use of any other name does.
 """
 
-from tandem.transfer.batch import Batch, Op, Transfer, TransferStatus
-from tandem.transfer.buffer import Buffer, RemoteBuffer
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tandem.transfer.config import TransferConfig, TransportName
-from tandem.transfer.engine import Notification, TransferEngine
-from tandem.transfer.segment import Segment
+
+if TYPE_CHECKING:
+    from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer, TransferStatus
+    from tandem.transfer.buffer import Buffer, RemoteBuffer
+    from tandem.transfer.engine import Notification, TransferEngine
+    from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = [
     "Batch",
     "Buffer",
+    "FileSegment",
     "Notification",
     "Op",
+    "PreparedBatch",
     "RemoteBuffer",
     "Segment",
     "Transfer",
@@ -23,3 +32,26 @@ __all__ = [
     "TransferStatus",
     "TransportName",
 ]
+
+_HOMES = {
+    "Batch": "batch",
+    "Buffer": "buffer",
+    "FileSegment": "segment",
+    "Notification": "engine",
+    "Op": "batch",
+    "PreparedBatch": "batch",
+    "RemoteBuffer": "buffer",
+    "Segment": "segment",
+    "Transfer": "batch",
+    "TransferEngine": "engine",
+    "TransferStatus": "batch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what a name of ``__all__`` means when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

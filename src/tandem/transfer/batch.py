@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tandem._native import CoreBatch
+from tandem._native import CoreBatch, PreparedTransfers
 from tandem.transfer.buffer import Buffer
 
 if TYPE_CHECKING:
     from tandem.transfer.engine import TransferEngine
     from tandem.transfer.segment import Segment
 
-__all__ = ["Batch", "Op", "Transfer", "TransferStatus"]
+__all__ = ["Batch", "Op", "PreparedBatch", "Transfer", "TransferStatus"]
 
 
 class Op(IntEnum):
@@ -69,6 +69,35 @@ class TransferStatus(msgspec.Struct, frozen=True):
     def is_done(self) -> bool:
         """Whether all its bytes have arrived."""
         return self.bytes_done == self.length
+
+
+class PreparedBatch:
+    """Transfers that are submitted again and again; made by ``TransferEngine.prepare``.
+
+    Preparing looks at each transfer once; a submission then costs a fraction of a microsecond a
+    transfer. What was unregistered or closed in between is an error of the submission.
+    """
+
+    def __init__(
+        self, engine: "TransferEngine", prepared: PreparedTransfers, transfers: Sequence[Transfer]
+    ) -> None:
+        self._engine = engine
+        self._prepared = prepared
+        self._transfers = transfers
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def submit(self, *, deadline_s: float | None = None) -> "Batch":
+        """Begin to move all ranges; returns at once.
+
+        Args:
+            deadline_s: from now; None = ``deadline_ms`` of the configuration.
+
+        Raises: as ``TransferEngine.submit``.
+        """
+        core = self._engine.submit_prepared(self._prepared, deadline_s)
+        return Batch(self._engine, core, self._transfers)
 
 
 class Batch:

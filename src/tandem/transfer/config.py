@@ -7,12 +7,14 @@ from msgspec import Meta
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["MIN_SECRET_BYTES", "TransferConfig", "TransportName"]
+__all__ = ["MIN_SECRET_BYTES", "PeerTransportName", "TransferConfig", "TransportName"]
 
 MIN_SECRET_BYTES = 16
 """A proof can be tried offline by whoever saw one, so the secret must not be guessable."""
 
-TransportName = Literal["local", "shm", "cma", "tcp"]
+PeerTransportName = Literal["local", "shm", "cma", "tcp"]
+"""The transports between processes, best first."""
+TransportName = Literal["local", "shm", "cma", "tcp", "file"]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +33,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     listen: Annotated[
         tuple[str, ...],
-        Meta(description="Addresses to accept peers on, host:port or [v6]:port; port 0 = any."),
+        Meta(
+            description="Addresses to accept peers on, host:port or [v6]:port; port 0 = any, "
+            "7000-7100 = the first that is free."
+        ),
     ] = ("127.0.0.1:0",)
     advertise: Annotated[
         tuple[str, ...],
@@ -43,12 +48,22 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     rail_gbps: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...],
-        Meta(description="Nominal speed of each rail, Gbit/s; empty = 10, then learnt."),
+        Meta(description="Nominal speed of each rail, Gbit/s; empty = the NIC's; then learnt."),
     ] = ()
+    topology_file: Annotated[
+        str, Meta(description="JSON of Topology.to_json, used instead of looking; empty = look.")
+    ] = ""
+    nic_weight: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Share the NICs of local_addresses with other processes of this user that "
+            "set a weight, by weight; unset = take what TCP gives."
+        ),
+    ] = None
     lanes: Annotated[int, Meta(ge=1, le=64, description="TCP connections per rail.")] = 1
     transports: Annotated[
-        tuple[TransportName, ...],
-        Meta(description="Transports that may be used; the fastest that reaches is taken."),
+        tuple[PeerTransportName, ...],
+        Meta(description="Transports that may be used, best first; a later one takes over."),
     ] = ("local", "shm", "cma", "tcp")
     io_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that serve sockets.")] = 1
     copy_threads: Annotated[
@@ -69,7 +84,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1_000
     stall_ms: Annotated[
         int,
-        Meta(ge=10, le=60_000, description="A rail with work and without progress is left then."),
+        Meta(
+            ge=10,
+            le=60_000,
+            description="A rail of unknown speed with work and without progress is left then; a "
+            "known one after three times its prediction.",
+        ),
     ] = 200
     min_slice_bytes: Annotated[
         int, Meta(ge=4096, le=64 * 2**20, description="Shortest slice that a transfer is cut to.")
@@ -86,6 +106,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     socket_buffer_bytes: Annotated[
         int, Meta(ge=0, le=2**28, description="Socket buffers; 0 = tuned by the kernel.")
     ] = 0
+    file_backend: Annotated[
+        Literal["auto", "io_uring", "threads"],
+        Meta(description="How files are read and written; auto = io_uring where it is allowed."),
+    ] = "auto"
     checksum: Annotated[
         bool, Meta(description="CRC-32C of every slice on tcp; a damaged one is sent again.")
     ] = False

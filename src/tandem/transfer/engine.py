@@ -13,12 +13,20 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from tandem._native import HostMemory, SegmentDescription, SharedArray, TransferCore
+from tandem._native import (
+    CoreBatch,
+    HostMemory,
+    PreparedTransfers,
+    SegmentDescription,
+    SharedArray,
+    TransferCore,
+)
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
-from tandem.transfer.batch import Batch, Op, Transfer
+from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
 from tandem.transfer.config import TransferConfig, TransportName
-from tandem.transfer.segment import Segment
+from tandem.transfer.nics import load_topology, plan_nics
+from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = ["Notification", "TransferEngine"]
 
@@ -55,13 +63,16 @@ class TransferEngine:
         self.name = config.name or f"{socket.gethostname()[:150]}:{os.getpid()}"
         has_secret = config.secret is not None
         secret = config.secret.encode() if config.secret is not None else os.urandom(32)
+        self.topology = load_topology(config)
+        """Of this host, or as ``topology_file`` has it."""
+        nics = plan_nics(config, self.topology)
         self.core = TransferCore(
             name=self.name,
             secret=secret,
             listen=list(config.listen) if has_secret else [],
             advertise=list(config.advertise),
             local_addresses=list(config.local_addresses),
-            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in config.rail_gbps],
+            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in nics.rail_gbps],
             lanes=config.lanes,
             transports=list(config.transports),
             io_threads=config.io_threads,
@@ -76,9 +87,14 @@ class TransferEngine:
             max_notifications=config.max_notifications,
             socket_buffer_bytes=config.socket_buffer_bytes,
             checksum=config.checksum,
+            file_backend=config.file_backend,
+            penalties=nics.penalties,
+            quota_boards=nics.quota_boards,
+            quota_weight=1.0 if config.nic_weight is None else config.nic_weight,
         )
         self._held: dict[int, HostMemory | SharedArray] = {}
-        self._segments: set[int] = set()
+        # Address by id; empty for a file.
+        self._segments: dict[int, str] = {}
         self._is_closed = False
         self.local_segment = Segment(self, 0, "")
         self._finalizer = weakref.finalize(self, _shut_down, self.core, self._held, 1.0)
@@ -174,13 +190,50 @@ class TransferEngine:
             PeerLostError (nobody there); DeadlineError; ConfigError (malformed address).
         """
         segment_id = self.core.open(address, self._deadline(deadline_s))
-        self._segments.add(segment_id)
+        self._segments[segment_id] = address
         return Segment(self, segment_id, address)
+
+    def open_file(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        length: int | None = None,
+        writable: bool = False,
+        direct: bool = False,
+    ) -> FileSegment:
+        """Open a file as a segment: its bytes, from 0 to its length, are the address space.
+
+        Args:
+            path: a regular file.
+            length: make the file with this many bytes, reserved on the disk, mode 0600, if it is
+                not there; one that is there must have this length. None = it must be there.
+            writable: allow WRITE.
+            direct: bypass the page cache where memory, offset and length are multiples of 4096;
+                see ``FileSegment.is_direct``.
+
+        Raises: NotFoundError; PermissionDeniedError; ConflictError (another length); CapacityError
+            (disk full); ConfigError (no regular file, empty); UnsupportedError (io_uring is
+            demanded and refused).
+        """
+        if length is not None and not 1 <= length < MAX_ADDRESS:
+            raise ConfigError(
+                "transfer.open_file", f"{length} bytes: give 1 or more", field="length"
+            )
+        segment_id = self.core.open_file(
+            os.fspath(path), writable=writable, create_bytes=length or 0, direct=direct
+        )
+        self._segments[segment_id] = ""
+        return FileSegment(self, segment_id, os.fspath(path))
 
     def close_segment(self, segment: Segment) -> None:
         """Close an opened segment; see ``Segment.close``."""
         self.core.close_segment(segment.id)
-        self._segments.discard(segment.id)
+        self._segments.pop(segment.id, None)
+
+    @property
+    def peer_addresses(self) -> dict[int, str]:
+        """The segments of other processes that are open here, by id."""
+        return {id_: address for id_, address in self._segments.copy().items() if address}
 
     def has_segment(self, segment: Segment) -> bool:
         """Whether the segment was opened here and not closed."""
@@ -214,6 +267,26 @@ class TransferEngine:
         core = self.core.submit(requests, self._deadline(deadline_s), transport)
         return Batch(self, core, listed)
 
+    def prepare(
+        self, transfers: Iterable[Transfer], *, transport: TransportName | None = None
+    ) -> PreparedBatch:
+        """Make ready what will be submitted several times; moves nothing.
+
+        Args:
+            transfers: as for ``submit``.
+            transport: use this one and no other.
+
+        Raises: as ``submit`` for what is wrong with a transfer itself; what depends on the moment
+            (buffers, segments, rights) is checked by each submission.
+        """
+        listed = list(transfers)
+        prepared = self.core.prepare([self._request(t) for t in listed], transport)
+        return PreparedBatch(self, prepared, listed)
+
+    def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
+        """Submit native requests; ``PreparedBatch.submit`` is the face of this."""
+        return self.core.submit_prepared(prepared, self._deadline(deadline_s))
+
     def notify(
         self, segment: Segment, name: str, payload: bytes = b"", *, deadline_s: float | None = None
     ) -> None:
@@ -236,6 +309,11 @@ class TransferEngine:
     def notifications(self, deadline_s: float = 0.0) -> list[Notification]:
         """Take what peers have sent, in order per peer; waits for something until the deadline."""
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
+
+    @property
+    def quota_rates(self) -> list[float]:
+        """Bytes per second that each NIC gives this process now; infinity = it is not held."""
+        return self.core.quota_rates
 
     def bytes_copied(self, transport: TransportName) -> int:
         """Bytes that local, shm or cma have copied so far."""

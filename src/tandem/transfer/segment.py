@@ -9,7 +9,7 @@ from tandem.transfer.buffer import RemoteBuffer
 if TYPE_CHECKING:
     from tandem.transfer.engine import TransferEngine
 
-__all__ = ["Segment"]
+__all__ = ["FileSegment", "Segment"]
 
 
 class Segment:
@@ -99,3 +99,39 @@ class Segment:
         Raises: NotFoundError if closed before; ConflictError if the engine is closed.
         """
         self._engine.close_segment(self)
+
+
+class FileSegment(Segment):
+    """A file as a segment; made by ``TransferEngine.open_file``.
+
+    A WRITE has ended when the kernel has the bytes; ``sync`` when the disk has them.
+    """
+
+    @property
+    def length(self) -> int:
+        """Bytes, as when it was opened."""
+        return self._engine.core.file_info(self._id).length
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache; ``refusals`` says why not."""
+        return self._engine.core.file_info(self._id).is_direct
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """What is not used for this file, with the reason: ``direct``, ``io_uring``."""
+        direct = self._engine.core.file_info(self._id).direct_refusal
+        ring = self._engine.core.file_backend[1]
+        return {name: why for name, why in (("direct", direct), ("io_uring", ring)) if why}
+
+    @property
+    def rails(self) -> list[RailStatus]:
+        """None: a file has no rails."""
+        return []
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk. Blocks, without the GIL.
+
+        Raises: CapacityError (disk full), InternalError (the disk failed).
+        """
+        self._engine.core.sync_file(self._id)

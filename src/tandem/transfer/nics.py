@@ -1,0 +1,77 @@
+"""What the NICs behind an engine's local addresses mean for it: speed, distance, shared boards."""
+
+import os
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+import msgspec
+
+from tandem._native import list_interfaces
+from tandem.core.errors import ConfigError
+from tandem.transfer.config import TransferConfig
+from tandem.transfer.topology import Topology, read_topology
+
+__all__ = ["NicPlan", "load_topology", "plan_nics"]
+
+DEFAULT_GBPS = 10.0
+"""Where neither the user nor the driver says; learnt from then on."""
+
+
+class NicPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry for each local address, in order."""
+
+    rail_gbps: list[float]
+    penalties: dict[str, list[float]]
+    """P of the prediction by location of memory."""
+    quota_boards: list[str]
+    """Names of the boards on which processes share the NICs; empty = not shared."""
+
+
+def load_topology(config: TransferConfig) -> Topology:
+    """Read the file of the configuration, or look at this host if it names none.
+
+    Raises: ConfigError.
+    """
+    if not config.topology_file:
+        return read_topology()
+    try:
+        text = Path(config.topology_file).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            "transfer.topology", f"{config.topology_file}: {error}", field="transfer.topology_file"
+        ) from error
+    return Topology.from_json(text)
+
+
+def plan_nics(config: TransferConfig, topology: Topology) -> NicPlan:
+    """Work out what the local addresses' NICs are.
+
+    An address that no interface has is no error here: connecting from it will tell.
+    """
+    by_address = {ip_address(address): name for name, address in list_interfaces()}
+    names = [_find(by_address, address) for address in config.local_addresses]
+    found = [None if name is None else topology.nic(name) for name in names]
+    gbps = [
+        DEFAULT_GBPS if nic is None or nic.speed_gbps is None else nic.speed_gbps for nic in found
+    ]
+    boards: list[str] = []
+    if config.nic_weight is not None:
+        # Two network namespaces may both have an eth0: the namespace is part of the name.
+        space = os.stat("/proc/self/ns/net").st_ino
+        boards = [f"{space}-{name or 'any'}" for name in names or [None]]
+    return NicPlan(
+        rail_gbps=list(config.rail_gbps) or gbps,
+        penalties={
+            location: topology.penalties(location, names) for location in topology.locations()
+        }
+        if any(names)
+        else {},
+        quota_boards=boards,
+    )
+
+
+def _find(by_address: dict[IPv4Address | IPv6Address, str], address: str) -> str | None:
+    try:
+        return by_address.get(ip_address(address.strip("[]").partition("%")[0]))
+    except ValueError:
+        return None  # A host name: the kernel resolves it, we cannot tell its NIC.

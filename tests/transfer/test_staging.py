@@ -1,0 +1,142 @@
+"""Device memory through host buffers: right bytes, bounded memory, overlap, clean errors."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError, TandemError
+from tandem.transfer import Op
+from tandem.transfer.staging import StagedPath
+
+MIB = 1 << 20
+
+
+class FakeDevice:
+    """Memory that only copies reach; each takes ``delay_s``. Remembers what was touched when."""
+
+    def __init__(self, length: int, delay_s: float = 0.0) -> None:
+        self.bytes = np.zeros(length, np.uint8)
+        self.delay_s = delay_s
+        self.fails_at: int | None = None
+        self.num_copies = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.bytes)
+
+    def _begin(self, offset: int, size: int) -> None:
+        assert offset >= 0
+        assert offset + size <= self.length
+        if self.fails_at is not None and offset <= self.fails_at < offset + size:
+            raise RuntimeError("the device fell off the bus")
+        self.num_copies += 1
+        if self.delay_s:
+            threading.Event().wait(self.delay_s)
+
+    def read(self, offset, target) -> None:
+        self._begin(offset, len(target))
+        target[:] = self.bytes[offset : offset + len(target)]
+
+    def write(self, offset, source) -> None:
+        self._begin(offset, len(source))
+        self.bytes[offset : offset + len(source)] = source
+
+
+@pytest.fixture
+def pair(world):
+    giver, taker = world.engine(), world.engine(transports=("tcp",))
+    remote = giver.allocate(4 * MIB)
+    return taker, taker.open(giver.address), remote
+
+
+@pytest.mark.parametrize("length", [0, 1, 65536, 65537, 3 * 65536, MIB + 12345])
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_bytes_come_through_both_ways(world, pair, length, num_chunks):
+    taker, segment, remote = pair
+    device = FakeDevice(2 * MIB)
+    device.bytes[:] = world.random(2 * MIB)
+    before = device.bytes.copy()
+    with StagedPath(taker, chunk_bytes=65536, num_chunks=num_chunks) as path:
+        path.move(Op.WRITE, device, 777, segment, remote.offset + 99, length)
+        assert np.array_equal(remote.array[99 : 99 + length], before[777 : 777 + length])
+        assert not remote.array[:99].any()
+        assert not remote.array[99 + length :].any()
+        assert np.array_equal(device.bytes, before)
+        device.bytes[:] = 5
+        path.move(Op.READ, device, 777, segment, remote.offset + 99, length)
+        assert np.array_equal(device.bytes[777 : 777 + length], before[777 : 777 + length])
+        assert (device.bytes[:777] == 5).all()
+        assert (device.bytes[777 + length :] == 5).all()
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+def test_device_and_wire_overlap(world, op):
+    """With several chunks the copies of the device hide behind the wire, which is slowed here."""
+    from tandem.transfer.faults import FaultProxy
+
+    with FaultProxy() as proxy:
+        giver = world.engine(advertise=(proxy.address,))
+        proxy.target = giver.address
+        taker = world.engine(transports=("tcp",), stall_ms=5000)
+        remote = giver.allocate(MIB)
+        segment = taker.open(giver.address)
+        device = FakeDevice(MIB, delay_s=0.01)
+        times = {}
+        for num_chunks in (1, 4):
+            with StagedPath(taker, chunk_bytes=65536, num_chunks=num_chunks) as path:
+                path.move(op, device, 0, segment, remote.offset, 65536)
+                proxy.delay_s = 0.01  # There and back: 20 ms a chunk.
+                begin = time.monotonic()
+                path.move(op, device, 0, segment, remote.offset, MIB)
+                times[num_chunks] = time.monotonic() - begin
+                proxy.delay_s = 0
+        print(f"{op.name}: one chunk {times[1]:.3f} s, four {times[4]:.3f} s")
+        # 16 chunks of 10 + 20 ms one after the other, against 10 ms each.
+        assert times[4] < 0.7 * times[1]
+        for engine in (taker, giver):
+            engine.close(deadline_s=5)
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+def test_errors_leave_nothing_running(world, pair, op):
+    taker, segment, remote = pair
+    device = FakeDevice(2 * MIB)
+    with StagedPath(taker, chunk_bytes=65536) as path:
+        device.fails_at = MIB // 2
+        with pytest.raises(RuntimeError, match="fell off"):
+            path.move(op, device, 0, segment, remote.offset, MIB)
+        device.fails_at = None
+        seen, there = device.bytes.copy(), remote.array.copy()
+        with pytest.raises(TandemError):
+            path.move(op, device, 0, segment, remote.offset + 4 * MIB - 65536, MIB)
+        with pytest.raises(ConfigError):
+            path.move(op, device, 2 * MIB - 1, segment, remote.offset, 2)
+        with pytest.raises(ConfigError):
+            path.move(op, device, -1, segment, remote.offset, 2)
+        with pytest.raises(DeadlineError):
+            path.move(op, device, 0, segment, remote.offset, MIB, deadline_s=0)
+        if op == Op.READ:
+            assert np.array_equal(remote.array, there)
+        else:
+            assert np.array_equal(device.bytes, seen)
+        path.move(op, device, 0, segment, remote.offset, MIB)  # It still works.
+    with pytest.raises(ConflictError):
+        path.move(op, device, 0, segment, remote.offset, 1)
+    path.close()
+    with pytest.raises(ConfigError):
+        StagedPath(taker, chunk_bytes=0)
+
+
+def test_staged_through_a_file_and_a_closed_segment(world, tmp_path):
+    engine = world.engine()
+    device = FakeDevice(MIB)
+    device.bytes[:] = world.random(MIB)
+    file = engine.open_file(tmp_path / "f", length=MIB, writable=True)
+    with StagedPath(engine, chunk_bytes=100_000) as path:
+        path.move(Op.WRITE, device, 0, file, 0, MIB)
+        assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), device.bytes)
+        file.close()
+        with pytest.raises(NotFoundError):
+            path.move(Op.READ, device, 0, file, 0, MIB)
