@@ -22,7 +22,7 @@ def run(command: list[str], **extra_env: str) -> None:
     program = shutil.which(command[0], path=env["PATH"])
     assert program is not None, f"{command[0]} is missing: install the `dev` extra"
     result = subprocess.run(
-        [program, *command[1:]], env=env, capture_output=True, text=True, timeout=300, check=False
+        [program, *command[1:]], env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
 

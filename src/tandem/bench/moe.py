@@ -167,8 +167,11 @@ def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> Bench
 
     def time_ceiling() -> float:
         layers = bench.find(shape)
-        layer = layers.pack(name)[(turn + 1) % layers.num_layers]
+        # Of all layers the one that has been out of use the longest when its turn comes.
+        layer = layers.pack(name)[(turn - 1) % layers.num_layers]
         num_macs = num_tokens * shape.top_k * 3 * shape.hidden * shape.inner
+        # The rival leaves the caches full of what it wrote: writing that back slows the next read.
+        layers.pack(name)[turn].read_weights(layers.num_experts)
         read = time_call(lambda: layer.read_weights(batches[turn].num_active))
         multiplied = time_call(lambda: layer.multiply_registers(num_macs))
         return max(read, multiplied) * 1e3
