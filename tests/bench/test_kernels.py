@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tandem.bench import kernels, linear, moe
+from tandem.bench import linear, moe
 from tandem.bench.harness import run_cases
 
 TOY_SHAPES = [moe.Shape("toy", 256, 128, 2, 4), moe.Shape("toy-2", 512, 256, 2, 2)]
@@ -35,7 +35,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_run_at_toy_size(quick: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moe, "TOKENS", (4, 30))
     monkeypatch.setattr(linear, "ROWS", (4, 30))
-    records = list(run_cases("kernels", kernels.make_cases(quick=quick), budget_s=5, rounds=1))
+    records = list(run_cases("kernels", make_cases(quick=quick), budget_s=5, rounds=1))
     if quick:
         assert len(records) == 3 * len(moe.QUICK_TOKENS) + 3 * len(linear.QUICK_ROWS)
     else:
@@ -62,6 +62,6 @@ def test_cases_that_do_not_match_make_no_weights(monkeypatch: pytest.MonkeyPatch
         raise AssertionError(args)
 
     monkeypatch.setattr(moe, "_Layers", refuse)
-    cases = kernels.make_cases(quick=True)
+    cases = linear.make_cases(quick=True)
     records = list(run_cases("kernels", cases, pattern="op=linear*", budget_s=5, rounds=1))
     assert {record.check for record in records} == {"ok"}

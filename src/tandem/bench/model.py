@@ -8,7 +8,7 @@ transformers', as far as the format's own error; llama.cpp's as well.
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
-prefill is left to `tandem bench kernels`, whose operators bound it.
+prefill is left to `tandem bench moe` and `linear`, whose operators bound it.
 """
 
 import json

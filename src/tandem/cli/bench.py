@@ -16,8 +16,9 @@ __all__ = ["bench"]
 BENCHES = {
     "attention": "tandem.bench.attention",
     "engine": "tandem.bench.engine",
-    "kernels": "tandem.bench.kernels",
+    "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
+    "moe": "tandem.bench.moe",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""

@@ -29,7 +29,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model, make_kv_layout
-from tandem.models.precision import choose_dtype, plan_weights
+from tandem.models.precision import WeightPlan, choose_dtype, plan_weights
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 
 MIN_SHARED_WEIGHTS = 2_000_000
-"""Weights that a token reads in a layer, below which torch runs on one thread: the operations of
-such a model are too short to share, however many tokens a step has. Measured with the demo model
+"""Weights that a token reads in a layer, below which torch multiplies on one thread: its operations
+are too short to share, however many tokens a step has. Measured with the demo model in float32
 (0.5 M a layer) on two quiet cores: two threads took 1.8 times as long for 512 tokens, 1.3 for
-2,048, and 2.1 for 64 decodes."""
+2,048, and 2.1 for 64 decodes. The native pool wakes sooner: there two threads take 0.6 of the time
+for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvPlan
     max_model_len_reason: str
     threads_reason: str
+    torch_threads: int
+    """Of torch, which computes what is not native."""
+    torch_threads_reason: str
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (what, value, why) for a table."""
@@ -79,6 +83,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ("linear", self.linear_format, self.linear_reason),
             ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
+            ("torch threads", str(self.torch_threads), self.torch_threads_reason),
             (
                 "KV cache",
                 f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
@@ -128,7 +133,8 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         )
     max_model_len = engine_config.max_model_len or own
     topology = _native.read_topology()
-    threads, threads_reason = _choose_threads(engine_config, spec, topology)
+    threads, threads_reason = _choose_threads(engine_config, topology)
+    torch_threads, torch_reason = _choose_torch_threads(threads, spec, weights)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     kv = plan_kv_cache(
         engine_config,
@@ -154,19 +160,32 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         kv=kv,
         max_model_len_reason="as asked for" if engine_config.max_model_len else "the model's own",
         threads_reason=threads_reason,
+        torch_threads=torch_threads,
+        torch_threads_reason=torch_reason,
     )
 
 
-def _choose_threads(
-    config: EngineConfig, spec: ModelSpec, topology: _native.Topology
-) -> tuple[int, str]:
-    if config.threads:
-        return config.threads, "as asked for"
+def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[int, str]:
+    advice = _native.recommend_threads(topology)
+    if not config.threads:
+        return advice.threads, advice.reason
+    if config.threads > advice.threads:
+        logger.warning(
+            "event=many_threads threads=%d advised=%d why=%r",
+            config.threads,
+            advice.threads,
+            f"{advice.reason}; more share cores and wait for each other",
+        )
+    return config.threads, "as asked for"
+
+
+def _choose_torch_threads(threads: int, spec: ModelSpec, weights: WeightPlan) -> tuple[int, str]:
+    if weights.is_native:
+        return 1, "all matrices run on native kernels"
     per_layer = spec.num_active_parameters // spec.num_layers
     if per_layer < MIN_SHARED_WEIGHTS:
         return 1, f"a token reads {per_layer:,} weights a layer: too few to share among threads"
-    advice = _native.recommend_threads(topology)
-    return advice.threads, advice.reason
+    return threads, "as many as the native kernels have"
 
 
 def _count_available(topology: _native.Topology) -> int:
@@ -222,7 +241,7 @@ def build_engine(
                 device=model.device,
                 pool=threads,
             ),
-            threads=plan.config.threads,
+            threads=plan.torch_threads,
         ),
         clock,
         vocab_size=plan.spec.vocab_size,

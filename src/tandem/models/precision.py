@@ -47,6 +47,12 @@ class WeightPlan:
     size_bytes: int
     """All weights of the model, as stored here."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels run every matrix."""
+        plans = (self.experts, self.linear, self.router)
+        return all(plan.weight_format is not None or not plan.plain_bytes for plan in plans)
+
 
 def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
     """Return ``spec`` with the dtype that it will run in.
