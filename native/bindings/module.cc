@@ -16,4 +16,5 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_transfer_engine(module);
   tandem::bindings::bind_kernels(module);
   tandem::bindings::bind_attention(module);
+  tandem::bindings::bind_store(module);
 }

@@ -30,5 +30,6 @@ void bind_pool(nanobind::module_& module);
 void bind_buffer(nanobind::module_& module);
 void bind_probe(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);
+void bind_store(nanobind::module_& module);
 
 }  // namespace tandem::bindings

@@ -21,6 +21,8 @@ HEAVY = ("torch", "transformers", "tandem._native._core")
         ("tandem.server.config", HEAVY),
         ("tandem.cli.main", HEAVY),
         ("tandem.bench.harness", HEAVY),
+        ("tandem.store", HEAVY),
+        ("tandem.store.index", HEAVY),
     ],
 )
 def test_import_is_light(module: str, forbidden: tuple[str, ...]):

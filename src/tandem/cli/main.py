@@ -4,7 +4,18 @@ import sys
 
 import typer
 
-from tandem.cli import bench, chat, config_show, doctor, generate, plan, pull, serve, version
+from tandem.cli import (
+    bench,
+    chat,
+    config_show,
+    doctor,
+    generate,
+    plan,
+    pull,
+    serve,
+    store,
+    version,
+)
 from tandem.core.errors import TandemError
 
 __all__ = ["app", "main"]
@@ -28,6 +39,7 @@ app.command("version")(version.version)
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 config_app.command("show")(config_show.show)
 app.add_typer(config_app, name="config")
+app.add_typer(store.app, name="store")
 
 
 def main() -> None:
