@@ -42,7 +42,7 @@ void bind_store(nb::module_& module) {
              return take(SegmentAllocator::make(capacity_bytes, options));
            }),
            "capacity_bytes"_a, nb::kw_only(), "granule_bytes"_a = 512,
-           "chunk_bytes"_a = uint64_t{32} << 20,
+           "chunk_bytes"_a = uint64_t{1} << 20,
            "Args:\n    chunk_bytes: what the runs of one size class are cut from, at most.\n"
            "Raises: ConfigError (no granule, or more than 2^30).")
       .def("allocate", &allocate, "sizes"_a,

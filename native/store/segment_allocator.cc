@@ -87,6 +87,7 @@ uint32_t SegmentAllocator::allocate_one(uint32_t length) {
 }
 
 SegmentAllocator::SizeClass* SegmentAllocator::learn(uint32_t length) {
+  if (length * options_.granule_bytes > options_.max_class_bytes) return nullptr;
   if (const auto found = classes_.find(length); found != classes_.end()) {
     ++found->second.demand;
     return &found->second;

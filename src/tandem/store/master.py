@@ -89,6 +89,8 @@ class _Put:
     soft_pin_ms: int
     expires_ms: int
     extents: dict[int, Extent] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict)
+    """Of the hosts, when the space was taken: in a later one it means nothing."""
 
 
 class StoreMaster:
@@ -124,6 +126,8 @@ class StoreMaster:
         self._barren_until_ms: dict[int, int] = {}
         """Hosts where nothing could be evicted a moment ago: looking costs a pass over all rows."""
         self._started_ms = self._now_ms()
+        self._dropped_versions: dict[str, int] = {}
+        """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._upkeep = Upkeep(self)
         self._running: asyncio.Task[None] | None = None
@@ -200,6 +204,8 @@ class StoreMaster:
         """
         length = self.extent_of(row, 0).length
         free_at_ms = self.directory.lease_until_ms(row)
+        if self._is_recovering:
+            self._dropped_versions[self.directory.key(row)] = self.directory.version(row)
         pending: list[asyncio.Future[None]] = []
         for replica in self.directory.remove(row):
             done = self.hosts[replica.host].drop(
@@ -262,6 +268,8 @@ class StoreMaster:
             if self._num_waiting:
                 self._space_freed.set()  # A lease or a pin may have ended: they try again.
             self._upkeep.step(now_ms)
+            if self._dropped_versions and not self._is_recovering:
+                self._dropped_versions.clear()
 
     # Writing objects.
 
@@ -376,7 +384,7 @@ class StoreMaster:
                     del self._puts[other.client, other.put_id]
                     for host, extent in other.extents.items():
                         self.hosts[host].unhold(client, extent)
-                        self.hosts[host].release(extent)
+                        self.hosts[host].untake(extent)
                 return False
             self._puts[name] = put
             made.append(put)
@@ -393,6 +401,7 @@ class StoreMaster:
             extent = self.hosts[number].allocate(put.length)
             if extent is not None:
                 put.extents[number] = extent
+                put.sessions[number] = self.hosts[number].session
                 if len(put.extents) == goal:
                     break
         if put.extents and (len(put.extents) == goal or is_last):
@@ -400,7 +409,7 @@ class StoreMaster:
                 self.hosts[number].hold(put.client, extent)
             return True
         for number, extent in put.extents.items():
-            self.hosts[number].release(extent)
+            self.hosts[number].untake(extent)
         put.extents.clear()
         for number in order:
             self._evict_for(self.hosts[number], put.length)
@@ -480,6 +489,8 @@ class StoreMaster:
         for number in sorted(fenced):
             self._fence(self.hosts[number], client)
         async with _KeysHeld(self._sealing, [put.key for put in ready.values()]):
+            for put in ready.values():
+                self._forget_lost(put)
             await self._seal(ready, request.checksums, statuses)
         for i, put in ready.items():
             self._remember((client, put.put_id), statuses[i])
@@ -490,7 +501,7 @@ class StoreMaster:
     ) -> None:
         records: dict[int, ExtentRecords] = {}
         versions: dict[int, int] = {}
-        for i, put in list(ready.items()):
+        for i, put in ready.items():
             row = self.directory.find(put.key)
             if row != NO_ROW and self.directory.num_live(row) and not put.upsert:
                 statuses[i] = CommitStatus.EXISTS
@@ -507,6 +518,7 @@ class StoreMaster:
         replaced: list[asyncio.Future[None]] = []
         for i, version in versions.items():
             put = ready[i]
+            self._forget_lost(put)
             for number in [number for number in put.extents if number not in sealed]:
                 self.hosts[number].drop(put.extents.pop(number), 0)
             if put.extents:
@@ -515,9 +527,8 @@ class StoreMaster:
         await asyncio.gather(*replaced)
 
     async def _seal_on_hosts(self, records: dict[int, ExtentRecords]) -> set[int]:
-        """Return the hosts that have done it, in the session in which they were asked."""
+        """Return the hosts that have done it."""
         numbers = sorted(records)
-        sessions = [self.hosts[number].session for number in numbers]
         answers = await asyncio.gather(
             *(
                 self.hosts[number].order("seal", SealExtents, Ack, records=records[number])
@@ -526,11 +537,9 @@ class StoreMaster:
             return_exceptions=True,
         )
         sealed: set[int] = set()
-        for number, session, answer in zip(numbers, sessions, answers, strict=True):
+        for number, answer in zip(numbers, answers, strict=True):
             if isinstance(answer, Ack):
-                # A host that has come back since was told to wipe what we did not know yet.
-                if self.hosts[number].session == session:
-                    sealed.add(number)
+                sealed.add(number)
             elif isinstance(answer, TandemError):
                 logger.warning(
                     "event=seal_failed host=%s reason=%s", self.hosts[number].name, answer
@@ -570,6 +579,12 @@ class StoreMaster:
         self._results[name] = status
         if len(self._results) > MAX_REMEMBERED:
             self._results.popitem(last=False)
+
+    def _forget_lost(self, put: _Put) -> None:
+        """Forget space on hosts that have gone, or come back: the inventory has settled it."""
+        for number in list(put.extents):
+            if self.hosts[number].session != put.sessions[number]:
+                del put.extents[number]
 
     def _release(self, put: _Put) -> None:
         """Free the space of a put that nobody writes any more and that was not sealed."""
@@ -863,8 +878,11 @@ class StoreMaster:
         if is_same and listed is not None and listed.offset == offset:
             host.confirmed.add(row)
             return
+        if host.is_dropping(offset):
+            return  # Removed since its inventory began.
         length = layout.extent_bytes(len(header.key.encode()), header.size)
-        is_newer = row == NO_ROW or header.version > directory.version(row)
+        newest = self._dropped_versions.get(header.key, -1)
+        is_newer = header.version > (newest if row == NO_ROW else directory.version(row))
         if (is_newer and not host.is_known) or (is_same and listed is None):
             replica = Replica(host.number, offset)
             if is_same:

@@ -270,8 +270,13 @@ class HostSpace:
     def release(self, extent: Extent) -> None:
         """Hand back a range that nobody writes or reads."""
         if self.allocator is not None:
-            self.allocator.release(extent.offset, extent.length)
+            self.untake(extent)
             self._on_space()
+
+    def untake(self, extent: Extent) -> None:
+        """Hand back what was just allocated. No news to those who wait: it was free before."""
+        assert self.allocator is not None
+        self.allocator.release(extent.offset, extent.length)
 
     # Objects that go.
 
@@ -295,6 +300,10 @@ class HostSpace:
             self._is_wiping = True
             self.spawn(self._wipe())
         return done
+
+    def is_dropping(self, offset: int) -> bool:
+        """Whether the object there has been dropped, and its space is not free yet."""
+        return offset in self._drops
 
     def free_leased(self, now_ms: int) -> None:
         """Free the space whose last lease has ended."""

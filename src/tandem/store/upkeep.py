@@ -80,13 +80,21 @@ class Upkeep:
             extent = master.hosts[number].allocate(length)
             if extent is not None:
                 self._copying.add(key)
-                master.spawn(self._copy(row, key, master.hosts[number], extent))
+                target = master.hosts[number]
+                master.spawn(self._copy(row, key, target, target.session, extent))
                 return
         self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 
-    async def _copy(self, row: int, key: str, target: HostSpace, extent: Extent) -> None:
-        """Have ``target`` pull a copy of the object into ``extent``."""
-        master, directory, session = self._master, self._master.directory, target.session
+    async def _copy(
+        self, row: int, key: str, target: HostSpace, session: int, extent: Extent
+    ) -> None:
+        """Have ``target`` pull a copy of the object into ``extent``, taken in ``session``."""
+        master, directory = self._master, self._master.directory
+        if directory.find(key) != row or target.session != session:
+            self._copying.discard(key)
+            if target.session == session:
+                target.release(extent)
+            return
         version = directory.version(row)
         is_done = False
         try:
