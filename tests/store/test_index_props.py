@@ -1,5 +1,5 @@
-"""The directory against a dictionary. Method: a stateful machine that does to both whatever a master
-may do, and compares everything that can be asked after each step."""
+"""The directory against a dictionary. Method: a stateful machine that does to both whatever a
+master may do, and compares everything that can be asked after each step."""
 
 from dataclasses import dataclass, field
 

@@ -1,20 +1,21 @@
 """The store under every fault there is, in virtual time.
 
 Goal: whatever dies, stalls, is lost, late or doubled, what was acknowledged is readable as
-docs/design/store.md promises, no reader ever sees a byte that was not written, no two objects lie in
-one place, and all space returns. Method: seeded schedules over the product's own classes; each key
-has one writing client, so that its history is known, and many readers. A seed is the test's name.
+docs/design/store.md promises, no reader ever sees a byte that was not written, no two objects lie
+in one place, and all space returns. Method: seeded schedules over the product's own classes; each
+key has one writing client, so that its history is known, and many readers. A failing seed is named.
 """
 
 import asyncio
 import random
 
+import msgspec
 import pytest
+from tests_store_world import Faults, World, run_virtual
 
-from tandem.core.errors import CapacityError, CorruptionError, NotFoundError, TandemError
+from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.store.client import PutOptions, PutResult
 from tandem.store.config import StoreConfig
-from tests_store_world import Faults, Process, World, run_virtual
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(
@@ -38,6 +39,8 @@ class History:
         """What a reader may find: more than one where the outcome of a write is not known."""
         self.log: list[set[bytes | None]] = [self.now]
         self.ever: set[bytes | None] = {None}
+        self.limbo: set[bytes | None] = set()
+        """Outcomes of calls that failed, or whose client died: they may come true later."""
         self.is_loose = False
         """A host was away when something was removed or replaced: it may bring that back."""
 
@@ -49,7 +52,11 @@ class History:
     def possible_since(self, mark: int) -> set[bytes | None]:
         if self.is_loose:
             return self.ever
-        return set().union(*self.log[mark:])
+        return set().union(*self.log[mark:], self.limbo)
+
+    @property
+    def possible(self) -> set[bytes | None]:
+        return self.ever if self.is_loose else self.now | self.limbo
 
 
 class Run:
@@ -145,6 +152,7 @@ class Run:
         before, all_there = history.now, self.all_hosts_joined
         if kind == "remove":
             history.change(before | {None})
+            history.limbo.add(None)
             self.note(history.key, "remove")
             try:
                 await client.remove(history.key)
@@ -153,6 +161,7 @@ class Run:
                 self.loosen(history, all_there)
                 return
             self.loosen(history, all_there)
+            history.limbo.discard(None)
             history.change({None})
             self.note(history.key, f"removed loose={history.is_loose}")
             return
@@ -163,6 +172,7 @@ class Run:
             hard_pin=history.is_pinned,
         )
         history.change(before | {value})
+        history.limbo.add(value)
         self.note(history.key, f"{kind} {value[:12]!r} of {len(value)} {options.replicas}")
         try:
             result = await client.put(history.key, value, options)
@@ -174,20 +184,18 @@ class Run:
 
     def settle(self, history, before, value, result, all_there, *, upsert) -> None:
         self.acked += 1
+        history.limbo.discard(value)
         self.note(history.key, f"{value[:12]!r} {result} all_there={all_there}")
         if result is PutResult.EXISTS:
             if upsert:
                 self.fail(f"upsert of {history.key} says EXISTS")
-            if before == {None} and not history.is_loose:
-                # Ours, by an attempt whose answer was lost; or nobody's, which is wrong.
-                history.change({value})
-            elif None not in before or not upsert:
-                history.change((before | {value}) - {None})
+            # What was there stays; or it is ours, by an attempt whose answer was lost.
+            history.change((before | history.limbo | {value}) - {None})
             return
-        if None not in before and not upsert and history.is_pinned and not history.is_loose:
-            # A pinned object can only be replaced while all its hosts are lost.
-            if all_there and self.all_hosts_joined and not self.crashes:
-                self.fail(f"put of {history.key} says {result} over a pinned object")
+        is_safe = history.is_pinned and None not in before and not self.crashes
+        if is_safe and not upsert and None not in history.limbo:
+            # Only while all its hosts are lost may a plain put take the place of a pinned object.
+            self.fail(f"put of {history.key} says {result} over a pinned object")
         self.loosen(history, all_there, value)
         history.change({value})
 
@@ -198,15 +206,16 @@ class Run:
             history.is_loose = True
 
     async def write_batch(self, client, number: int) -> None:
-        histories = {h.key: h for h in (self.history(number) for _ in range(4))}
+        pinned = self.chance.random() < 0.5
+        drawn = [self.history(number) for _ in range(8)]
+        histories = {h.key: h for h in drawn if h.is_pinned == pinned}
         values = {key: self.value(key) for key in histories}
         befores = {key: history.now for key, history in histories.items()}
         all_there = self.all_hosts_joined
         for key, history in histories.items():
             history.change(befores[key] | {values[key]})
+            history.limbo.add(values[key])
         try:
-            # Pinned or not is decided by the batch; what it says must hold for all its keys.
-            pinned = all(history.is_pinned for history in histories.values())
             results = await client.put_many(
                 list(histories), list(values.values()), PutOptions(hard_pin=pinned, replicas=2)
             )
@@ -216,8 +225,6 @@ class Run:
             return
         for (key, history), result in zip(histories.items(), results, strict=True):
             if isinstance(result, PutResult):
-                if not pinned:
-                    history.is_pinned = False
                 self.settle(history, befores[key], values[key], result, all_there, upsert=False)
 
     async def read(self, kind: str, client, history: History | None) -> None:
@@ -294,7 +301,7 @@ class Run:
             except TandemError as error:
                 self.fail(f"{history.key} at the end: {error}")
                 continue
-            allowed = history.ever if history.is_loose else history.now
+            allowed = history.possible
             if value is None and history.is_pinned and None not in allowed:
                 self.fail(f"{history.key} was acknowledged, pinned, and is gone")
             if value is not None and value not in allowed:
@@ -313,7 +320,7 @@ class Run:
         self.world.kill_client(process)
 
 
-def simulate(seed: int, *, num_ops: int = 60) -> Run:
+def simulate(seed: int, *, num_ops: int = 40) -> Run:
     chance = random.Random(seed)
     faults = (
         Faults(),
@@ -339,3 +346,111 @@ def test_seeds(first):
     for seed in range(first, first + 20):
         run = simulate(seed)
         assert run.world.steps >= 500, f"seed {seed} had only {run.world.steps} steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 10_000, 100))
+def test_many_seeds(first):
+    for seed in range(first, first + 100):
+        simulate(seed)
+
+
+STEP_CONFIG = msgspec.structs.replace(CONFIG, high_watermark=0.5)
+VICTIMS = ("master", "h0", "h1", "client")
+
+
+class Scenario(Run):
+    """Every kind of step once: put, upsert, copy, evict, remove, drain; one process dies at one."""
+
+    def __init__(self, victim: str, step: int) -> None:
+        super().__init__(7, Faults(), crashes=False)
+        self.world.config = STEP_CONFIG
+        self.victim, self.step = victim, step
+
+    async def run(self, num_ops: int = 0) -> None:
+        world = self.world
+        world.start_master()
+        for name in HOSTS[:2]:
+            world.start_host(name, CAPACITY)
+        await asyncio.sleep(2)
+        world.steps = 0
+        process, client = world.start_client("c0")
+        kill = {
+            "master": world.kill_master,
+            "client": lambda: world.kill_client(process),
+            "h0": lambda: world.kill_host("h0"),
+            "h1": lambda: world.kill_host("h1"),
+        }[self.victim]
+        world.crash_at[self.step] = kill
+        work = process.spawn(self.play(client))
+        revive = asyncio.ensure_future(self.revive())
+        await asyncio.wait([work], timeout=300)
+        if not work.done():
+            self.fail("the scenario hangs")
+        revive.cancel()
+        self.num_steps = world.steps
+        await self.heal()
+        await self.check_end()
+
+    async def play(self, client) -> None:
+        keys = [History(f"c0/{i}", is_pinned=i < 3) for i in range(12)]
+        self.histories = {history.key: history for history in keys}
+        for history in keys[:4]:
+            await self.write("put", client, history)
+        await self.write("upsert", client, keys[1])
+        await self.read("get", client, keys[1])
+        self.world.start_host("h2", CAPACITY)
+        for history in keys[4:]:
+            await self.write("put", client, history)  # Past the watermark: something is evicted.
+        await self.write("remove", client, keys[2])
+        await self.quietly(client.drain("h0"))
+        await asyncio.sleep(3)
+        for history in keys:
+            await self.read("get", client, history)
+
+    def value(self, key: str) -> bytes:
+        self.count += 1
+        return f"{key}:{self.count}:".encode() * 2000
+
+    async def revive(self) -> None:
+        world = self.world
+        while True:
+            await asyncio.sleep(1.5)
+            if world.master_process is None:
+                world.start_master()
+            for name in HOSTS[:2]:
+                if name not in world.hosts:
+                    world.start_host(name, CAPACITY)
+
+
+def play_scenario(victim: str, step: int) -> Scenario:
+    scenario: Scenario | None = None
+
+    async def main() -> None:
+        nonlocal scenario
+        scenario = Scenario(victim, step)
+        await scenario.run()
+
+    run_virtual(main)
+    assert scenario is not None
+    violations = "\n".join(scenario.world.violations[:10])
+    assert not violations, f"{victim} killed at step {step}: {violations}"
+    return scenario
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_crash_at_a_sample_of_steps(victim):
+    whole = play_scenario(victim, -1)
+    counters, num_steps = whole.world.master.counters, whole.num_steps
+    assert num_steps > 150
+    assert counters.objects_evicted > 0
+    assert counters.replicas_copied > 0
+    for step in range(1, num_steps, 13):
+        play_scenario(victim, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_crash_at_every_step(victim):
+    for step in range(1, play_scenario(victim, -1).num_steps + 1):
+        play_scenario(victim, step)

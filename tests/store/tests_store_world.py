@@ -1,4 +1,4 @@
-"""A store in a world of its own: virtual time, seeded chance, processes that die, networks that lie.
+"""A store in a world of its own: virtual time, seeded chance, dying processes, lying networks.
 
 The master, hosts and clients are the product's classes; only the loop's clock, the control channel
 and the data path are models, each worse than the real one:
@@ -134,6 +134,10 @@ class Session:
     @property
     def instance_id(self) -> str:
         return self.far.instance_id
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.is_open
 
     def close(self) -> None:
         for side in (self, self.back):

@@ -16,6 +16,7 @@ __all__ = ["bench"]
 BENCHES = {
     "engine": "tandem.bench.engine",
     "kernels": "tandem.bench.kernels",
+    "store": "tandem.bench.store",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""

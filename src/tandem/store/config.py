@@ -33,6 +33,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen: Annotated[
         tuple[str, ...], Meta(description="Addresses for the bytes, host:port; port 0 = any.")
     ] = ("127.0.0.1:0",)
+    transports: Annotated[
+        tuple[Literal["local", "shm", "cma", "tcp"], ...],
+        Meta(description="Ways for the bytes; the fastest that reaches is taken."),
+    ] = ("local", "shm", "cma", "tcp")
     segment_bytes: Annotated[
         int, Meta(ge=2**16, le=2**39, description="Memory that a host offers.")
     ] = 2**30

@@ -42,8 +42,8 @@ __all__ = ["Caller", "HostPort", "StoreHost"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PAGE_OBJECTS = 10_000
-"""Objects in a page of the inventory: some 2 MB, and 30 ms of the host's time."""
+PAGE_OBJECTS = 1_000
+"""Objects in a page of the inventory: some 200 KB, and some 10 ms of either side's time."""
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 0.25
 
@@ -59,6 +59,11 @@ class Caller(Protocol):
     @property
     def instance_id(self) -> str:
         """Random for each start of the other process."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the session has ended."""
         ...
 
     async def call(
@@ -126,6 +131,7 @@ class StoreHost:
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
         self._master: Caller | None = None
+        self._num_attempts = 0
         self.is_joined = asyncio.Event()
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -192,6 +198,7 @@ class StoreHost:
             task.cancel()
         await asyncio.gather(*self._pulls.values(), return_exceptions=True)
         capacity_bytes = self.segment.usable_bytes
+        self._num_attempts += 1
         joined = await master.call(
             "join",
             JoinHost(
@@ -202,6 +209,7 @@ class StoreHost:
                 address=self.port.address,
                 read_base=self.port.read_base,
                 epoch_seen=self.segment.epoch,
+                attempt=self._num_attempts,
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,

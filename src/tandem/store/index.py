@@ -163,7 +163,7 @@ class Directory:
         REQUIRES: the key is absent, there is a replica, and no two are on one host.
         """
         assert key not in self._rows, key
-        assert replicas and len({r.host for r in replicas}) == len(replicas), replicas
+        assert replicas, key
         row = self._take_row()
         self._rows[key] = row
         self._keys[row] = key
@@ -199,6 +199,8 @@ class Directory:
 
     def add_replica(self, row: int, replica: Replica) -> None:
         """Add a copy. REQUIRES: none of the object's is on that host."""
+        first = self._first[row]
+        assert first < 0 or all(r.host != replica.host for r in self.replicas(row)), replica
         if self._spare_replicas:
             at = self._spare_replicas.pop()
         else:

@@ -60,5 +60,7 @@ def extent_bytes(key_bytes: int, value_bytes: int) -> int:
         raise ConfigError(
             "store.layout", f"value of {value_bytes} bytes: give 0 to 2^40", field="size"
         )
-    whole = value_offset(key_bytes, value_bytes) + value_bytes
-    return (whole + GRANULE_BYTES - 1) // GRANULE_BYTES * GRANULE_BYTES
+    # ``value_offset`` written out: this is asked several times for every object of an inventory.
+    table = 4 * ((value_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
+    whole = HEADER_BYTES + (key_bytes + 63 & -64) + (table + 63 & -64) + value_bytes
+    return whole + GRANULE_BYTES - 1 & -GRANULE_BYTES

@@ -107,6 +107,7 @@ class LocalCaller:
     ) -> None:
         self.name = name
         self.instance_id = secrets.token_hex(8)
+        self.is_lost = False
         self.back: LocalCaller
         """The same session from the other side."""
         self._methods = {method: handler for method, handler, *_ in methods}

@@ -120,7 +120,10 @@ class StoreMaster:
         self._counter = 0
         self._puts: OrderedDict[tuple[str, int], _Put] = OrderedDict()
         self._results: OrderedDict[tuple[str, int], CommitStatus] = OrderedDict()
+        self._committing: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._sealing: dict[str, asyncio.Future[None]] = {}
+        self._removing: dict[str, asyncio.Future[Any]] = {}
+        """Keys whose headers are not all gone yet: a request that comes again waits for them."""
         self._space_freed = asyncio.Event()
         self._num_waiting = 0
         self._barren_until_ms: dict[int, int] = {}
@@ -274,6 +277,7 @@ class StoreMaster:
     # Writing objects.
 
     async def _start_put(self, caller: Caller, request: StartPut) -> StartedPut:
+        self._check_present(caller)
         self._check_batch(request)
         deadline_s = self._clock.now_s() + min(request.wait_ms, self.config.put_wait_ms) / 1e3
         client = caller.instance_id
@@ -294,6 +298,11 @@ class StoreMaster:
             places=places,
             endpoints=[self.hosts[host].endpoint(bases[host]) for host in used],
         )
+
+    def _check_present(self, caller: Caller) -> None:
+        """Do nothing for a caller that has gone: nobody would end it."""
+        if caller.is_lost:
+            raise PeerLostError("store.call", f"the session of {caller.name} is over")
 
     def _check_batch(self, request: StartPut) -> None:
         keys, sizes, config = request.keys, request.sizes, self.config
@@ -465,6 +474,20 @@ class StoreMaster:
         return KeyBytes(bytes(await asyncio.shield(work)))
 
     async def _commit(self, client: str, request: CommitPut) -> list[CommitStatus]:
+        names = [(client, put_id) for put_id in request.put_ids]
+        for name in names:
+            if name in self._committing:  # The request came twice.
+                await asyncio.shield(self._committing[name])
+        ended = asyncio.get_running_loop().create_future()
+        self._committing |= dict.fromkeys(names, ended)
+        try:
+            return await self._commit_once(client, request)
+        finally:
+            for name in names:
+                self._committing.pop(name, None)
+            ended.set_result(None)
+
+    async def _commit_once(self, client: str, request: CommitPut) -> list[CommitStatus]:
         statuses = [CommitStatus.EXPIRED] * len(request.put_ids)
         ready: dict[int, _Put] = {}
         fenced: set[int] = set()
@@ -702,16 +725,29 @@ class StoreMaster:
 
     async def _remove_keys(self, keys: Sequence[str]) -> bytes:
         flags = bytearray(len(keys))
-        pending: list[asyncio.Future[None]] = []
+        pending: list[asyncio.Future[Any]] = []
         for i, key in enumerate(keys):
             row = self.directory.find(key)
             if row != NO_ROW:
-                pending += self.drop_row(row, wait=True)
+                going = self.drop_row(row, wait=True)
+                earlier = self._removing.get(key)
+                gone = asyncio.gather(*going, *([] if earlier is None else [earlier]))
+                self._removing[key] = gone
+                gone.add_done_callback(lambda gone, key=key: self._forget_removal(key, gone))
+                pending.append(gone)
+                self.counters.objects_removed += 1
                 flags[i] = 1
-        self.counters.objects_removed += sum(flags)
+            elif key in self._removing:
+                pending.append(self._removing[key])
+                flags[i] = 1
         # Only then could no restart bring them back.
-        await asyncio.gather(*pending)
+        for gone in pending:
+            await asyncio.shield(gone)
         return bytes(flags)
+
+    def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
+        if self._removing.get(key) is gone:
+            del self._removing[key]
 
     async def _remove_prefix(self, _: Caller, request: RemovePrefix) -> PrefixRemoval:
         return PrefixRemoval(await asyncio.shield(self.spawn(self._remove_matches(request.prefix))))
@@ -819,7 +855,10 @@ class StoreMaster:
     # Hosts.
 
     async def _join(self, caller: Caller, request: JoinHost) -> Joined:
+        self._check_present(caller)
         host = self._names.get(request.name)
+        if host is not None and host.caller is caller and request.attempt <= host.attempt:
+            return Joined(self.epoch, host.number, host.session)  # It came late, or twice.
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
                 raise ConflictError(
@@ -875,12 +914,12 @@ class StoreMaster:
         if row != NO_ROW:
             listed = next((r for r in directory.replicas(row) if r.host == host.number), None)
         is_same = row != NO_ROW and directory.version(row) == header.version
+        length = layout.extent_bytes(len(header.key.encode()), header.size)
         if is_same and listed is not None and listed.offset == offset:
-            host.confirmed.add(row)
+            host.confirmed[row] = Extent(offset, length)
             return
         if host.is_dropping(offset):
             return  # Removed since its inventory began.
-        length = layout.extent_bytes(len(header.key.encode()), header.size)
         newest = self._dropped_versions.get(header.key, -1)
         is_newer = header.version > (newest if row == NO_ROW else directory.version(row))
         if (is_newer and not host.is_known) or (is_same and listed is None):
@@ -898,11 +937,12 @@ class StoreMaster:
                     replicas=[replica],
                     wanted=header.wanted,
                 )
-                soft = self._now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
-                directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
+                if header.hard_pin or header.soft_pin_ms:
+                    soft = self._now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
+                    directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
             # A reader that an earlier master sent there may still be reading.
             directory.extend_lease(row, self._now_ms() + self.config.lease_ms)
-            host.confirmed.add(row)
+            host.confirmed[row] = Extent(offset, length)
             return
         host.drop(Extent(offset, length), self._now_ms() + self.config.lease_ms)
 
@@ -923,11 +963,11 @@ class StoreMaster:
         """The inventory is complete: what it does not have is not there; the rest is free."""
         extents: list[Extent] = []
         for row in self.directory.rows_on_host(host.number):
-            if row not in host.confirmed:
+            extent = host.confirmed.get(row)
+            if extent is None:
                 self._forget_replica(row, host.number)
-                continue
-            offset = next(r.offset for r in self.directory.replicas(row) if r.host == host.number)
-            extents.append(self.extent_of(row, offset))
+            else:
+                extents.append(extent)
         host.rebuild(extents)
         host.is_known = True
         host.confirmed.clear()

@@ -255,6 +255,8 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     read_base: int
     epoch_seen: int
+    attempt: int
+    """Rises with each join of the process: tells a new one from one that comes late or twice."""
 
 
 class Joined(msgspec.Struct, frozen=True):

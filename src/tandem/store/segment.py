@@ -191,6 +191,8 @@ class Segment:
         if self._descriptor >= 0:
             if remove and self.path is not None:
                 self.path.unlink(missing_ok=True)
+            # The mapping holds a copy of the descriptor, and with it the lock.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -262,6 +264,10 @@ class Segment:
 
         Raises: CorruptionError if there is none that holds together.
         """
+        return self._read(offset)[0]
+
+    def _read(self, offset: int) -> tuple[ExtentHeader, int]:
+        """Return the header at ``offset`` and the length of the extent."""
         fields = OBJECT_HEAD.unpack_from(self._map, self._data_at + offset)
         magic, key_bytes, wanted, flags, size, version, checksum, soft_pin_ms = fields
         key_at = offset + layout.HEADER_BYTES
@@ -274,7 +280,7 @@ class Segment:
             head = self.data[offset : offset + OBJECT_HEAD.size].tobytes()
             extent = layout.extent_bytes(key_bytes, size)
             if zlib.crc32(key, zlib.crc32(head)) == stored and offset + extent <= self.usable_bytes:
-                return ExtentHeader(
+                header = ExtentHeader(
                     key.decode(),
                     size,
                     version,
@@ -283,6 +289,7 @@ class Segment:
                     bool(flags & HARD_PIN),
                     soft_pin_ms,
                 )
+                return header, extent
         raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
 
     def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
@@ -291,18 +298,18 @@ class Segment:
         for granule in np.flatnonzero(self._starts).tolist():
             offset = granule * layout.GRANULE_BYTES
             try:
-                header = self._read_behind(offset, end)
+                header, length = self._read_behind(offset, end)
             except CorruptionError as error:
                 logger.warning("event=extent_dropped reason=%s", error)
                 self.wipe(offset)
                 continue
-            end = offset + layout.extent_bytes(len(header.key.encode()), header.size)
+            end = offset + length
             yield offset, header
 
-    def _read_behind(self, offset: int, end: int) -> ExtentHeader:
+    def _read_behind(self, offset: int, end: int) -> tuple[ExtentHeader, int]:
         if offset < end:
             raise CorruptionError("store.segment", f"object at {offset} overlaps another")
-        return self.read_header(offset)
+        return self._read(offset)
 
     def span(self, header: ExtentHeader) -> tuple[int, int]:
         """Return where table and value of such an object begin and end, from its offset."""

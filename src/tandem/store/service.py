@@ -324,6 +324,7 @@ def _make_engine(
             name=name,
             secret=_transfer_secret(config, url),
             listen=listen or ("127.0.0.1:0",),
+            transports=config.transports,
             deadline_ms=config.deadline_ms,
         )
     )

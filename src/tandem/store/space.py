@@ -12,7 +12,7 @@ import heapq
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,11 +42,12 @@ T = TypeVar("T")
 ORDER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 WIPE_BATCH = 5_000
+GUARD_MS = 100
+"""How soon a guarded extent is looked at again."""
 LOAD_HALF_LIFE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of a segment."""
 
     offset: int
@@ -99,12 +100,15 @@ class HostSpace:
         """This master has seen its whole inventory once, so what it does not know is stale."""
         self.caller: Caller | None = None
         self.session = -1
+        self.attempt = -1
         self.num_pages = 0
-        self.confirmed: set[int] = set()
-        """Rows that the inventory under way has shown to be there."""
+        self.confirmed: dict[int, Extent] = {}
+        """By row: what the inventory under way has shown to be there."""
         self.allocator: SegmentAllocator | None = None
         self.quarantined_bytes = 0
         self.writers: dict[str, Writer] = {}
+        self.guarded: set[int] = set()
+        """Offsets that another host copies from: not free before that has ended."""
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
@@ -175,6 +179,7 @@ class HostSpace:
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
         """The host has come; its inventory follows."""
         self.caller, self.session, self._next_number = caller, session, 0
+        self.attempt = join.attempt
         self.machine, self.segment_id = join.machine, join.segment_id
         self.address, self.read_base = join.address, join.read_base
         self.capacity_bytes = join.capacity_bytes
@@ -309,6 +314,9 @@ class HostSpace:
         """Free the space whose last lease has ended."""
         while self._leased and self._leased[0][0] <= now_ms:
             _, offset = heapq.heappop(self._leased)
+            if offset in self.guarded:
+                heapq.heappush(self._leased, (now_ms + GUARD_MS, offset))
+                continue
             dropped = self._forget(offset)
             self._leased_bytes -= dropped.extent.length
             self.release(dropped.extent)
@@ -327,7 +335,7 @@ class HostSpace:
                 continue
             now_ms = int(self._clock.now_s() * 1e3)
             for dropped in batch:
-                if dropped.free_at_ms > now_ms:
+                if dropped.free_at_ms > now_ms or dropped.extent.offset in self.guarded:
                     heapq.heappush(self._leased, (dropped.free_at_ms, dropped.extent.offset))
                     self._leased_bytes += dropped.extent.length
                 else:

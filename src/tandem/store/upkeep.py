@@ -1,6 +1,7 @@
 """Work that a master does by itself: copies what has too few replicas, moves what must move."""
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tandem.core.errors import CorruptionError, TandemError
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 REPAIR_PERIOD_MS = 250
 PULL_TIMEOUT_MS = 10_000
 RETRY_AFTER_MS = 1_000
-DROPS_PER_STEP = 1_000
+QUEUE_LENGTH = 1_000
+"""Objects to copy or drop that are looked up at a time."""
 
 
 class Upkeep:
@@ -26,6 +28,8 @@ class Upkeep:
 
     def __init__(self, master: "StoreMaster") -> None:
         self._master = master
+        self._queue: deque[tuple[str, int]] = deque()
+        """Objects to copy, with their rows when they were found; the next scan begins it anew."""
         self._copying: set[str] = set()
         self._not_before_ms: dict[str, int] = {}
         self._next_ms = 0
@@ -36,13 +40,20 @@ class Upkeep:
             return
         self._next_ms = now_ms + REPAIR_PERIOD_MS
         self._not_before_ms = {k: at for k, at in self._not_before_ms.items() if at > now_ms}
+        self._queue.clear()
         for host in list(self._master.hosts.values()):
             if host.stage is HostStage.DRAINING:
                 self._drain(host)
         if len(self._master.writable_hosts()) > 1:
-            room = self._master.config.max_repairs - len(self._copying)
-            limit = max(0, room) + len(self._copying) + len(self._not_before_ms)
-            for row in self._master.directory.list_under_replicated(limit) if room > 0 else ():
+            limit = QUEUE_LENGTH + len(self._copying) + len(self._not_before_ms)
+            for row in self._master.directory.list_under_replicated(limit):
+                self._queue.append((self._master.directory.key(row), row))
+        self._begin_copies()
+
+    def _begin_copies(self) -> None:
+        while self._queue and len(self._copying) < self._master.config.max_repairs:
+            key, row = self._queue.popleft()
+            if self._master.directory.find(key) == row:
                 self._begin_copy(row)
 
     def _drain(self, host: HostSpace) -> None:
@@ -52,7 +63,7 @@ class Upkeep:
             host.stage = HostStage.DRAINED
             logger.info("event=host_drained host=%s", host.name)
             return
-        for row in rows[:DROPS_PER_STEP]:
+        for row in rows[:QUEUE_LENGTH]:
             others = [
                 replica
                 for replica in directory.replicas(row)
@@ -62,15 +73,11 @@ class Upkeep:
             if others and len(others) >= min(directory.wanted(row), possible):
                 self._master.drop_replica(row, host.number)
             else:
-                self._begin_copy(row)
+                self._queue.append((directory.key(row), row))
 
     def _begin_copy(self, row: int) -> None:
         master, key = self._master, self._master.directory.key(row)
-        if (
-            len(self._copying) >= master.config.max_repairs
-            or key in self._copying
-            or key in self._not_before_ms
-        ):
+        if key in self._copying or key in self._not_before_ms:
             return
         holders = {replica.host for replica in master.directory.replicas(row)}
         length = master.extent_of(row, 0).length
@@ -90,17 +97,16 @@ class Upkeep:
     ) -> None:
         """Have ``target`` pull a copy of the object into ``extent``, taken in ``session``."""
         master, directory = self._master, self._master.directory
-        if directory.find(key) != row or target.session != session:
+        if directory.find(key) != row or target.session != session or not directory.num_live(row):
             self._copying.discard(key)
             if target.session == session:
                 target.release(extent)
             return
         version = directory.version(row)
         is_done = False
+        source, source_offset = self._choose_source(row)
+        source.guarded.add(source_offset)
         try:
-            source, source_offset = self._choose_source(row)
-            # Nobody may reuse the source while it is read.
-            directory.extend_lease(row, master.now_ms() + 2 * PULL_TIMEOUT_MS)
             await target.order(
                 "pull",
                 PullObject,
@@ -118,8 +124,10 @@ class Upkeep:
         except TandemError as error:
             logger.warning("event=copy_failed key=%s host=%s reason=%s", key, target.name, error)
         finally:
+            source.guarded.discard(source_offset)
             self._copying.discard(key)
             self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS
+            self._begin_copies()
         if target.session != session:
             return  # Its next inventory tells what became of it.
         is_same = directory.find(key) == row and row != NO_ROW
@@ -132,11 +140,12 @@ class Upkeep:
             target.drop(extent, 0)  # Sealed or not; also ends a pull that is still under way.
 
     def _choose_source(self, row: int) -> tuple[HostSpace, int]:
-        master = self._master
-        for host, offset in master.directory.replicas(row):
-            if master.hosts[host].caller is not None:
-                return master.hosts[host], offset
-        raise CorruptionError("store.copy", "no readable replica is left")
+        hosts = self._master.hosts
+        return next(
+            (hosts[host], offset)
+            for host, offset in self._master.directory.replicas(row)
+            if hosts[host].caller is not None
+        )
 
     def _is_on(self, row: int, host: HostSpace) -> bool:
         return any(r.host == host.number for r in self._master.directory.replicas(row))
