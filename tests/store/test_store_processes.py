@@ -21,7 +21,7 @@ import pytest
 import tandem
 from tandem.core.errors import CapacityError, ConflictError, PermissionDeniedError
 from tandem.rpc import RpcConfig, make_runtime_dir
-from tandem.store import PutOptions, PutResult, StoreClient, StoreConfig
+from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
 from tandem.store.segment import Segment
 
 PROGRAM = Path(__file__).with_name("store_program.py")
@@ -341,3 +341,63 @@ def test_a_segment_that_the_file_system_cannot_hold_is_refused(tmp_path):
     too_much = room.f_bavail * room.f_frsize + 2**30
     with pytest.raises(CapacityError, match="free"):
         Segment.open_file(folder / "a", too_much)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_every_way_of_the_bytes_is_bit_exact(cluster, transport):
+    cluster.config = msgspec.structs.replace(cluster.config, transports=("local", transport))
+    cluster.start("master")
+    cluster.start("host", name="h1")
+    client = cluster.client()
+    cluster.wait_hosts(client, 1)
+    for size in (0, 1, 4096, 2**20 + 7):
+        value = make_value(size, size)
+        assert client.put(f"{size}", value) is PutResult.CREATED
+        assert client.get(f"{size}") == value
+    assert client.get_range(f"{2**20 + 7}", 70_000, 5000) == value[70_000:75_000]
+    source = np.frombuffer(bytearray(make_value(9, 64 * 5000)), np.uint8)
+    target = np.zeros_like(source)
+    buffers = client.register(source), client.register(target)
+    parts = [[Part(b, i * 5000, 2000), Part(b, i * 5000 + 2000, 3000)] for b in buffers
+             for i in range(64)]  # fmt: skip
+    keys = [f"k{i}" for i in range(64)]
+    assert set(client.put_from_many(keys, parts[:64])) == {PutResult.CREATED}
+    assert client.get_into_many(keys, parts[64:]) == [5000] * 64
+    assert np.array_equal(source, target)
+
+
+def test_the_command_line(cluster, tmp_path):
+    from typer.testing import CliRunner
+
+    from tandem.cli.main import app
+
+    cluster.start("master")
+    cluster.start("host", name="h1")
+    client = cluster.client()
+    cluster.wait_hosts(client, 1)
+    file, copy = tmp_path / "in", tmp_path / "out"
+    file.write_bytes(make_value(1, 100_000))
+
+    def run(*arguments: str):
+        return CliRunner().invoke(
+            app, ["store", *arguments, "--store.master", cluster.config.master]
+        )
+
+    assert run("put", "key", str(file)).stdout == "created\n"
+    assert msgspec.json.decode(run("put", "key", str(file), "--json").stdout)["result"] == "exists"
+    assert run("get", "key", str(copy)).exit_code == 0
+    assert copy.read_bytes() == file.read_bytes()
+    listed = msgspec.json.decode(run("ls", "--json").stdout)
+    assert listed == [{"key": "key", "size_bytes": 100_000, "replicas": 1}]
+    status = msgspec.json.decode(run("stat", "--json").stdout)
+    assert status["num_objects"] == 1
+    assert "h1" in run("stat").stdout
+    assert run("rm", "key").stdout == "removed 1\n"
+    missing = run("rm", "key")
+    assert missing.exit_code != 0
+    assert "no object 'key'" in str(missing.exception)
+    assert run("get", "key").exit_code != 0
+    drained = run("drain", "h1", "--wait-s", "20", "--json")
+    assert msgspec.json.decode(drained.stdout) == {"host": "h1", "stage": "drained"}
+    with pytest.raises(CapacityError, match="none active"):
+        client.put("key", b"x", PutOptions(wait_s=0.1))

@@ -1,6 +1,6 @@
 """What a store counts, and its Prometheus page.
 
-``METRICS`` is the source of the table in ``docs/reference/metrics.md``; a test compares the two.
+``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two.
 Counting is plain Python and needs nothing; only ``render_metrics`` needs ``prometheus_client``.
 """
 
