@@ -545,10 +545,11 @@ class AsyncStoreClient:
 
     async def _read_all(self, reads: "Sequence[_Read]") -> None:
         deadline_s = self._clock.now_s() + self.config.deadline_ms / 1e3
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             left = [read for read in reads if not read.is_settled]
             if not left:
                 return
+            await asyncio.sleep(RETRY_S * attempt)  # Hosts and masters come back.
             sent_s = self._clock.now_s()
             found = await self._find([read.key for read in left], deadline_s)
             lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3

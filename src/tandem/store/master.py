@@ -288,10 +288,12 @@ class StoreMaster:
         bases = await self._open_writers(client, [put for put in puts.values() if put is not None])
         places: list[list[tuple[int, int]]] = [[] for _ in statuses]
         for i, put in puts.items():
-            if put is not None:
-                places[i] = [
-                    (host, extent.offset) for host, extent in put.extents.items() if host in bases
-                ]
+            if put is None:
+                continue
+            # What the client is not told of it cannot write, and must not be taken for written.
+            for number in [number for number in put.extents if number not in bases]:
+                self._fence(self.hosts[number], client)
+            places[i] = [(host, extent.offset) for host, extent in put.extents.items()]
         used = sorted({host for place in places for host, _ in place})
         return StartedPut(
             statuses=[int(status) for status in statuses],
