@@ -74,6 +74,10 @@ class Faults(msgspec.Struct, frozen=True):
     late: float = 0.0
     double: float = 0.0
     stall: float = 0.0
+    drag: float = 0.0
+    """A slice of a read that takes up to a second: readers that space could be reused under."""
+    rot_per_s: float = 0.0
+    """Bytes of objects that flip by themselves."""
 
 
 class Process:
@@ -88,7 +92,8 @@ class Process:
         self.is_alive = True
         self.stalled_until_s = 0.0
         self.methods: dict[str, tuple[Callable, type, type]] = {}
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[asyncio.Task, None] = {}
+        """In order: a set would make a run depend on addresses."""
 
     def serve(self, methods) -> None:
         for name, handler, request, response in methods:
@@ -96,12 +101,12 @@ class Process:
 
     def spawn(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._note_end)
         return task
 
     def _note_end(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
+        self.tasks.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             error = task.exception()
             if self.is_alive and not isinstance(error, TandemError):
@@ -260,10 +265,10 @@ class SimClientPort:
                 slices.append(world.spawn_slice(
                     self.process, endpoint, piece.offset + begin, data[begin:end]
                 ))  # fmt: skip
-        done, pending = await asyncio.wait(slices, timeout=timeout_s)
+        _, pending = await asyncio.wait(slices, timeout=timeout_s)
         await self.process.pass_stall()
-        for task in done:
-            if task.exception() is not None:
+        for task in slices:
+            if task.done() and task.exception() is not None:
                 raise task.exception()
         if pending:
             raise DeadlineError("world.write", f"{len(pending)} slices are still under way")
@@ -276,6 +281,8 @@ class SimClientPort:
                     base = piece.offset // BASE_STEP * BASE_STEP
                     for begin, end in world.cut(piece.length):
                         await world.travel()
+                        if world.random.random() < world.faults.drag:
+                            await asyncio.sleep(world.random.uniform(0, 1))
                         at = piece.offset - base + begin
                         data = world.peek(endpoint.address, base, at, at + end - begin)
                         target = piece.local_offset + begin
@@ -352,6 +359,19 @@ class World:
             return []
         cuts = {0, length, *(self.random.randrange(length) for _ in range(2))}
         return list(itertools.pairwise(sorted(cuts)))
+
+    async def rot(self) -> None:
+        """Flip bytes of objects, wherever they are, for as long as this runs."""
+        while self.faults.rot_per_s:
+            await asyncio.sleep(self.random.expovariate(self.faults.rot_per_s))
+            segment = self.segments[self.random.choice(sorted(self.segments))]
+            objects = list(segment.scan())
+            if objects:
+                offset, header = self.random.choice(objects)
+                begin, end = segment.span(header)
+                if end > begin:
+                    at = offset + self.random.randrange(begin, end)
+                    segment.data[at] ^= 1 << self.random.randrange(8)
 
     def stall(self, process: Process) -> None:
         process.stalled_until_s = asyncio.get_running_loop().time() + self.random.uniform(5, 60)
