@@ -28,7 +28,8 @@ Result<SegmentAllocator> SegmentAllocator::make(uint64_t capacity_bytes,
 }
 
 void SegmentAllocator::reset(size_t num_granules) {
-  tags_.assign(num_granules, 0);
+  tags_.clear();
+  num_granules_ = num_granules;
   nodes_.clear();
   spare_nodes_.clear();
   bins_.assign(kNumBins, kNil);
@@ -63,7 +64,7 @@ bool SegmentAllocator::allocate(const uint64_t* sizes, size_t count, uint64_t* o
 }
 
 uint32_t SegmentAllocator::allocate_one(uint32_t length) {
-  if (length > tags_.size() - num_used_) return kNil;
+  if (length > num_granules_ - num_used_) return kNil;
   if (++num_requests_ % kDecayPeriod == 0) forget_idle_classes();
   SizeClass* size_class = learn(length);
   uint32_t start = kNil;
@@ -117,7 +118,7 @@ void SegmentAllocator::forget_idle_classes() {
 bool SegmentAllocator::carve_chunk(SizeClass& size_class, uint32_t length) {
   // As space gets scarce, chunks shrink: what waits in one class is merged back for another, and
   // that should concern few runs.
-  const uint64_t free = tags_.size() - num_used_ - num_waiting_;
+  const uint64_t free = num_granules_ - num_used_ - num_waiting_;
   const uint64_t wanted =
       std::min(options_.chunk_bytes / options_.granule_bytes, free / (8 * classes_.size()));
   uint32_t count = static_cast<uint32_t>(std::max<uint64_t>(1, wanted / length));
@@ -164,8 +165,8 @@ uint32_t SegmentAllocator::find_node(uint32_t length) const {
 Status SegmentAllocator::release(uint64_t offset, uint64_t size_bytes) {
   const uint32_t length = count_granules(size_bytes);
   const uint64_t start = offset / options_.granule_bytes;
-  if (offset % options_.granule_bytes != 0 || start >= tags_.size() ||
-      tags_[start] != (length << 2 | kUsed))
+  if (offset % options_.granule_bytes != 0 || start >= num_granules_ ||
+      tags_.get(static_cast<uint32_t>(start)) != (length << 2 | kUsed))
     return {Code::kConflict, "store.release",
             "no run of " + std::to_string(size_bytes) + " bytes is allocated at offset " +
                 std::to_string(offset)};
@@ -190,17 +191,17 @@ void SegmentAllocator::merge_waiting() {
 }
 
 void SegmentAllocator::add_free(uint32_t start, uint32_t length) {
-  tags_[start] = 0;  // What is inside a run is zero.
-  if (start > 0 && (tags_[start - 1] & 3) == kFree) {
-    const uint32_t node = tags_[start - 1] >> 2;
+  tags_.set(start, 0);  // What is inside a run has no tag.
+  if (start > 0 && (tags_.get(start - 1) & 3) == kFree) {
+    const uint32_t node = tags_.get(start - 1) >> 2;
     const Node before = nodes_[node];
     remove_node(node);
     start = before.start;
     length += before.length;
   }
   const uint32_t end = start + length;
-  if (end < tags_.size() && (tags_[end] & 3) == kFree) {
-    const uint32_t node = tags_[end] >> 2;
+  if (end < num_granules_ && (tags_.get(end) & 3) == kFree) {
+    const uint32_t node = tags_.get(end) >> 2;
     length += nodes_[node].length;
     remove_node(node);
   }
@@ -221,7 +222,8 @@ void SegmentAllocator::insert_node(uint32_t start, uint32_t length) {
   if (bins_[bin] != kNil) nodes_[bins_[bin]].previous = node;
   bins_[bin] = node;
   bin_bits_[bin / 64] |= uint64_t{1} << (bin % 64);
-  tags_[start] = tags_[start + length - 1] = node << 2 | kFree;
+  tags_.set(start, node << 2 | kFree);
+  tags_.set(start + length - 1, node << 2 | kFree);
 }
 
 void SegmentAllocator::remove_node(uint32_t node) {
@@ -234,17 +236,18 @@ void SegmentAllocator::remove_node(uint32_t node) {
     nodes_[run.previous].next = run.next;
   }
   if (run.next != kNil) nodes_[run.next].previous = run.previous;
-  tags_[run.start] = tags_[run.start + run.length - 1] = 0;
+  tags_.set(run.start, 0);
+  tags_.set(run.start + run.length - 1, 0);
   spare_nodes_.push_back(node);
 }
 
 void SegmentAllocator::mark(uint32_t start, uint32_t length, State state) {
   // Merging asks only whether a neighbour is free, so a run in use needs no tag at its end.
-  tags_[start] = length << 2 | state;
+  tags_.set(start, length << 2 | state);
 }
 
 Status SegmentAllocator::rebuild(const uint64_t* offsets, const uint64_t* sizes, size_t count) {
-  const size_t num_granules = tags_.size();
+  const size_t num_granules = num_granules_;
   reset(num_granules);
   uint64_t cursor = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -272,12 +275,12 @@ Status SegmentAllocator::rebuild(const uint64_t* offsets, const uint64_t* sizes,
 
 Status SegmentAllocator::grow(uint64_t capacity_bytes) {
   const uint64_t num_granules = capacity_bytes / options_.granule_bytes;
-  const uint64_t before = tags_.size();
+  const uint64_t before = num_granules_;
   if (num_granules < before || num_granules > kMaxGranules)
     return {Code::kConfig, "store.grow",
             std::to_string(capacity_bytes) + " bytes: a segment of " +
                 std::to_string(this->capacity_bytes()) + " can only grow, to 2^30 granules"};
-  tags_.resize(num_granules, 0);
+  num_granules_ = num_granules;
   if (num_granules > before)
     add_free(static_cast<uint32_t>(before), static_cast<uint32_t>(num_granules - before));
   return {};

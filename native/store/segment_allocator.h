@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "store/tag_table.h"
 
 namespace tandem::store {
 
@@ -49,7 +50,7 @@ class SegmentAllocator {
   // Errors: kConfig if smaller than before or too large.
   Status grow(uint64_t capacity_bytes);
 
-  uint64_t capacity_bytes() const { return tags_.size() * options_.granule_bytes; }
+  uint64_t capacity_bytes() const { return num_granules_ * options_.granule_bytes; }
   uint64_t used_bytes() const { return num_used_ * options_.granule_bytes; }
   // What a single request could get after merging; merges.
   uint64_t find_largest_free_bytes();
@@ -91,7 +92,8 @@ class SegmentAllocator {
   void reset(size_t num_granules);
 
   AllocatorOptions options_;
-  std::vector<uint32_t> tags_;  // state in the low two bits; above: length, or node if free.
+  TagTable tags_;  // State in the low two bits; above: length, or node if free.
+  uint64_t num_granules_ = 0;
   std::vector<Node> nodes_;
   std::vector<uint32_t> spare_nodes_;
   std::vector<uint32_t> bins_;

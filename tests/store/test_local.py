@@ -3,6 +3,7 @@
 Method: plain calls; small segments, so that limits are met.
 """
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from tandem.core.errors import (
     ShapeError,
 )
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
+from tandem.store.local import LocalStore
+from tandem.store.messages import CommitPut, CommitStatus, KeyBytes, StartedPut, StartPut
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "store_hello.py"
 CHUNK = 64 * 1024
@@ -281,3 +284,27 @@ def test_the_example_runs():
     )
     assert "PutResult.EXISTS" in result.stdout
     assert "b'hello, store' b'store'" in result.stdout
+
+
+def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
+    """A put expires; a late copy of its request takes space anew, which nobody writes; then the
+    first commit comes. It must not seal what was not written. (Found by the simulator.)"""
+    config = StoreConfig(recovery_ms=0, put_timeout_ms=50, segment_bytes=2**20)
+
+    async def run() -> None:
+        async with LocalStore(config) as store:
+            call = store.client._channel.call
+            request = StartPut(first_put_id=10**6, keys=["key"], sizes=[10])
+            first = await call("start_put", request, StartedPut)
+            async with asyncio.timeout(10):
+                while (await store.client.status()).num_unfinished:
+                    await asyncio.sleep(0.01)
+            await call("start_put", request, StartedPut)
+            commit = CommitPut(
+                put_ids=[10**6], grants=first.grants, checksums=[1], failed_hosts=[[]]
+            )
+            answer = await call("commit_put", commit, KeyBytes)
+            assert list(answer.flags) == [CommitStatus.EXPIRED]
+            assert not await store.client.exists("key")
+
+    asyncio.run(run())

@@ -670,7 +670,7 @@ class SegmentAllocator:
     Where objects lie in a segment. Pure: it sees offsets, never memory. Not thread-safe.
     """
 
-    def __init__(self, capacity_bytes: int, *, granule_bytes: int = 512, chunk_bytes: int = 33554432) -> None:
+    def __init__(self, capacity_bytes: int, *, granule_bytes: int = 512, chunk_bytes: int = 1048576) -> None:
         """
         Args:
             chunk_bytes: what the runs of one size class are cut from, at most.

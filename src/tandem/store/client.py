@@ -412,6 +412,7 @@ class AsyncStoreClient:
                 granted.append(position)
         commit = CommitPut(
             put_ids=[first_id + position for position in granted],
+            grants=[started.grants[position] for position in granted],
             checksums=[sources[left[position]].checksum for position in granted],
             failed_hosts=[[] for _ in granted],
         )
@@ -422,7 +423,7 @@ class AsyncStoreClient:
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
             hosts = [endpoint.host for endpoint in started.endpoints]
-            self._spawn(self._give_up(commit.put_ids, hosts))
+            self._spawn(self._give_up(commit, hosts))
             raise
         for position, row in zip(granted, commit.failed_hosts, strict=True):
             row += [host for host, _ in started.places[position] if host in failed]
@@ -472,11 +473,12 @@ class AsyncStoreClient:
                 raise outcome
         return failed
 
-    async def _give_up(self, put_ids: list[int], hosts: list[int]) -> None:
+    async def _give_up(self, commit: CommitPut, hosts: list[int]) -> None:
         request = CommitPut(
-            put_ids=put_ids,
-            checksums=[-1] * len(put_ids),
-            failed_hosts=[hosts for _ in put_ids],
+            put_ids=commit.put_ids,
+            grants=commit.grants,
+            checksums=[-1] * len(commit.put_ids),
+            failed_hosts=[hosts for _ in commit.put_ids],
         )
         try:
             await self._channel.call("commit_put", request, KeyBytes, timeout_s=CALL_TIMEOUT_S)

@@ -20,7 +20,7 @@ NO_ROW = -1
 MAX_REPLICAS = 255
 _FREE_HOST = 0xFFFF
 _ALIVE, _HARD = 1, 2
-_VICTIM_BATCH = 1024
+_VICTIM_BATCH = 16_384
 """Eviction candidates found by one pass over the columns."""
 
 

@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_S = 0.05
+EVICTED_AT_ONCE = 1_000
+"""Objects of usual size that one go of eviction drops: some 10 ms in which nobody is answered."""
 SCAN_KEYS = 5_000
 """Keys looked at in one go by a command that looks at all."""
 MAX_REMEMBERED = 16_384
@@ -80,6 +82,7 @@ VERSION_BITS = 40
 class _Put:
     client: str
     put_id: int
+    grant: int
     key: str
     size: int
     length: int
@@ -297,6 +300,7 @@ class StoreMaster:
         used = sorted({host for place in places for host, _ in place})
         return StartedPut(
             statuses=[int(status) for status in statuses],
+            grants=[0 if (put := puts.get(i)) is None else put.grant for i in range(len(statuses))],
             places=places,
             endpoints=[self.hosts[host].endpoint(bases[host]) for host in used],
         )
@@ -381,6 +385,7 @@ class StoreMaster:
             put = _Put(
                 client=client,
                 put_id=name[1],
+                grant=self._next_version(),
                 key=request.keys[i],
                 size=size,
                 length=layout.extent_bytes(len(request.keys[i].encode()), size),
@@ -469,7 +474,8 @@ class StoreMaster:
         return bases
 
     async def _commit_put(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        if not len(request.put_ids) == len(request.checksums) == len(request.failed_hosts):
+        columns = (request.put_ids, request.grants, request.checksums, request.failed_hosts)
+        if len(set(map(len, columns))) != 1:
             raise ConfigError("store.commit", "columns of different lengths")
         # A caller that leaves must not leave objects half sealed.
         work = self.spawn(self._commit(caller.instance_id, request))
@@ -494,10 +500,12 @@ class StoreMaster:
         ready: dict[int, _Put] = {}
         fenced: set[int] = set()
         for i, put_id in enumerate(request.put_ids):
-            put = self._puts.pop((client, put_id), None)
-            if put is None:
+            put = self._puts.get((client, put_id))
+            if put is None or put.grant != request.grants[i]:
+                # With another grant, a late copy of the request took space that nobody has written.
                 statuses[i] = self._results.get((client, put_id), CommitStatus.EXPIRED)
                 continue
+            del self._puts[client, put_id]
             # A host to which the write failed may still get late bytes: what was held there stays
             # the writer's until that is shut out.
             failed = set(request.failed_hosts[i]) & set(put.extents)
@@ -812,6 +820,8 @@ class StoreMaster:
     def _evict(self, host: HostSpace, num_bytes: int, now_ms: int) -> None:
         if self._barren_until_ms.get(host.number, 0) > now_ms:
             return
+        mean_bytes = self.directory.total_bytes // max(1, len(self.directory)) + 1
+        num_bytes = min(num_bytes, EVICTED_AT_ONCE * mean_bytes)
         victims = self.directory.pick_victims(now_ms, num_bytes, host.number)
         if not victims:
             self._barren_until_ms[host.number] = now_ms + int(TICK_S * 1e3)
@@ -850,7 +860,8 @@ class StoreMaster:
         host = self._names.get(request.name)
         if host is None or host.caller is None:
             raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")
-        if host.stage not in (HostStage.DRAINING, HostStage.DRAINED):
+        host.is_leaving = True
+        if host.stage is HostStage.ACTIVE:
             host.stage = HostStage.DRAINING
         return Ack()
 
@@ -957,7 +968,7 @@ class StoreMaster:
         if host.stage is HostStage.JOINING:
             self._settle(host)
         if request.can_write and host.stage is HostStage.READ_ONLY:
-            host.stage = HostStage.ACTIVE
+            host.stage = HostStage.DRAINING if host.is_leaving else HostStage.ACTIVE
             self._space_freed.set()
         return Ack()
 

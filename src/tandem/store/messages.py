@@ -92,6 +92,8 @@ class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``StartPut``."""
 
     statuses: list[int]
+    grants: list[int]
+    """Name the space given; a put id alone does not, since a request may come twice, and late."""
     places: list[list[tuple[int, int]]]
     """Per object: (host, offset of the extent in the segment)."""
     endpoints: list[Endpoint]
@@ -112,6 +114,8 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """Says that the bytes are there. Objects that lack a checksum (-1) are given up."""
 
     put_ids: list[int]
+    grants: list[int]
+    """Of the space that was written."""
     checksums: list[int]
     failed_hosts: list[list[int]]
     """Per object: hosts to which the write did not succeed."""

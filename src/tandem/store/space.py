@@ -96,6 +96,8 @@ class HostSpace:
         self.read_base = 0
         self.capacity_bytes = 0
         self.stage = HostStage.LOST
+        self.is_leaving = False
+        """To be drained, now or when it has joined again."""
         self.is_known = False
         """This master has seen its whole inventory once, so what it does not know is stale."""
         self.caller: Caller | None = None
