@@ -213,6 +213,9 @@ class StoreMaster:
         if self._is_recovering:
             self._dropped_versions[self.directory.key(row)] = self.directory.version(row)
         pending: list[asyncio.Future[None]] = []
+        copied = self._upkeep.abandon(self.directory.key(row), wait=wait)
+        if copied is not None:
+            pending.append(copied)
         for replica in self.directory.remove(row):
             done = self.hosts[replica.host].drop(
                 Extent(replica.offset, length), free_at_ms, wait=wait

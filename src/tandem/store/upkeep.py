@@ -1,7 +1,9 @@
 """Work that a master does by itself: copies what has too few replicas, moves what must move."""
 
+import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tandem.core.errors import CorruptionError, TandemError
@@ -23,6 +25,14 @@ QUEUE_LENGTH = 1_000
 """Objects to copy or drop that are looked up at a time."""
 
 
+@dataclass(slots=True)
+class _Copy:
+    target: HostSpace
+    session: int
+    extent: Extent
+    is_abandoned: bool = False
+
+
 class Upkeep:
     """Repair and drain of one master; at most ``max_repairs`` copies are under way."""
 
@@ -30,7 +40,7 @@ class Upkeep:
         self._master = master
         self._queue: deque[tuple[str, int]] = deque()
         """Objects to copy, with their rows when they were found; the next scan begins it anew."""
-        self._copying: set[str] = set()
+        self._copying: dict[str, _Copy] = {}
         self._not_before_ms: dict[str, int] = {}
         self._next_ms = 0
 
@@ -86,20 +96,32 @@ class Upkeep:
                 continue
             extent = master.hosts[number].allocate(length)
             if extent is not None:
-                self._copying.add(key)
                 target = master.hosts[number]
-                master.spawn(self._copy(row, key, target, target.session, extent))
+                copy = _Copy(target, target.session, extent)
+                self._copying[key] = copy
+                master.spawn(self._copy(row, key, copy))
                 return
         self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 
-    async def _copy(
-        self, row: int, key: str, target: HostSpace, session: int, extent: Extent
-    ) -> None:
-        """Have ``target`` pull a copy of the object into ``extent``, taken in ``session``."""
+    def abandon(self, key: str, *, wait: bool) -> "asyncio.Future[None] | None":
+        """The object goes: end the copying of it, and wipe what may have come of that.
+
+        Returns: if ``wait`` and there is a copy, what is done when no header of it is left.
+        """
+        copy = self._copying.get(key)
+        if copy is None or copy.is_abandoned or copy.target.session != copy.session:
+            return None
+        copy.is_abandoned = True
+        return copy.target.drop(copy.extent, 0, wait=wait)
+
+    async def _copy(self, row: int, key: str, copy: _Copy) -> None:
+        """Have the target pull a copy of the object into the extent taken there."""
         master, directory = self._master, self._master.directory
-        if directory.find(key) != row or target.session != session or not directory.num_live(row):
-            self._copying.discard(key)
-            if target.session == session:
+        target, session, extent = copy.target, copy.session, copy.extent
+        is_same = directory.find(key) == row and not copy.is_abandoned
+        if not is_same or target.session != session or not directory.num_live(row):
+            del self._copying[key]
+            if target.session == session and not copy.is_abandoned:
                 target.release(extent)
             return
         version = directory.version(row)
@@ -125,11 +147,11 @@ class Upkeep:
             logger.warning("event=copy_failed key=%s host=%s reason=%s", key, target.name, error)
         finally:
             source.guarded.discard(source_offset)
-            self._copying.discard(key)
+            del self._copying[key]
             self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS
             self._begin_copies()
-        if target.session != session:
-            return  # Its next inventory tells what became of it.
+        if copy.is_abandoned or target.session != session:
+            return  # Whoever let the object go has it wiped; or the next inventory settles it.
         is_same = directory.find(key) == row and row != NO_ROW
         is_wanted = is_same and directory.version(row) == version
         if is_done and is_wanted and not self._is_on(row, target):
