@@ -18,4 +18,5 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_linear(module);
   tandem::bindings::bind_attention(module);
   tandem::bindings::bind_row_ops(module);
+  tandem::bindings::bind_store(module);
 }

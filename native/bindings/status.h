@@ -32,5 +32,6 @@ void bind_probe(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);
 void bind_row_ops(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
+void bind_store(nanobind::module_& module);
 
 }  // namespace tandem::bindings

@@ -23,6 +23,8 @@ HEAVY = ("torch", "transformers", "tandem._native._core")
         ("tandem.bench.harness", HEAVY),
         ("tandem.transfer", HEAVY),
         ("tandem.transfer.config", HEAVY),
+        ("tandem.store", HEAVY),
+        ("tandem.store.index", HEAVY),
     ],
 )
 def test_import_is_light(module: str, forbidden: tuple[str, ...]):

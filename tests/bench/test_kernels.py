@@ -3,6 +3,7 @@
 Method: their own cases at toy size, one round each; every check passes and every figure is there.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -35,7 +36,8 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_run_at_toy_size(quick: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moe, "TOKENS", (4, 30))
     monkeypatch.setattr(linear, "ROWS", (4, 30))
-    records = list(run_cases("kernels", make_cases(quick=quick), budget_s=5, rounds=1))
+    cases = itertools.chain(moe.make_cases(quick=quick), linear.make_cases(quick=quick))
+    records = list(run_cases("kernels", cases, budget_s=5, rounds=1))
     if quick:
         assert len(records) == 3 * len(moe.QUICK_TOKENS) + 3 * len(linear.QUICK_ROWS)
     else:

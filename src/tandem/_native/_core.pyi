@@ -975,3 +975,55 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         weight_scale: on the weights.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
+
+class SegmentAllocator:
+    """
+    Where objects lie in a segment. Pure: it sees offsets, never memory. Not thread-safe.
+    """
+
+    def __init__(self, capacity_bytes: int, *, granule_bytes: int = 512, chunk_bytes: int = 1048576) -> None:
+        """
+        Args:
+            chunk_bytes: what the runs of one size class are cut from, at most.
+        Raises: ConfigError (no granule, or more than 2^30).
+        """
+
+    def allocate(self, sizes: Sequence[int]) -> list[int] | None:
+        """
+        Offsets of free runs of these sizes (bytes), or None and nothing is taken.
+        """
+
+    def release(self, offset: int, size_bytes: int) -> None:
+        """Raises: ConflictError if no such run is allocated."""
+
+    def rebuild(self, offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Forget all and take these ranges, sorted by offset.
+
+        Raises: CorruptionError (overlap, beyond the end, not aligned): all is free then.
+        """
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Raises: ConfigError if smaller than before."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int:
+        """In whole granules."""
+
+    @property
+    def num_classes(self) -> int:
+        """Sizes that recur."""
+
+    def find_largest_free_bytes(self) -> int:
+        """The largest request that would succeed now."""
+
+def crc32c(data: object, crc: int = 0) -> int:
+    """CRC-32C of contiguous bytes, continuing from `crc`. Without the GIL."""
+
+def checksum_chunks(data: object, chunk_bytes: int) -> bytes:
+    """
+    CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.
+    """

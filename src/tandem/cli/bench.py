@@ -19,6 +19,7 @@ BENCHES = {
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
+    "store": "tandem.bench.store",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""

@@ -23,6 +23,7 @@ from tandem.engine.config import EngineConfig, InstancesConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
+from tandem.store.config import StoreConfig
 
 __all__ = ["SHORT_NAMES", "Config", "load_config", "with_config_flags"]
 
@@ -49,6 +50,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     instances: InstancesConfig = msgspec.field(default_factory=InstancesConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
+    store: StoreConfig = msgspec.field(default_factory=StoreConfig)
 
 
 def load_config(

@@ -14,6 +14,7 @@ from tandem.cli import (
     plan,
     pull,
     serve,
+    store,
     version,
 )
 from tandem.core.errors import TandemError
@@ -40,6 +41,7 @@ app.command("version")(version.version)
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 config_app.command("show")(config_show.show)
 app.add_typer(config_app, name="config")
+app.add_typer(store.app, name="store")
 
 
 def main() -> None:

@@ -1,0 +1,389 @@
+"""`tandem bench store`: master, host and this client on one machine; directory; allocator.
+
+Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
+batch, beside a memcpy of as many bytes; ``op=exists`` over the wire and in the directory, keys a
+second; the memory of a directory; ``op=allocate``, nanoseconds for a put and its eviction. Values
+and answers are compared before a time counts. ``python -m tandem.bench.store`` prints the curve of
+the allocator over a million puts. Segments are touched before anything is timed.
+"""
+
+import contextlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem._native import SegmentAllocator
+from tandem.bench.harness import BenchCase, time_call
+from tandem.core.errors import PeerLostError
+from tandem.rpc import make_runtime_dir
+from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig, layout
+from tandem.store.index import Directory, Replica
+
+__all__ = ["KV_BLOCK_BYTES", "make_cases", "trace_allocator"]
+
+SEGMENT_BYTES = 2**30
+SIZES = (4096, 65_536, 2**20, 2**24)
+QUICK_SIZES = (4096, 2**20)
+BATCHES = (1, 64)
+MAX_BATCH_BYTES = 2**28
+MEASURE_S = 0.05
+NUM_DIRECTORY_KEYS = 1_000_000
+NUM_WIRE_KEYS = 10_000
+KV_BLOCK_BYTES = {
+    "llama-3.1-8b": 32 * 2 * 8 * 128 * 2 * 64,
+    "llama-3.1-70b": 80 * 2 * 8 * 128 * 2 * 64,
+    "qwen3-30b-a3b": 48 * 2 * 4 * 128 * 2 * 64,
+    "deepseek-v3": 61 * (512 + 64) * 2 * 64,
+    "qwen2.5-7b": 28 * 2 * 4 * 128 * 2 * 64,
+}
+"""Bytes of a block of 64 tokens in bf16, all layers, from the models' published shapes."""
+
+MEMORY_PROGRAM = """
+import resource, sys
+from tandem.bench.store import fill_directory
+def read_rss():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+before = read_rss()
+directory = fill_directory(int(sys.argv[1]))
+print((read_rss() - before) / len(directory))
+"""
+
+
+class _Store:
+    """A master and a host as processes, and a client here."""
+
+    def __init__(self, transports: tuple[str, ...]) -> None:
+        self.folder = make_runtime_dir()
+        self.segments = Path("/dev/shm") / self.folder.name  # noqa: S108 - made 0700 by its owner
+        self.children: list[subprocess.Popen[str]] = []
+        settings = {
+            "store.master": f"ipc://{self.folder}/m.sock",
+            "store.transports": ",".join(transports),
+            "store.segment-dir": str(self.segments),
+            "store.segment-bytes": str(SEGMENT_BYTES),
+            "store.lease-ms": "1000",
+            "store.recovery-ms": "0",
+        }
+        flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
+        try:
+            for role, more in (("master", []), ("host", ["--store.name", "bench"])):
+                self._start(role, [*flags, *more])
+            self.client = StoreClient(
+                StoreConfig(
+                    master=settings["store.master"],
+                    transports=transports,  # type: ignore[arg-type]
+                    lease_ms=1000,
+                )
+            )
+        except BaseException:
+            self._end()
+            raise
+        self._touch()
+
+    def _start(self, role: str, flags: Sequence[str]) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "store", role, "--log-level", "error", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.children.append(child)
+        assert child.stdout is not None
+        if not child.stdout.readline():
+            raise PeerLostError("bench.start", f"the store's {role} did not start")
+
+    def _touch(self) -> None:
+        """Write every page once, so that no case pays for the first touch."""
+        value = np.zeros(2**24, np.uint8)
+        options = PutOptions(wait_s=5)
+        for i in range(int(SEGMENT_BYTES * 0.9) // len(value)):
+            self.client.put(f"touch/{i}", value, options)
+        self.client.remove_prefix("")
+
+    def close(self) -> None:
+        """End client and processes, remove what they leave."""
+        self.client.close()
+        self._end()
+
+    def _end(self) -> None:
+        for child in self.children:
+            child.terminate()
+        for child in self.children:
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait(10)
+            assert child.stdout is not None
+            child.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.segments, ignore_errors=True)
+
+
+def make_cases(*, quick: bool) -> Iterator[BenchCase]:
+    """Yield the cases; the processes of a path live as long as its cases."""
+    yield from _make_allocator_cases(quick=quick)
+    yield from _make_directory_cases(quick=quick)
+    for path, transports in (("samehost", ("local", "shm", "cma")), ("tcp", ("local", "tcp"))):
+        store = _Store(transports)
+        with contextlib.closing(store):
+            for size in QUICK_SIZES if quick else SIZES:
+                for batch in BATCHES:
+                    if size * batch <= MAX_BATCH_BYTES:
+                        for api in ("bytes", "zerocopy"):
+                            yield from _make_object_cases(store.client, path, api, size, batch)
+            if path == "samehost":
+                yield _make_wire_exists_case(store.client)
+
+
+def _make_object_cases(
+    client: StoreClient, path: str, api: str, size: int, batch: int
+) -> Iterator[BenchCase]:
+    keys = [f"{path}/{api}/{size}/{i:032}" for i in range(batch)]
+    source = np.random.default_rng(size).integers(0, 256, size * batch, dtype=np.uint8)
+    target = np.zeros_like(source)
+    put, get = _make_calls(client, api, keys, source, target)
+
+    def measure_put() -> float:
+        # Puts of new keys: the removal between two is not timed.
+        return _measure_us(put, before=lambda: client.remove_many(keys))
+
+    def measure_get() -> float:
+        return _measure_us(get)
+
+    def copy() -> None:
+        np.copyto(target, source)
+
+    def check() -> str:
+        client.remove_many(keys)
+        results = put()
+        if any(result is not PutResult.CREATED for result in results):
+            return f"put: {results[0]}"
+        target[:] = 0
+        get()
+        return "ok" if np.array_equal(source, target) else "bytes differ"
+
+    for op, ours in (("put", measure_put), ("get", measure_get)):
+        yield BenchCase(
+            name=f"path={path} op={op} api={api} size={size} batch={batch}",
+            unit="us",
+            ours=ours,
+            check=check,
+            ceiling=lambda: _measure_us(copy),
+        )
+
+
+def _make_calls(
+    client: StoreClient,
+    api: str,
+    keys: Sequence[str],
+    source: "np.ndarray[Any, Any]",
+    target: "np.ndarray[Any, Any]",
+) -> tuple[Callable[[], Sequence[Any]], Callable[[], object]]:
+    size = len(source) // len(keys)
+    if api == "bytes":
+        values = [source[i * size : (i + 1) * size].tobytes() for i in range(len(keys))]
+
+        def get() -> None:
+            for i, value in enumerate(client.get_many(keys)):
+                if isinstance(value, Exception):
+                    raise value
+                if not target[i * size]:  # Only the check looks, and empties it before.
+                    target[i * size : (i + 1) * size] = np.frombuffer(value, np.uint8)
+
+        return lambda: client.put_many(keys, values), get
+    from_buffer, to_buffer = client.register(source), client.register(target)
+    sources = [Part(from_buffer, i * size, size) for i in range(len(keys))]
+    targets = [Part(to_buffer, i * size, size) for i in range(len(keys))]
+
+    def get_into() -> None:
+        for result in client.get_into_many(keys, targets):
+            if isinstance(result, Exception):
+                raise result
+
+    return lambda: client.put_from_many(keys, sources), get_into
+
+
+def _make_wire_exists_case(client: StoreClient) -> BenchCase:
+    keys = [f"{i:064}" for i in range(NUM_WIRE_KEYS)]
+
+    def check() -> str:
+        client.remove_prefix("")
+        client.put_many(keys[::2], [b""] * len(keys[::2]))
+        expected = [i % 2 == 0 for i in range(len(keys))]
+        return "ok" if client.exists_many(keys) == expected else "wrong answers"
+
+    return BenchCase(
+        name=f"op=exists over=wire keys={len(keys)} key_bytes=64",
+        unit="keys/s",
+        ours=lambda: len(keys) / time_call(lambda: client.exists_many(keys)),
+        check=check,
+        higher_is_better=True,
+    )
+
+
+def fill_directory(count: int) -> Directory:
+    """Return a directory of ``count`` objects with keys of 64 characters, a replica each."""
+    directory = Directory()
+    for i in range(count):
+        directory.insert(
+            f"{i:064}", size=4096, checksum=i, version=i, replicas=[Replica(0, i * 4608)]
+        )
+    return directory
+
+
+def _make_directory_cases(*, quick: bool) -> Iterator[BenchCase]:
+    count = NUM_DIRECTORY_KEYS // 10 if quick else NUM_DIRECTORY_KEYS
+    yield _make_exists_case(count)
+
+    def measure_memory() -> float:
+        command = [sys.executable, "-c", MEMORY_PROGRAM, str(count)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return float(result.stdout)
+
+    yield BenchCase(
+        name=f"op=memory objects={count} key_bytes=64",
+        unit="bytes/object",
+        ours=measure_memory,
+        check=lambda: "ok",
+    )
+
+
+def _make_exists_case(count: int) -> BenchCase:
+    directory = fill_directory(count)
+    keys = [f"{i * 7919 % (2 * count):064}" for i in range(100_000)]
+    plain = dict.fromkeys(directory.list_keys())
+
+    def check() -> str:
+        expected = bytes(key in plain for key in keys)
+        return "ok" if directory.exists_many(keys) == expected else "wrong answers"
+
+    return BenchCase(
+        name=f"op=exists over=directory objects={count} key_bytes=64",
+        unit="keys/s",
+        ours=lambda: len(keys) / time_call(lambda: directory.exists_many(keys)),
+        check=check,
+        ceiling=lambda: len(keys) / time_call(lambda: [key in plain for key in keys]),
+        higher_is_better=True,
+    )
+
+
+def _make_allocator_cases(*, quick: bool) -> Iterator[BenchCase]:
+    num_puts = 50_000 if quick else 1_000_000
+    for mix in MIXES:
+
+        def check(mix: str = mix) -> str:
+            first, *_ = trace_allocator(mix, 50_000)
+            return "ok" if first.used_share >= 0.93 else f"{first.used_share:.3f} used when full"
+
+        def measure(mix: str = mix) -> float:
+            return trace_allocator(mix, num_puts)[-1].mean_ns
+
+        yield BenchCase(
+            name=f"op=allocate mix={mix} puts={num_puts}", unit="ns", ours=measure, check=check
+        )
+
+
+MIXES: dict[str, Callable[[random.Random], int]] = {
+    "kv5": lambda rng: rng.choice(tuple(KV_BLOCK_BYTES.values())),
+    "4k": lambda rng: 4096,
+    "small": lambda rng: int(512 * 2 ** rng.uniform(0, 7)),
+    "wide": lambda rng: int(512 * 2 ** rng.uniform(0, 14)),
+}
+"""Value sizes of a trace."""
+
+
+class AllocatorPoint:
+    """A stretch of a trace: how full the segment was when a put found no room, and the time."""
+
+    def __init__(self) -> None:
+        self.num_puts = 0
+        self.used_share = 1.0
+        """Mean over the refusals of the stretch; of the first point, the very first one."""
+        self.lowest_share = 1.0
+        self.mean_ns = 0.0
+        """Native calls alone: allocating, and releasing what had to go."""
+
+
+def trace_allocator(mix: str, num_puts: int, *, points: int = 10) -> list[AllocatorPoint]:
+    """Put ``num_puts`` objects into 4 GiB, the oldest 5 % making room; the first point is the
+    filling, the others equal stretches of the whole.
+    """
+    rng = random.Random(1)  # noqa: S311 - sizes, not secrets
+    capacity = 4 * 2**30
+    space = SegmentAllocator(capacity)
+    drawn = [layout.extent_bytes(64, MIXES[mix](rng)) for _ in range(100_000)]
+    live: deque[tuple[int, int]] = deque()
+    filling = AllocatorPoint()
+    trace = [filling]
+    shares: list[float] = []
+    stretch, spent_ns = max(1, num_puts // points), 0
+    for i in range(num_puts):
+        size = drawn[i % len(drawn)]
+        begin_ns = time.perf_counter_ns()
+        offsets = space.allocate([size])
+        spent_ns += time.perf_counter_ns() - begin_ns
+        while offsets is None:
+            share = space.used_bytes / capacity
+            if not filling.num_puts:
+                filling.num_puts, filling.used_share, filling.lowest_share = i, share, share
+            shares.append(share)
+            freed = 0
+            while freed < capacity // 20 and live:
+                offset, length = live.popleft()
+                begin_ns = time.perf_counter_ns()
+                space.release(offset, length)
+                spent_ns += time.perf_counter_ns() - begin_ns
+                freed += length
+            begin_ns = time.perf_counter_ns()
+            offsets = space.allocate([size])
+            spent_ns += time.perf_counter_ns() - begin_ns
+        live.append((offsets[0], size))
+        if (i + 1) % stretch == 0:
+            point = AllocatorPoint()
+            point.num_puts = i + 1
+            if shares:
+                point.used_share = sum(shares) / len(shares)
+                point.lowest_share = min(shares)
+            point.mean_ns = spent_ns / stretch
+            trace.append(point)
+            spent_ns = 0
+            shares.clear()
+    return trace
+
+
+def _measure_us(
+    function: Callable[[], object], before: Callable[[], object] | None = None
+) -> float:
+    times: list[float] = []
+    end_s = time.monotonic() + MEASURE_S
+    while not times or time.monotonic() < end_s:
+        if before is not None:
+            before()
+        times.append(time_call(function))
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def main() -> None:
+    """Print the curve of the allocator for each mix, a table in markdown."""
+    write = sys.stdout.write
+    write("| mix | puts | used when a put found no room, mean | lowest | ns a put |\n")
+    write("|---|---|---|---|---|\n")
+    for mix in MIXES:
+        for point in trace_allocator(mix, 1_000_000):
+            write(
+                f"| {mix} | {point.num_puts} | {point.used_share:.4f} | "
+                f"{point.lowest_share:.4f} | {point.mean_ns:.0f} |\n"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""``tandem store``: the processes of a store, and its objects from the command line."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tandem.cli.config import Config, load_config, with_config_flags
+from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.core.logs import configure_logging
+
+if TYPE_CHECKING:
+    from tandem.store import StoreClient
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Keep objects in the memory of many hosts.", no_args_is_help=True)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+Key = Annotated[str, typer.Argument(help="Key of the object.")]
+DRAIN_POLL_S = 0.1
+
+
+@app.command("master")
+@with_config_flags
+def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
+    """Run the master of a store until it is told to stop."""
+    from tandem.store import MasterService
+
+    settings = _start(config, flags, "store-master", log_level)
+    service = MasterService(settings.store, settings.rpc)
+    asyncio.run(_serve(service, lambda: f"store master at {service.endpoint}"))
+
+
+@app.command("host")
+@with_config_flags
+def host(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
+    """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
+    from tandem.store import HostService
+
+    settings = _start(config, flags, "store-host", log_level)
+    service = HostService(settings.store, settings.rpc)
+    asyncio.run(_serve(service, lambda: f"store host {service.host.name} is up"))
+
+
+@app.command("put")
+@with_config_flags
+def put(
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="File with the value; - is standard input.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Copies, each on another host.")] = 1,
+    upsert: Annotated[bool, typer.Option(help="Replace an object of the same key.")] = False,
+    hard_pin: Annotated[bool, typer.Option(help="Never evict it.")] = False,
+    soft_pin_s: Annotated[float, typer.Option(min=0, help="Evict it late, for so long.")] = 0.0,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Store a file under a key; says whether there was one already."""
+    from tandem.store import PutOptions
+
+    value = sys.stdin.buffer.read() if str(file) == "-" else _read_file(file)
+    options = PutOptions(replicas=replicas, upsert=upsert, hard_pin=hard_pin, soft_pin_s=soft_pin_s)
+    with _connect(config, flags) as client:
+        result = client.put(key, value, options)
+    if json:
+        print_json({"key": key, "result": result.value, "size_bytes": len(value)})
+    else:
+        sys.stdout.write(f"{result.value}\n")
+
+
+@app.command("get")
+@with_config_flags
+def get(
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="Where to write; - is standard output.")] = Path("-"),
+    config: ConfigFile = None,
+    **flags: Any,
+) -> None:
+    """Write the value of an object to a file or standard output."""
+    with _connect(config, flags) as client:
+        value = client.get(key)
+    if str(file) == "-":
+        sys.stdout.buffer.write(value)
+        sys.stdout.buffer.flush()
+    else:
+        file.write_bytes(value)
+
+
+@app.command("ls")
+@with_config_flags
+def ls(
+    prefix: Annotated[str, typer.Argument(help="Only keys that begin so.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 1000,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """List keys, sizes in bytes, and how many replicas can be read."""
+    with _connect(config, flags) as client:
+        page = client.list_keys(prefix, limit=limit)
+    rows = list(zip(page.keys, page.sizes, page.num_replicas, strict=True))
+    if json:
+        names = ("key", "size_bytes", "replicas")
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+        return
+    print_table(("key", "bytes", "replicas"), rows)
+    if not page.is_last:
+        sys.stdout.write(f"... there are more than {limit}\n")
+
+
+@app.command("rm")
+@with_config_flags
+def rm(
+    keys: Annotated[list[str], typer.Argument(help="Keys, or prefixes with --prefix.")],
+    prefix: Annotated[bool, typer.Option("--prefix", help="Remove all that begin so.")] = False,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Remove objects; fails if a key named is not there."""
+    with _connect(config, flags) as client:
+        if prefix:
+            count = sum(client.remove_prefix(key) for key in keys)
+            missing: list[str] = []
+        else:
+            removed = client.remove_many(keys)
+            count = sum(removed)
+            missing = [key for key, found in zip(keys, removed, strict=True) if not found]
+    if json:
+        print_json({"removed": count, "missing": missing})
+    else:
+        sys.stdout.write(f"removed {count}\n")
+    if missing:
+        raise NotFoundError("store.rm", f"no object {', '.join(map(repr, missing))}")
+
+
+@app.command("stat")
+@with_config_flags
+def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> None:
+    """Show the hosts of a store and what they hold."""
+    with _connect(config, flags) as client:
+        status = client.status()
+    if json:
+        print_json(status)
+        return
+    sys.stdout.write(
+        f"epoch {status.epoch}: {status.num_objects} objects, {status.total_bytes} bytes; "
+        f"{status.num_unreadable} unreadable, {status.num_under_replicated} with too few "
+        f"replicas, {status.num_unfinished} puts unfinished\n"
+    )
+    columns = ("host", "machine", "stage", "capacity", "used", "objects", "quarantined")
+    rows = [
+        (
+            row.name, row.machine, row.stage.value, row.capacity_bytes, row.used_bytes,
+            row.num_objects, row.quarantined_bytes,
+        )
+        for row in status.hosts
+    ]  # fmt: skip
+    print_table(columns, rows)
+
+
+@app.command("drain")
+@with_config_flags
+def drain(
+    name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
+    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the end.")] = 600.0,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Move everything off a host, so that it can be stopped."""
+    import time
+
+    from tandem.core.errors import DeadlineError
+    from tandem.store.messages import HostStage
+
+    with _connect(config, flags) as client:
+        client.drain(name)
+        end_s = time.monotonic() + wait_s
+        while True:
+            row = next(row for row in client.status().hosts if row.name == name)
+            if row.stage is HostStage.DRAINED:
+                break
+            if row.stage is HostStage.LOST or time.monotonic() >= end_s:
+                raise DeadlineError(
+                    "store.drain",
+                    f"{name} is {row.stage.value} with {row.num_objects} objects after {wait_s} s: "
+                    "other hosts may lack space (`tandem store stat`)",
+                )
+            time.sleep(DRAIN_POLL_S)
+    if json:
+        print_json({"host": name, "stage": row.stage.value})
+    else:
+        sys.stdout.write(f"{name} is drained\n")
+
+
+def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:
+    configure_logging(process, log_level)
+    return load_config(config, flags).config
+
+
+@contextlib.contextmanager
+def _connect(config: Path | None, flags: dict[str, Any]) -> "Iterator[StoreClient]":
+    from tandem.store import StoreClient
+
+    settings = load_config(config, flags).config
+    with StoreClient(settings.store, settings.rpc) as client:
+        yield client
+
+
+async def _serve(service: "AbstractAsyncContextManager[Any]", describe: Any) -> None:
+    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with service:
+        sys.stdout.write(describe() + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError("store.put", f"{file}: {error.strerror}", field="file") from None

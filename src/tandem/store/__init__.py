@@ -1,0 +1,54 @@
+"""A store of objects in the memory of many hosts: byte strings under keys, in replicas.
+
+``StoreClient`` (blocking) and ``AsyncStoreClient`` are its faces, ``StoreClient.local()`` is a
+whole store inside one process. See docs/design/store.md.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.store.client import AsyncStoreClient, Part, PutOptions, PutResult, StoreBuffer
+    from tandem.store.config import StoreConfig
+    from tandem.store.host import StoreHost
+    from tandem.store.master import StoreMaster
+    from tandem.store.service import ClientService, HostService, MasterService
+    from tandem.store.sync_client import StoreClient
+
+__all__ = [
+    "AsyncStoreClient",
+    "ClientService",
+    "HostService",
+    "MasterService",
+    "Part",
+    "PutOptions",
+    "PutResult",
+    "StoreBuffer",
+    "StoreClient",
+    "StoreConfig",
+    "StoreHost",
+    "StoreMaster",
+]
+
+_HOMES = {
+    "AsyncStoreClient": "client",
+    "Part": "client",
+    "PutOptions": "client",
+    "PutResult": "client",
+    "StoreBuffer": "client",
+    "StoreConfig": "config",
+    "StoreHost": "host",
+    "StoreMaster": "master",
+    "ClientService": "service",
+    "HostService": "service",
+    "MasterService": "service",
+    "StoreClient": "sync_client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The command line reads the settings of a store without loading the extension.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tandem.store' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"tandem.store.{_HOMES[name]}"), name)

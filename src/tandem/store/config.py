@@ -1,0 +1,113 @@
+"""Settings of the store."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["StoreConfig"]
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One set for master, hosts and clients; each reads what concerns it."""
+
+    master: Annotated[
+        str, Meta(description="Address of the master, ipc:///path or tcp://host:port.")
+    ] = ""
+    secret: Annotated[
+        str | None,
+        Meta(
+            description="Secret of the cluster; needed by tcp and by the transfer of bytes.",
+            extra_json_schema={"secret": True},
+        ),
+    ] = None
+    name: Annotated[
+        str, Meta(max_length=200, description="Name of a host; empty = machine and process id.")
+    ] = ""
+    machine: Annotated[
+        str, Meta(max_length=200, description="Which hosts are near; empty = the host name.")
+    ] = ""
+    listen: Annotated[
+        tuple[str, ...], Meta(description="Addresses for the bytes, host:port; port 0 = any.")
+    ] = ("127.0.0.1:0",)
+    transports: Annotated[
+        tuple[Literal["local", "shm", "cma", "tcp"], ...],
+        Meta(description="Ways for the bytes; the fastest that reaches is taken."),
+    ] = ("local", "shm", "cma", "tcp")
+    segment_bytes: Annotated[
+        int, Meta(ge=2**16, le=2**39, description="Memory that a host offers.")
+    ] = 2**30
+    segment_dir: Annotated[
+        str, Meta(description="tmpfs folder of the segment files, closed to others (0700).")
+    ] = "/dev/shm/tandem"  # noqa: S108 - made 0700 and checked before use
+    strategy: Annotated[
+        Literal["random", "most_free"], Meta(description="How hosts are chosen for new objects.")
+    ] = "random"
+    max_key_bytes: Annotated[
+        int, Meta(ge=1, le=60_000, description="Longest key, in UTF-8 bytes.")
+    ] = 1024
+    max_value_bytes: Annotated[
+        int, Meta(ge=1, le=2**39, description="Largest value, in bytes.")
+    ] = 2**36
+    max_batch: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Objects in one batch call to the master.")
+    ] = 100_000
+    lease_ms: Annotated[
+        int, Meta(ge=10, le=3_600_000, description="How long a read may rely on its bytes.")
+    ] = 5_000
+    put_timeout_ms: Annotated[
+        int, Meta(ge=10, le=3_600_000, description="A write unfinished for this long is ended.")
+    ] = 30_000
+    put_wait_ms: Annotated[
+        int, Meta(ge=0, le=3_600_000, description="How long a put waits for space.")
+    ] = 10_000
+    deadline_ms: Annotated[
+        int, Meta(ge=10, le=3_600_000, description="Deadline of a client's call that names none.")
+    ] = 30_000
+    high_watermark: Annotated[
+        float, Meta(gt=0, le=1, description="Share of a segment in use that starts eviction.")
+    ] = 0.95
+    eviction_step: Annotated[
+        float, Meta(gt=0, le=1, description="Share of a segment that a step of eviction frees.")
+    ] = 0.05
+    max_waiting_puts: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="Puts that may wait for space at a time.")
+    ] = 10_000
+    max_repairs: Annotated[
+        int, Meta(ge=0, le=1024, description="Replicas being copied at a time; 0 = no repair.")
+    ] = 4
+    recovery_ms: Annotated[
+        int,
+        Meta(ge=0, le=600_000, description="A new master waits this long for hosts before a miss."),
+    ] = 1_000
+    metrics_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port of GET /metrics on loopback; 0 = none.")
+    ] = 0
+
+    def __repr__(self) -> str:
+        """Show the settings without the secret."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["secret"] = None if self.secret is None else "***"
+        return f"StoreConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    def __post_init__(self) -> None:
+        """Check what single bounds cannot.
+
+        Raises: ConfigError.
+        """
+        if not Path(self.segment_dir).is_absolute():
+            raise ConfigError(
+                "store.configure",
+                f"segment_dir {self.segment_dir!r} is not an absolute path",
+                field="store.segment_dir",
+            )
+        if self.secret is not None and len(self.secret.encode()) < 16:
+            raise ConfigError(
+                "store.configure",
+                f"secret of {len(self.secret.encode())} bytes, need 16: take one from "
+                "secrets.token_urlsafe(32)",
+                field="store.secret",
+            )

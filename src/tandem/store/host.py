@@ -1,0 +1,407 @@
+"""A host's side of the store: keeps a segment, obeys one master, lets clients write.
+
+The logic alone: what it does to the world goes through ``HostPort`` (the data path) and the
+``Peer`` of the control channel, so that the simulator runs this very class.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+from tandem.core.errors import (
+    CancelledError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    TandemError,
+)
+from tandem.store.messages import (
+    Ack,
+    CloseWriter,
+    Endpoint,
+    ExtentRecords,
+    InventoryDone,
+    InventoryPage,
+    Joined,
+    JoinHost,
+    Opened,
+    OpenWriter,
+    Order,
+    PullObject,
+    RepinExtents,
+    SealExtents,
+    SegmentGrown,
+    VerifyExtent,
+    WipeExtents,
+)
+from tandem.store.segment import ExtentHeader, Segment
+
+__all__ = ["Caller", "HostPort", "StoreHost"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAGE_OBJECTS = 4_000
+"""Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
+CALL_TIMEOUT_S = 10.0
+RETRY_S = 0.25
+
+
+class Caller(Protocol):
+    """One session with another process: the part of ``rpc.Peer`` that the store uses."""
+
+    @property
+    def name(self) -> str:
+        """What the other side calls itself."""
+        ...
+
+    @property
+    def instance_id(self) -> str:
+        """Random for each start of the other process."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the session has ended."""
+        ...
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call a method there; see ``rpc.Peer.call``."""
+        ...
+
+
+class HostPort(Protocol):
+    """The data path of a host: who may touch its segment, and copies into it."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach it."""
+        ...
+
+    @property
+    def read_base(self) -> int:
+        """Where the segment begins for readers."""
+        ...
+
+    def open_writer(self) -> int:
+        """Give out a new place where the segment begins, for one writer; never the same again."""
+        ...
+
+    async def close_writer(self, base: int) -> bool:
+        """Take the place back. True: no byte can arrive by it any more. May be repeated."""
+        ...
+
+    async def fetch(
+        self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
+    ) -> None:
+        """Copy from another host's segment into ours.
+
+        Once it has returned or raised, it touches the segment no more.
+        """
+        ...
+
+
+class StoreHost:
+    """Serves one segment. All calls from one event loop.
+
+    Args:
+        name: unique in the store.
+        machine: hosts and clients with the same one are near each other.
+        segment: owned by the caller, who closes it last.
+        port: the data path to that segment.
+    """
+
+    def __init__(self, name: str, machine: str, segment: Segment, port: HostPort) -> None:
+        self.name = name
+        self.machine = machine
+        self.segment = segment
+        self.port = port
+        self.num_objects = 0
+        self._session = -1
+        self._last_number = -1
+        self._writers: set[int] = set()
+        self._pulls: dict[int, asyncio.Task[None]] = {}
+        self._joining: asyncio.Task[None] | None = None
+        self._master: Caller | None = None
+        self._num_attempts = 0
+        self.is_joined = asyncio.Event()
+
+    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
+        """Return what a master may call: name, handler, request type, response type."""
+        return [
+            ("seal", self._seal, SealExtents, Ack),
+            ("wipe", self._wipe, WipeExtents, Ack),
+            ("repin", self._repin, RepinExtents, Ack),
+            ("open_writer", self._open_writer, OpenWriter, Opened),
+            ("close_writer", self._close_writer, CloseWriter, Ack),
+            ("pull", self._pull, PullObject, Ack),
+            ("verify", self._verify, VerifyExtent, Ack),
+        ]
+
+    def on_master(self, master: Caller) -> None:
+        """A session with a master has begun: join it. Replaces a join that is under way."""
+        self.on_master_lost()
+        self._master = master
+        self._joining = asyncio.get_running_loop().create_task(self._join(master))
+
+    def on_master_lost(self) -> None:
+        """The session has ended; nothing of it is obeyed any more."""
+        self._session = -1
+        self._master = None
+        self.is_joined.clear()
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+
+    def on_grown(self, usable_bytes: int) -> None:
+        """Tell the master that more of the segment is usable; call on the loop."""
+        if self._master is None or not self.is_joined.is_set():
+            return  # The join will tell.
+        message = SegmentGrown(self._session, usable_bytes)
+        self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
+
+    async def aclose(self) -> None:
+        """Stop joining and pulling."""
+        tasks = [task for task in (self._joining, *self._pulls.values()) if task is not None]
+        self.on_master_lost()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Joining.
+
+    async def _join(self, master: Caller) -> None:
+        while True:
+            try:
+                await self._join_once(master)
+            except ConflictError:
+                logger.exception("event=join_refused host=%s", self.name)
+                return
+            except TandemError as error:
+                logger.warning("event=join_failed host=%s reason=%s", self.name, error)
+            else:
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _join_once(self, master: Caller) -> None:
+        # What the last master granted is unknown to this one, so no writer of then may be left
+        # when free space is given out; and no order of then may still be under way.
+        for task in list(self._pulls.values()):
+            task.cancel()
+        await asyncio.gather(*self._pulls.values(), return_exceptions=True)
+        capacity_bytes = self.segment.usable_bytes
+        self._num_attempts += 1
+        joined = await master.call(
+            "join",
+            JoinHost(
+                name=self.name,
+                machine=self.machine,
+                segment_id=self.segment.segment_id,
+                capacity_bytes=capacity_bytes,
+                address=self.port.address,
+                read_base=self.port.read_base,
+                epoch_seen=self.segment.epoch,
+                attempt=self._num_attempts,
+            ),
+            Joined,
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        if joined.epoch < self.segment.epoch:
+            raise ConflictError(
+                "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
+            )
+        self.segment.epoch = joined.epoch
+        # The old writers: those opened before this session; new ones need its orders.
+        old_writers = set(self._writers)
+        self._session, self._last_number = joined.session, -1
+        num_pages = 0
+        async for records in self._list_inventory():
+            page = InventoryPage(joined.session, num_pages, records)
+            await master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
+            num_pages += 1
+        can_write = await self._close_writers(old_writers)
+        while True:
+            done = InventoryDone(joined.session, num_pages, can_write)
+            await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
+            self.is_joined.set()
+            if can_write:
+                break
+            await asyncio.sleep(RETRY_S)
+            can_write = await self._close_writers(old_writers)
+        if self.segment.usable_bytes > capacity_bytes:
+            await self._tell_grown(SegmentGrown(joined.session, self.segment.usable_bytes))
+
+    async def _list_inventory(self) -> AsyncIterator[ExtentRecords]:
+        records = ExtentRecords()
+        self.num_objects = 0
+        for offset, header in self.segment.scan():
+            self.num_objects += 1
+            append_record(records, offset, header)
+            if len(records.keys) == PAGE_OBJECTS:
+                yield records
+                records = ExtentRecords()
+        if records.keys:
+            yield records
+
+    async def _close_writers(self, bases: set[int]) -> bool:
+        ended = [base for base in sorted(bases) if await self.port.close_writer(base)]
+        bases.difference_update(ended)
+        self._writers.difference_update(ended)
+        return not bases
+
+    async def _tell_grown(self, message: SegmentGrown) -> None:
+        if self._master is None:
+            return
+        try:
+            await self._master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
+        except TandemError as error:
+            logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
+
+    # Orders of the master. All are async, so that they begin in the order in which they came.
+
+    def _obey(self, order: Order) -> None:
+        """Refuse what a stale master ordered, and what comes late or twice."""
+        if order.epoch < self.segment.epoch or order.session != self._session:
+            raise ConflictError(
+                "store.host",
+                f"order of epoch {order.epoch} session {order.session}; {self.name} obeys "
+                f"{self.segment.epoch} session {self._session}",
+                field="epoch",
+            )
+        if order.number <= self._last_number:
+            raise ConflictError(
+                "store.host",
+                f"order {order.number} comes after {self._last_number}: late or doubled",
+                field="number",
+            )
+        self._last_number = order.number
+        if order.epoch > self.segment.epoch:
+            self.segment.epoch = order.epoch
+
+    async def _seal(self, _: Caller, order: SealExtents) -> Ack:
+        self._obey(order)
+        for offset, header in iterate_records(order.records):
+            self.segment.seal(offset, header)
+            self.num_objects += 1
+        return Ack()
+
+    async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
+        self._obey(order)
+        for offset in order.offsets:
+            if self.segment.has_object(offset):
+                self.num_objects -= 1
+            self.segment.wipe(offset)
+        # Only pulls have to be waited for: they would write into space that is free then.
+        for offset in order.offsets:
+            pull = self._pulls.get(offset)
+            if pull is not None:
+                pull.cancel()
+                await asyncio.gather(pull, return_exceptions=True)
+                self.segment.wipe(offset)
+        return Ack()
+
+    async def _repin(self, _: Caller, order: RepinExtents) -> Ack:
+        self._obey(order)
+        for offset in order.offsets:
+            self.segment.repin(offset, hard=order.hard, soft_pin_ms=order.soft_pin_ms)
+        return Ack()
+
+    async def _open_writer(self, _: Caller, order: OpenWriter) -> Opened:
+        self._obey(order)
+        base = self.port.open_writer()
+        self._writers.add(base)
+        return Opened(base)
+
+    async def _close_writer(self, _: Caller, order: CloseWriter) -> Ack:
+        self._obey(order)
+        is_closed = await self.port.close_writer(order.write_base)
+        if is_closed:
+            self._writers.discard(order.write_base)
+        return Ack(is_closed)
+
+    async def _pull(self, _: Caller, order: PullObject) -> Ack:
+        self._obey(order)
+        ((offset, header),) = iterate_records(order.records)
+        if offset in self._pulls:
+            raise ConflictError("store.pull", f"a pull to offset {offset} is under way")
+        task = asyncio.get_running_loop().create_task(self._pull_object(order, offset, header))
+        self._pulls[offset] = task
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Of the pull (wiped meanwhile), or of this call: both end it for good.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise CancelledError("store.pull", f"pull of {header.key!r} was ended") from None
+        finally:
+            if self._pulls.get(offset) is task:
+                del self._pulls[offset]
+        return Ack()
+
+    async def _pull_object(self, order: PullObject, offset: int, header: ExtentHeader) -> None:
+        table_at, end = self.segment.span(header)
+        await self.port.fetch(
+            order.source,
+            order.source_offset + table_at,
+            offset + table_at,
+            end - table_at,
+            order.timeout_ms / 1e3,
+        )
+        if not self.segment.is_intact(offset, header):
+            raise CorruptionError(
+                "store.pull", f"{header.key!r} on {order.source.name} has a wrong checksum"
+            )
+        self.segment.seal(offset, header)
+        self.num_objects += 1
+
+    async def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
+        self._obey(order)
+        if not self.segment.has_object(order.offset):
+            raise NotFoundError("store.verify", f"no object at offset {order.offset}")
+        try:
+            header = self.segment.read_header(order.offset)
+        except CorruptionError:
+            return Ack(ok=False)
+        return Ack(header.version == order.version and self.segment.is_intact(order.offset, header))
+
+
+def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
+    """Add one object to the columns."""
+    records.keys.append(header.key)
+    records.sizes.append(header.size)
+    records.versions.append(header.version)
+    records.checksums.append(header.checksum)
+    records.offsets.append(offset)
+    records.wanted.append(header.wanted)
+    records.hard_pins.append(header.hard_pin)
+    records.soft_pin_ms.append(header.soft_pin_ms)
+
+
+def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
+    """Return the rows of the columns.
+
+    Raises: CorruptionError if they differ in length.
+    """
+    try:
+        rows = zip(
+            records.offsets,
+            records.keys,
+            records.sizes,
+            records.versions,
+            records.checksums,
+            records.wanted,
+            records.hard_pins,
+            records.soft_pin_ms,
+            strict=True,
+        )
+        return [(offset, ExtentHeader(*fields)) for offset, *fields in rows]
+    except ValueError:
+        raise CorruptionError("store.records", "columns of different lengths") from None

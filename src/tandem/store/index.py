@@ -1,0 +1,373 @@
+"""The directory of a store: which objects exist, and where. Pure; time is an argument.
+
+Columns, not an object per key: a row is a number, its fields stand in arrays, its replicas in a
+second table chained by row. Nothing in it is seen by Python's garbage collector but the key map,
+which holds strings and numbers only and is therefore not walked either. Every object in it is
+complete; writes that are under way are the master's business. Not thread-safe.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NO_ROW", "Directory", "Replica"]
+
+NO_ROW = -1
+MAX_REPLICAS = 255
+_FREE_HOST = 0xFFFF
+_ALIVE, _HARD = 1, 2
+_VICTIM_BATCH = 16_384
+"""Eviction candidates found by one pass over the columns."""
+
+
+class Replica(NamedTuple):
+    """Where one copy of an object lies."""
+
+    host: int
+    offset: int
+
+
+class Directory:
+    """Rows by key. A row number means its object until that is removed; then it is used again."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        # Of dtype object, since the collector walks lists but not these.
+        self._keys: npt.NDArray[Any] = np.empty(16, dtype=object)
+        self._size = array("q")
+        self._version = array("q")
+        self._checksum = array("I")
+        self._lease_until_ms = array("q")
+        self._used_tick = array("q")
+        self._flags = array("B")
+        self._wanted = array("B")
+        self._live = array("B")
+        self._first = array("i")
+        self._spare_rows = array("i")
+        self._replica_host = array("H")
+        self._replica_offset = array("q")
+        self._replica_next = array("i")
+        self._replica_row = array("i")
+        self._spare_replicas = array("i")
+        self._soft_until_ms: dict[int, int] = {}
+        self._lost_hosts: set[int] = set()
+        self._victims: dict[int | None, deque[tuple[int, int]]] = {}
+        self._num_unreadable = 0
+        self._tick = 0
+        self.total_bytes = 0
+        """Of values, each object once."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # Reading.
+
+    def find(self, key: str) -> int:
+        """Return the row of ``key``, or ``NO_ROW``."""
+        return self._rows.get(key, NO_ROW)
+
+    def exists_many(self, keys: Sequence[str]) -> bytes:
+        """Return a byte for each key: 1 if it has a readable replica. Touches nothing."""
+        if not self._num_unreadable:
+            return bytes(map(self._rows.__contains__, keys))
+        find, live = self._rows.get, self._live
+        return bytes((row := find(key)) is not None and live[row] > 0 for key in keys)
+
+    def key(self, row: int) -> str:
+        """Return the key of a row."""
+        return self._keys[row]
+
+    def size(self, row: int) -> int:
+        """Return the bytes of the value."""
+        return self._size[row]
+
+    def version(self, row: int) -> int:
+        """Return the version: higher is newer, over all keys."""
+        return self._version[row]
+
+    def checksum(self, row: int) -> int:
+        """Return the object's checksum."""
+        return self._checksum[row]
+
+    def lease_until_ms(self, row: int) -> int:
+        """Return until when readers may rely on the bytes."""
+        return self._lease_until_ms[row]
+
+    def wanted(self, row: int) -> int:
+        """Return how many replicas were asked for."""
+        return self._wanted[row]
+
+    def num_live(self, row: int) -> int:
+        """Return how many replicas are on hosts that are there."""
+        return self._live[row]
+
+    def is_hard_pinned(self, row: int) -> bool:
+        """Whether it is never evicted."""
+        return bool(self._flags[row] & _HARD)
+
+    def soft_pinned_until_ms(self, row: int) -> int:
+        """Return when the soft pin ends; 0 without one."""
+        return self._soft_until_ms.get(row, 0)
+
+    def replicas(self, row: int) -> list[Replica]:
+        """Return all replicas, those on lost hosts included."""
+        found: list[Replica] = []
+        at = self._first[row]
+        while at >= 0:
+            found.append(Replica(self._replica_host[at], self._replica_offset[at]))
+            at = self._replica_next[at]
+        return found
+
+    def list_keys(self) -> list[str]:
+        """Return a copy of all keys, in order of insertion."""
+        return list(self._rows)
+
+    def rows_on_host(self, host: int) -> list[int]:
+        """Return the rows that have a replica on ``host``."""
+        return self._rows_on_host(host).tolist()
+
+    def list_under_replicated(self, limit: int) -> list[int]:
+        """Return up to ``limit`` rows that are readable but have fewer replicas than wanted."""
+        live, wanted = _view(self._live), _view(self._wanted)
+        return np.flatnonzero((live > 0) & (live < wanted))[:limit].tolist()
+
+    def count_under_replicated(self) -> int:
+        """Return how many readable objects have fewer replicas than wanted."""
+        live, wanted = _view(self._live), _view(self._wanted)
+        return int(np.count_nonzero((live > 0) & (live < wanted)))
+
+    @property
+    def num_unreadable(self) -> int:
+        """Objects whose replicas are all on lost hosts."""
+        return self._num_unreadable
+
+    # Writing.
+
+    def insert(
+        self,
+        key: str,
+        *,
+        size: int,
+        checksum: int,
+        version: int,
+        replicas: Sequence[Replica],
+        wanted: int = 1,
+    ) -> int:
+        """Add an object; it counts as just used.
+
+        Returns: its row.
+        REQUIRES: the key is absent, there is a replica, and no two are on one host.
+        """
+        assert key not in self._rows, key
+        assert replicas, key
+        row = self._take_row()
+        self._rows[key] = row
+        self._keys[row] = key
+        self._size[row] = size
+        self._version[row] = version
+        self._checksum[row] = checksum
+        self._lease_until_ms[row] = 0
+        self._flags[row] = _ALIVE
+        self._wanted[row] = min(wanted, MAX_REPLICAS)
+        self._live[row] = 0
+        self._first[row] = -1
+        self._num_unreadable += 1
+        self.total_bytes += size
+        for replica in reversed(replicas):
+            self.add_replica(row, replica)
+        self.touch(row)
+        return row
+
+    def remove(self, row: int) -> list[Replica]:
+        """Drop an object and return its replicas; their space is the caller's to give back."""
+        replicas = self.replicas(row)
+        for replica in replicas:
+            self.drop_replica(row, replica.host)
+        self._num_unreadable -= 1
+        del self._rows[self._keys[row]]
+        self._keys[row] = None
+        self.total_bytes -= self._size[row]
+        self._flags[row] = 0
+        self._wanted[row] = 0
+        self._soft_until_ms.pop(row, None)
+        self._spare_rows.append(row)
+        return replicas
+
+    def add_replica(self, row: int, replica: Replica) -> None:
+        """Add a copy. REQUIRES: none of the object's is on that host."""
+        first = self._first[row]
+        assert first < 0 or all(r.host != replica.host for r in self.replicas(row)), replica
+        if self._spare_replicas:
+            at = self._spare_replicas.pop()
+        else:
+            at = len(self._replica_host)
+            self._replica_host.append(0)
+            self._replica_offset.append(0)
+            self._replica_next.append(0)
+            self._replica_row.append(0)
+        self._replica_host[at] = replica.host
+        self._replica_offset[at] = replica.offset
+        self._replica_row[at] = row
+        self._replica_next[at] = self._first[row]
+        self._first[row] = at
+        if replica.host not in self._lost_hosts:
+            if self._live[row] == 0:
+                self._num_unreadable -= 1
+            self._live[row] += 1
+
+    def drop_replica(self, row: int, host: int) -> Replica | None:
+        """Forget the copy on ``host`` and return it; None if there is none.
+
+        An object without replicas stays, unreadable, until it is removed.
+        """
+        before, at = -1, self._first[row]
+        while at >= 0 and self._replica_host[at] != host:
+            before, at = at, self._replica_next[at]
+        if at < 0:
+            return None
+        if before < 0:
+            self._first[row] = self._replica_next[at]
+        else:
+            self._replica_next[before] = self._replica_next[at]
+        self._replica_host[at] = _FREE_HOST
+        self._spare_replicas.append(at)
+        if host not in self._lost_hosts:
+            self._live[row] -= 1
+            if self._live[row] == 0:
+                self._num_unreadable += 1
+        return Replica(host, self._replica_offset[at])
+
+    def lose_host(self, host: int) -> None:
+        """Count the replicas on ``host`` as out of reach, without forgetting them."""
+        if host in self._lost_hosts:
+            return
+        self._lost_hosts.add(host)
+        rows = self._rows_on_host(host)
+        live = _view(self._live)
+        live[rows] -= 1
+        self._num_unreadable += int(np.count_nonzero(live[rows] == 0))
+
+    def find_host(self, host: int) -> None:
+        """Count the replicas on ``host`` as readable again."""
+        if host not in self._lost_hosts:
+            return
+        self._lost_hosts.remove(host)
+        rows = self._rows_on_host(host)
+        live = _view(self._live)
+        self._num_unreadable -= int(np.count_nonzero(live[rows] == 0))
+        live[rows] += 1
+
+    def touch(self, row: int) -> None:
+        """Note a use, for LRU."""
+        self._tick += 1
+        self._used_tick[row] = self._tick
+
+    def extend_lease(self, row: int, until_ms: int) -> None:
+        """Let readers rely on the bytes at least until then. Never shortens."""
+        if until_ms > self._lease_until_ms[row]:
+            self._lease_until_ms[row] = until_ms
+
+    def set_pins(self, row: int, *, hard: bool, soft_until_ms: int) -> None:
+        """Replace both pins; 0 is no soft pin."""
+        self._flags[row] = _ALIVE | (_HARD if hard else 0)
+        if soft_until_ms > 0:
+            self._soft_until_ms[row] = soft_until_ms
+        else:
+            self._soft_until_ms.pop(row, None)
+
+    # Eviction.
+
+    def pick_victims(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
+        """Return rows to evict, least recently used first, that free ``min_bytes`` of values.
+
+        Never one that is leased or hard-pinned; soft-pinned ones only when the others do not
+        suffice. Fewer bytes than asked for means that there is no more to take.
+
+        Args:
+            now_ms: leases and soft pins that end later hold.
+            min_bytes: of values; more is returned only by the last of them.
+            host: only objects with a replica there; None for any.
+        """
+        chosen: list[int] = []
+        missing = min_bytes
+        for soft in (False, True):
+            taken = set(chosen)
+            for refilled in (False, True):
+                if missing <= 0:
+                    return chosen
+                if refilled:
+                    self._victims[host] = self._find_victims(now_ms, host, soft, missing, taken)
+                for row in self._iterate_victims(now_ms, host, soft, taken):
+                    chosen.append(row)
+                    taken.add(row)
+                    missing -= max(self._size[row], 1)
+                    if missing <= 0:
+                        break
+        return chosen
+
+    def _iterate_victims(
+        self, now_ms: int, host: int | None, soft: bool, taken: set[int]
+    ) -> Iterator[int]:
+        queue = self._victims.get(host)
+        while queue:
+            row, tick = queue.popleft()
+            is_current = self._flags[row] == _ALIVE and self._used_tick[row] == tick
+            if not is_current or row in taken or self._lease_until_ms[row] > now_ms:
+                continue
+            if self._soft_until_ms.get(row, 0) > now_ms and not soft:
+                continue
+            if host is None or any(replica.host == host for replica in self.replicas(row)):
+                yield row
+
+    def _find_victims(
+        self, now_ms: int, host: int | None, soft: bool, min_bytes: int, taken: set[int]
+    ) -> deque[tuple[int, int]]:
+        able = (_view(self._flags) == _ALIVE) & (_view(self._lease_until_ms) <= now_ms)
+        if host is not None:
+            there = np.zeros(len(able), dtype=bool)
+            there[self._rows_on_host(host)] = True
+            able &= there
+        if taken:
+            able[list(taken)] = False
+        pinned = [row for row, until_ms in self._soft_until_ms.items() if until_ms > now_ms]
+        if pinned and not soft:
+            able[pinned] = False
+        rows = np.flatnonzero(able)
+        ticks = _view(self._used_tick)[rows]
+        # Enough for this call and, since a pass over a million rows takes milliseconds, for some.
+        mean_bytes = max(1, self.total_bytes // max(1, len(self._rows)))
+        count = 2 * (min_bytes // mean_bytes) + _VICTIM_BATCH
+        if count < len(rows):
+            nearest = np.argpartition(ticks, count)[:count]
+            rows, ticks = rows[nearest], ticks[nearest]
+        order = np.argsort(ticks)
+        return deque(zip(rows[order].tolist(), ticks[order].tolist(), strict=True))
+
+    def _rows_on_host(self, host: int) -> npt.NDArray[np.int64]:
+        at = np.flatnonzero(_view(self._replica_host) == host)
+        return _view(self._replica_row)[at].astype(np.int64)
+
+    def _take_row(self) -> int:
+        if self._spare_rows:
+            return self._spare_rows.pop()
+        row = len(self._size)
+        columns = (
+            self._size, self._version, self._checksum, self._lease_until_ms, self._used_tick,
+            self._flags, self._wanted, self._live, self._first,
+        )  # fmt: skip
+        for column in columns:
+            column.append(0)
+        if row == len(self._keys):
+            grown = np.empty(row + max(16, row // 4), dtype=object)
+            grown[:row] = self._keys
+            self._keys = grown
+        return row
+
+
+def _view(column: "array[int]") -> npt.NDArray[Any]:
+    # Only for the moment: an array that somebody views cannot grow.
+    return np.frombuffer(column, dtype=column.typecode) if column else np.empty(0, column.typecode)

@@ -1,0 +1,176 @@
+"""A store inside one process and one event loop: no sockets, no engine, the same logic.
+
+For ``StoreClient.local`` and for tests of programs that use a store.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.clock import MonotonicClock
+from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.store.client import AsyncStoreClient, Piece
+from tandem.store.config import StoreConfig
+from tandem.store.host import StoreHost
+from tandem.store.master import StoreMaster
+from tandem.store.messages import Endpoint
+from tandem.store.segment import Segment
+
+__all__ = ["LocalStore", "MemoryHostPort", "MemoryPort"]
+
+T = TypeVar("T")
+MACHINE = "local"
+
+
+class MemoryHostPort:
+    """Gives out places where a segment begins, in an address space of its own."""
+
+    def __init__(self, address: str, segment: Segment, peers: "dict[str, MemoryHostPort]") -> None:
+        self.address = address
+        self.segment = segment
+        self._bases = itertools.count(2**40, 2**40)
+        self.read_base = next(self._bases)
+        self._writers: set[int] = set()
+        self._peers = peers
+        peers[address] = self
+
+    def open_writer(self) -> int:
+        """See ``HostPort``."""
+        base = next(self._bases)
+        self._writers.add(base)
+        return base
+
+    async def close_writer(self, base: int) -> bool:
+        """See ``HostPort``. Copies are made in one go, so none is ever under way."""
+        self._writers.discard(base)
+        return True
+
+    async def fetch(
+        self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
+    ) -> None:
+        """See ``HostPort``."""
+        view = self._peers[source.address].view(
+            source.read_base + source_offset, length, is_write=False
+        )
+        self.segment.data[offset : offset + length] = view
+
+    def view(self, address: int, length: int, *, is_write: bool) -> npt.NDArray[np.uint8]:
+        """Return the bytes at an address.
+
+        Raises: NotFoundError if it is not one of a reader, or writer, as asked for.
+        """
+        base, offset = address // 2**40 * 2**40, address % 2**40
+        is_known = base in self._writers if is_write else base == self.read_base
+        if not is_known or offset + length > self.segment.usable_bytes:
+            raise NotFoundError("store.memory", f"nothing of {length} bytes at {address}")
+        return self.segment.data[offset : offset + length]
+
+
+class MemoryPort:
+    """A client's data path to hosts of its own process."""
+
+    def __init__(self, peers: dict[str, MemoryHostPort]) -> None:
+        self._peers = peers
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """See ``ClientPort``."""
+        return memory
+
+    def unregister(self, handle: npt.NDArray[np.uint8]) -> None:
+        """See ``ClientPort``."""
+
+    async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        """See ``ClientPort``."""
+        host = self._peers[endpoint.address]
+        for piece in pieces:
+            target = host.view(piece.offset, piece.length, is_write=True)
+            target[:] = piece.memory[piece.local_offset : piece.local_offset + piece.length]
+
+    async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        """See ``ClientPort``."""
+        host = self._peers[endpoint.address]
+        for piece in pieces:
+            source = host.view(piece.offset, piece.length, is_write=False)
+            piece.memory[piece.local_offset : piece.local_offset + piece.length] = source
+
+
+class LocalCaller:
+    """A session that is a plain call: what ``rpc.Peer`` is between processes."""
+
+    def __init__(
+        self, name: str, methods: Sequence[tuple[str, Callable[..., Any], type, type]]
+    ) -> None:
+        self.name = name
+        self.instance_id = secrets.token_hex(8)
+        self.is_lost = False
+        self.back: LocalCaller
+        """The same session from the other side."""
+        self._methods = {method: handler for method, handler, *_ in methods}
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call the other side."""
+        handler = self._methods.get(method)
+        if handler is None:
+            raise UnsupportedError("store.call", f"no method {method!r}", field="method")
+        answer = handler(self.back, request)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    async def wait_connected(self, timeout_s: float) -> object:
+        """It always is."""
+        return self
+
+
+class LocalStore:
+    """A master, a host and a client. An async context manager; inside it ``client`` is usable."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
+        self._clock = MonotonicClock()
+        self._peers: dict[str, MemoryHostPort] = {}
+        self.client: AsyncStoreClient
+
+    async def __aenter__(self) -> Self:
+        self._master = StoreMaster(self._config, clock=self._clock, epoch=1, draw=secrets.randbelow)
+        self._master.start()
+        segment = Segment.make_anonymous(self._config.segment_bytes)
+        port = MemoryHostPort("memory", segment, self._peers)
+        self._host = StoreHost("local", MACHINE, segment, port)
+        self._host.on_master(_connect("host", self._master.methods(), self._host.methods()))
+        self.client = AsyncStoreClient(
+            _connect("client", self._master.methods(), ()),
+            MemoryPort(self._peers),
+            clock=self._clock,
+            config=self._config,
+            machine=MACHINE,
+        )
+        await self._host.is_joined.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+        await self._host.aclose()
+        await self._master.aclose()
+        self._host.segment.close()
+
+
+def _connect(
+    name: str,
+    there: Sequence[tuple[str, Callable[..., Any], type, type]],
+    here: Sequence[tuple[str, Callable[..., Any], type, type]],
+) -> LocalCaller:
+    """Return the way from ``name`` to the methods ``there``, with a way back to those ``here``."""
+    forth, back = LocalCaller("master", there), LocalCaller(name, here)
+    forth.back, back.back = back, forth
+    return forth

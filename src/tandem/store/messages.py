@@ -1,0 +1,378 @@
+"""What master, hosts and clients say to each other, over ``tandem.rpc``. No bulk bytes.
+
+Batches travel as columns: a field is a list with one item per object. ``epoch`` numbers the masters
+of a store: a host refuses a lower one than it has seen.
+"""
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+__all__ = [
+    "Ack",
+    "CloseWriter",
+    "CommitPut",
+    "CommitStatus",
+    "DrainHost",
+    "Endpoint",
+    "ExtentRecords",
+    "FindObjects",
+    "FoundObjects",
+    "HostStage",
+    "HostStatus",
+    "InventoryDone",
+    "InventoryPage",
+    "JoinHost",
+    "Joined",
+    "KeyBytes",
+    "KeyList",
+    "KeyPage",
+    "ListKeys",
+    "OpenWriter",
+    "Opened",
+    "Order",
+    "PinObjects",
+    "PrefixRemoval",
+    "PullObject",
+    "RemovePrefix",
+    "RepinExtents",
+    "ReportBadReplica",
+    "SealExtents",
+    "SegmentGrown",
+    "StartPut",
+    "StartStatus",
+    "StartedPut",
+    "StoreStatus",
+    "VerifyExtent",
+    "WipeExtents",
+]
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """How the bytes of a host are reached."""
+
+    host: int
+    name: str
+    machine: str
+    address: str
+    """Of the host's transfer engine."""
+    read_base: int
+    """Where the segment begins in its address space, for reading."""
+    write_base: int = -1
+    """The same for this client's writes; -1 where it may not write."""
+
+
+class StartStatus(IntEnum):
+    """What became of one object of a ``StartPut``."""
+
+    GRANTED = 0
+    EXISTS = 1
+    DONE = 2
+    """Committed already: the request came twice."""
+
+
+class StartPut(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for space. Put ids make a repeated request harmless."""
+
+    first_put_id: int
+    """Unique in the life of the client; the objects have consecutive ids."""
+    keys: list[str]
+    sizes: list[int]
+    replicas: int = 1
+    preferred: list[str] = []
+    machine: str = ""
+    """Try hosts of this machine first; empty for no preference."""
+    upsert: bool = False
+    hard_pin: bool = False
+    soft_pin_ms: int = 0
+    wait_ms: int = 0
+
+
+class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``StartPut``."""
+
+    statuses: list[int]
+    grants: list[int]
+    """Name the space given; a put id alone does not, since a request may come twice, and late."""
+    places: list[list[tuple[int, int]]]
+    """Per object: (host, offset of the extent in the segment)."""
+    endpoints: list[Endpoint]
+
+
+class CommitStatus(IntEnum):
+    """What became of one object of a ``CommitPut``."""
+
+    CREATED = 0
+    EXISTS = 1
+    """Another writer was first; its value stays."""
+    REPLACED = 2
+    EXPIRED = 3
+    """The write is not known (any more): nothing of it is visible. Put again."""
+
+
+class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
+    """Says that the bytes are there. Objects that lack a checksum (-1) are given up."""
+
+    put_ids: list[int]
+    grants: list[int]
+    """Of the space that was written."""
+    checksums: list[int]
+    failed_hosts: list[list[int]]
+    """Per object: hosts to which the write did not succeed."""
+
+
+class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks where objects are, and for a lease on them."""
+
+    keys: list[str]
+    machine: str = ""
+    lease: bool = True
+
+
+class FoundObjects(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``FindObjects``, columns by key."""
+
+    sizes: list[int]
+    """-1: no such object."""
+    versions: list[int]
+    checksums: list[int]
+    places: list[list[tuple[int, int]]]
+    """Best first; empty for an object whose hosts are all lost."""
+    endpoints: list[Endpoint]
+    lease_ms: int
+    is_recovering: bool = False
+    """Hosts may still come back to a new master: a miss may be none."""
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    """Keys to look at or remove."""
+
+    keys: list[str]
+
+
+class KeyBytes(msgspec.Struct, frozen=True):
+    """One byte per key: 1 for yes."""
+
+    flags: bytes
+    is_recovering: bool = False
+
+
+class PrefixRemoval(msgspec.Struct, frozen=True):
+    """How many objects went."""
+
+    count: int
+
+
+class RemovePrefix(msgspec.Struct, frozen=True):
+    """Remove all objects whose key begins so."""
+
+    prefix: str
+
+
+class ListKeys(msgspec.Struct, frozen=True):
+    """Asks for keys with a prefix, sorted, after a given one."""
+
+    prefix: str
+    after: str = ""
+    limit: int = 1000
+
+
+class KeyPage(msgspec.Struct, frozen=True):
+    """Answer to ``ListKeys``."""
+
+    keys: list[str]
+    sizes: list[int]
+    num_replicas: list[int]
+    is_last: bool
+
+
+class PinObjects(msgspec.Struct, frozen=True):
+    """Replace the pins of objects; neither is unpinning."""
+
+    keys: list[str]
+    hard: bool = False
+    soft_ms: int = 0
+
+
+class ReportBadReplica(msgspec.Struct, frozen=True):
+    """A reader found wrong bytes; the host will look for itself."""
+
+    key: str
+    version: int
+    host: int
+
+
+class DrainHost(msgspec.Struct, frozen=True):
+    """Move everything off a host and give it nothing new."""
+
+    name: str
+
+
+class HostStage(StrEnum):
+    """What a host is doing."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    READ_ONLY = "read_only"
+    """A writer of before could not be proven gone yet."""
+    DRAINING = "draining"
+    DRAINED = "drained"
+    LOST = "lost"
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as the master sees it."""
+
+    name: str
+    machine: str
+    stage: HostStage
+    capacity_bytes: int
+    used_bytes: int
+    num_objects: int
+    quarantined_bytes: int
+    """Of unfinished writes whose writer is not yet proven gone."""
+
+
+class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The store as its master sees it."""
+
+    epoch: int
+    num_objects: int
+    total_bytes: int
+    num_unreadable: int
+    num_under_replicated: int
+    num_unfinished: int
+    hosts: list[HostStatus]
+
+
+# Between master and hosts.
+
+
+class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host comes (back)."""
+
+    name: str
+    machine: str
+    segment_id: str
+    """Of the segment file: the same after a restart of the host."""
+    capacity_bytes: int
+    address: str
+    read_base: int
+    epoch_seen: int
+    attempt: int
+    """Rises with each join of the process: tells a new one from one that comes late or twice."""
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """Answer to ``JoinHost``."""
+
+    epoch: int
+    host: int
+    session: int
+    """Numbers the joins of this master's life; orders of another are refused."""
+
+
+class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """Complete objects in a segment, as columns."""
+
+    keys: list[str] = []
+    sizes: list[int] = []
+    versions: list[int] = []
+    checksums: list[int] = []
+    offsets: list[int] = []
+    wanted: list[int] = []
+    hard_pins: list[bool] = []
+    soft_pin_ms: list[int] = []
+
+
+class InventoryPage(msgspec.Struct, frozen=True):
+    """Some of what a host holds, in order of offset."""
+
+    session: int
+    page: int
+    records: ExtentRecords
+
+
+class InventoryDone(msgspec.Struct, frozen=True):
+    """That was all; ``can_write``: no writer of before is left."""
+
+    session: int
+    num_pages: int
+    can_write: bool
+
+
+class SegmentGrown(msgspec.Struct, frozen=True):
+    """More of the segment is backed by memory."""
+
+    session: int
+    capacity_bytes: int
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What every order of a master to a host says: whose it is, and its number."""
+
+    epoch: int
+    session: int
+    number: int
+    """Orders are executed in this order; a late or doubled one is refused."""
+
+
+class SealExtents(Order, frozen=True, kw_only=True):
+    """Write the headers of complete objects: from now on they survive."""
+
+    records: ExtentRecords
+
+
+class WipeExtents(Order, frozen=True, kw_only=True):
+    """Forget the objects at these offsets, whether or not there are any."""
+
+    offsets: list[int]
+
+
+class RepinExtents(Order, frozen=True, kw_only=True):
+    """Replace the pins in headers."""
+
+    offsets: list[int]
+    hard: bool
+    soft_pin_ms: int
+
+
+class OpenWriter(Order, frozen=True, kw_only=True):
+    """Let a client write."""
+
+    client: str
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """Answer to ``OpenWriter``: where the segment begins for that client."""
+
+    write_base: int
+
+
+class CloseWriter(Order, frozen=True, kw_only=True):
+    """End a client's right to write; answered yes once no byte of its can arrive any more."""
+
+    write_base: int
+
+
+class PullObject(Order, frozen=True, kw_only=True):
+    """Copy an object from another host and seal it here."""
+
+    source: Endpoint
+    source_offset: int
+    records: ExtentRecords
+    """One, with the offset here."""
+    timeout_ms: int
+
+
+class VerifyExtent(Order, frozen=True, kw_only=True):
+    """Compare an object with its checksum."""
+
+    offset: int
+    version: int
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Yes or no."""
+
+    ok: bool = True

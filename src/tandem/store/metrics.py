@@ -1,0 +1,187 @@
+"""What a store counts, and its Prometheus page.
+
+``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two.
+Counting is plain Python and needs nothing; only ``render_metrics`` needs ``prometheus_client``.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from tandem.core.errors import UnsupportedError
+from tandem.store.messages import StoreStatus
+
+__all__ = ["METRICS", "LatencyHistogram", "MetricSpec", "StoreCounters", "render_metrics"]
+
+BUCKETS_S = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+
+
+class MetricSpec(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+class LatencyHistogram:
+    """Counts of durations by bucket."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What a master has seen; counters only grow."""
+
+    hits: int = 0
+    misses: int = 0
+    objects_created: int = 0
+    objects_removed: int = 0
+    objects_evicted: int = 0
+    forced_evictions: int = 0
+    puts_waited: int = 0
+    puts_expired: int = 0
+    fences: int = 0
+    replicas_corrupt: int = 0
+    replicas_copied: int = 0
+    hosts_lost: int = 0
+    latencies: dict[str, LatencyHistogram] = field(default_factory=dict)
+    """By method; from when a request was decoded to its answer."""
+
+    def observe(self, method: str, seconds: float) -> None:
+        """Count a call of ``method`` that took so long."""
+        self.latencies.setdefault(method, LatencyHistogram()).observe(seconds)
+
+
+_COUNTER_HELP = {
+    "hits": "Keys looked up and found.",
+    "misses": "Keys looked up and not found.",
+    "objects_created": "Objects that became visible.",
+    "objects_removed": "Objects removed by a call.",
+    "objects_evicted": "Objects evicted.",
+    "forced_evictions": "Evictions for a put that found no space.",
+    "puts_waited": "Times a put waited for space.",
+    "puts_expired": "Unfinished puts that ran out of time.",
+    "fences": "Clients shut out of a host.",
+    "replicas_corrupt": "Replicas dropped for a wrong checksum.",
+    "replicas_copied": "Replicas made by repair or drain.",
+    "hosts_lost": "Hosts that went away.",
+}
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master."),
+    MetricSpec("tandem:store_objects", "gauge", (), "Objects in the directory."),
+    MetricSpec("tandem:store_value_bytes", "gauge", (), "Bytes of their values, each once."),
+    MetricSpec("tandem:store_unreadable_objects", "gauge", (), "Objects whose hosts are all lost."),
+    MetricSpec(
+        "tandem:store_under_replicated_objects", "gauge", (), "Objects with too few replicas."
+    ),
+    MetricSpec("tandem:store_unfinished_puts", "gauge", (), "Puts begun and not ended."),
+    MetricSpec("tandem:store_host_up", "gauge", ("host",), "1 while the host is connected."),
+    MetricSpec("tandem:store_host_capacity_bytes", "gauge", ("host",), "Usable segment."),
+    MetricSpec("tandem:store_host_used_bytes", "gauge", ("host",), "Segment that is not free."),
+    MetricSpec(
+        "tandem:store_host_quarantined_bytes",
+        "gauge",
+        ("host",),
+        "Space of unfinished puts whose writer is not yet proven gone.",
+    ),
+    *(
+        MetricSpec(f"tandem:store_{name}_total", "counter", (), text)
+        for name, text in _COUNTER_HELP.items()
+    ),
+    MetricSpec(
+        "tandem:store_call_seconds",
+        "histogram",
+        ("method",),
+        "Time a call spent in the master, waiting for hosts included.",
+    ),
+)
+
+
+def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
+    """Return the page in the Prometheus text format.
+
+    Raises: UnsupportedError if ``prometheus_client`` is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            Metric,
+        )
+        from prometheus_client.registry import Collector
+    except ImportError:
+        raise UnsupportedError(
+            "store.metrics", "prometheus_client is missing: pip install 'tandem-llm[serve]'"
+        ) from None
+
+    values = _collect_values(status, counters)
+
+    class _Page(Collector):
+        def collect(self) -> Iterator[Metric]:
+            for spec in METRICS:
+                if spec.kind == "histogram":
+                    family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+                    for method, histogram in sorted(counters.latencies.items()):
+                        family.add_metric([method], _cumulate(histogram), histogram.sum_s)
+                    yield family
+                    continue
+                make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                plain = make(spec.name, spec.help, labels=spec.labels)
+                for labels, value in values[spec.name]:
+                    plain.add_metric(labels, value)
+                yield plain
+
+    registry = CollectorRegistry()
+    registry.register(_Page())
+    return generate_latest(registry)
+
+
+def _cumulate(histogram: LatencyHistogram) -> list[tuple[str, float]]:
+    total = 0
+    rows: list[tuple[str, float]] = []
+    for bound, count in zip((*BUCKETS_S, float("inf")), histogram.counts, strict=True):
+        total += count
+        rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
+    return rows
+
+
+def _collect_values(
+    status: StoreStatus, counters: StoreCounters
+) -> dict[str, list[tuple[list[str], float]]]:
+    values: dict[str, list[tuple[list[str], float]]] = {
+        "tandem:store_epoch": [([], status.epoch)],
+        "tandem:store_objects": [([], status.num_objects)],
+        "tandem:store_value_bytes": [([], status.total_bytes)],
+        "tandem:store_unreadable_objects": [([], status.num_unreadable)],
+        "tandem:store_under_replicated_objects": [([], status.num_under_replicated)],
+        "tandem:store_unfinished_puts": [([], status.num_unfinished)],
+    }
+    for field_ in fields(counters):
+        if field_.name != "latencies":
+            value = getattr(counters, field_.name)
+            values[f"tandem:store_{field_.name}_total"] = [([], value)]
+    hosts = status.hosts
+    values["tandem:store_host_up"] = [([h.name], float(h.stage != "lost")) for h in hosts]
+    values["tandem:store_host_capacity_bytes"] = [([h.name], h.capacity_bytes) for h in hosts]
+    values["tandem:store_host_used_bytes"] = [([h.name], h.used_bytes) for h in hosts]
+    values["tandem:store_host_quarantined_bytes"] = [([h.name], h.quarantined_bytes) for h in hosts]
+    return values

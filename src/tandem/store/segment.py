@@ -1,0 +1,435 @@
+"""A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
+
+Format: docs/design/store_segment.md. The file is 0600, in a 0700 folder of ours, locked by its
+owner; its pages are reserved before they are touched, so that a full file system is an error here
+and never SIGBUS. Not thread-safe but for ``reserve_rest``.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    PermissionDeniedError,
+    UnsupportedError,
+)
+from tandem.store import layout
+from tandem.store.checksum import check_value
+
+__all__ = ["ExtentHeader", "Segment"]
+
+logger = logging.getLogger(__name__)
+
+FILE_MAGIC = b"TANDSEG\0"
+FILE_VERSION = 1
+FILE_HEAD = struct.Struct("<8sIIQ16sQ")  # magic, version, granule, capacity, id, epoch
+FILE_HEAD_BYTES = 4096
+OBJECT_MAGIC = 0x4A424F54  # "TOBJ"
+OBJECT_HEAD = struct.Struct("<IHBBQQII")  # magic, key, wanted, flags, size, version, checksum, soft
+HARD_PIN = 1
+FIRST_RESERVE_BYTES = 2**30
+"""tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
+RESERVE_STEP_BYTES = 256 * 2**20
+
+
+class ExtentHeader(NamedTuple):
+    """What a header says of its object."""
+
+    key: str
+    size: int
+    version: int
+    checksum: int
+    wanted: int
+    hard_pin: bool
+    soft_pin_ms: int
+
+
+class Segment:
+    """Memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
+
+    def __init__(self, memory: mmap.mmap, capacity_bytes: int, segment_id: bytes) -> None:
+        self._map = memory
+        self.capacity_bytes = capacity_bytes
+        """Bytes for extents when all is reserved."""
+        self.usable_bytes = capacity_bytes
+        """Bytes for extents that are backed by memory now."""
+        self.segment_id = segment_id.hex()
+        self.path: Path | None = None
+        self._descriptor = -1
+        self._reserving: threading.Thread | None = None
+        self._stop = threading.Event()
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        begin, self._data_at = FILE_HEAD_BYTES, _data_offset(capacity_bytes)
+        self._starts: npt.NDArray[np.uint8] = whole[
+            begin : begin + capacity_bytes // layout.GRANULE_BYTES
+        ]
+        self.data: npt.NDArray[np.uint8] = whole[self._data_at : self._data_at + capacity_bytes]
+        """The extents. Beyond ``usable_bytes`` not to be touched."""
+
+    # Life.
+
+    @classmethod
+    def make_anonymous(cls, capacity_bytes: int) -> "Segment":
+        """Make one that dies with the process, for ``StoreClient.local`` and tests."""
+        capacity_bytes = _check_capacity(capacity_bytes)
+        memory = mmap.mmap(-1, _data_offset(capacity_bytes) + capacity_bytes)
+        segment = cls(memory, capacity_bytes, secrets.token_bytes(16))
+        segment._write_file_head(0)
+        return segment
+
+    @classmethod
+    def open_file(cls, path: Path, capacity_bytes: int) -> "Segment":
+        """Attach to the segment at ``path``, or make it.
+
+        A segment of another capacity or format version is replaced by an empty one: it is a
+        cache. A file that is no segment is left alone.
+
+        Raises: ConflictError (a live process owns it; not a segment); CapacityError (the file
+            system cannot hold it); PermissionDeniedError (folder or file open to others).
+        """
+        capacity_bytes = _check_capacity(capacity_bytes)
+        _check_folder(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _check_file(path, descriptor)
+            segment = cls._attach(path, descriptor, capacity_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment.path = path
+        segment._descriptor = descriptor
+        return segment
+
+    @classmethod
+    def _attach(cls, path: Path, descriptor: int, capacity_bytes: int) -> "Segment":
+        data_at = _data_offset(capacity_bytes)
+        segment_id = _read_file_head(path, descriptor, capacity_bytes)
+        if segment_id is None:
+            os.ftruncate(descriptor, 0)
+        _check_room(path, descriptor, data_at + capacity_bytes)
+        first = min(capacity_bytes, FIRST_RESERVE_BYTES)
+        os.ftruncate(descriptor, data_at + capacity_bytes)
+        _reserve(path, descriptor, 0, data_at + first)
+        memory = mmap.mmap(descriptor, data_at + capacity_bytes)
+        is_new = segment_id is None
+        segment = cls(memory, capacity_bytes, segment_id or secrets.token_bytes(16))
+        segment.usable_bytes = first
+        if is_new:
+            segment._write_file_head(0)
+        else:
+            segment._reserve_used(path, descriptor)
+        logger.info(
+            "event=segment_opened path=%s capacity_bytes=%d new=%s", path, capacity_bytes, is_new
+        )
+        return segment
+
+    def _reserve_used(self, path: Path, descriptor: int) -> None:
+        """Make usable whatever has an object; its pages are there, those between may not be."""
+        marked = np.flatnonzero(self._starts)
+        if not len(marked):
+            return
+        last = int(marked[-1]) * layout.GRANULE_BYTES
+        end = min(last + RESERVE_STEP_BYTES, self.capacity_bytes)
+        magic, key_bytes, _, _, size, *_ = OBJECT_HEAD.unpack_from(self._map, self._data_at + last)
+        if magic == OBJECT_MAGIC and size <= self.capacity_bytes:
+            extent = layout.extent_bytes(key_bytes, size)
+            end = min(max(end, last + extent), self.capacity_bytes)
+        if end > self.usable_bytes:
+            _reserve(path, descriptor, self._data_at, end)
+            self.usable_bytes = end
+
+    def reserve_rest(self, on_grown: Callable[[int], None]) -> None:
+        """Reserve what is left, in a thread of its own; ``on_grown(usable_bytes)`` comes from it.
+
+        A file system that fills up meanwhile ends it: the segment stays as large as it got.
+        """
+        if self._descriptor < 0 or self.usable_bytes >= self.capacity_bytes:
+            return
+        self._reserving = threading.Thread(
+            target=self._reserve_steps, args=(on_grown,), name="store-reserve", daemon=True
+        )
+        self._reserving.start()
+
+    def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
+        assert self.path is not None
+        while self.usable_bytes < self.capacity_bytes and not self._stop.is_set():
+            until = min(self.usable_bytes + RESERVE_STEP_BYTES, self.capacity_bytes)
+            try:
+                _reserve(self.path, self._descriptor, self._data_at, until)
+            except CapacityError as error:
+                logger.warning(
+                    "event=segment_short usable_bytes=%d reason=%s", self.usable_bytes, error
+                )
+                return
+            self.usable_bytes = until
+            on_grown(until)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go; the file stays for the next owner unless it is to be removed. Idempotent.
+
+        The mapping ends when nobody holds a view of ``data`` any more.
+        """
+        self._stop.set()
+        if self._reserving is not None:
+            self._reserving.join(30)
+        if self._descriptor >= 0:
+            if remove and self.path is not None:
+                self.path.unlink(missing_ok=True)
+            # The mapping holds a copy of the descriptor, and with it the lock.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # The highest epoch of a master that was obeyed.
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch seen; kept in the file."""
+        return FILE_HEAD.unpack_from(self._map)[5]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._write_file_head(epoch)
+
+    def _write_file_head(self, epoch: int) -> None:
+        head = FILE_HEAD.pack(
+            FILE_MAGIC,
+            FILE_VERSION,
+            layout.GRANULE_BYTES,
+            self.capacity_bytes,
+            bytes.fromhex(self.segment_id),
+            epoch,
+        )
+        self._map[: FILE_HEAD.size] = head
+
+    # Objects.
+
+    def seal(self, offset: int, header: ExtentHeader) -> None:
+        """Make the object at ``offset`` one that survives: header first, its mark last.
+
+        Raises: ConflictError if another object lies there; ConfigError if it leaves the segment.
+        """
+        key = header.key.encode()
+        extent = self._extent(offset, len(key), header.size)
+        marks = self._starts[extent]
+        if marks.any():
+            raise ConflictError(
+                "store.seal", f"offset {offset} for {header.key!r} holds another object"
+            )
+        self._write_header(offset, key, header)
+        marks[0] = 1
+
+    def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
+        """Replace the pins of the object at ``offset``.
+
+        Raises: NotFoundError or CorruptionError; see ``read_header``.
+        """
+        header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
+        # A crash between two stores would leave a header that is refused, so it is made afresh.
+        self._starts[offset // layout.GRANULE_BYTES] = 0
+        self._write_header(offset, header.key.encode(), header)
+        self._starts[offset // layout.GRANULE_BYTES] = 1
+
+    def wipe(self, offset: int) -> None:
+        """Forget the object at ``offset``, if there is one."""
+        granule, misfit = divmod(offset, layout.GRANULE_BYTES)
+        if misfit or not 0 <= granule < len(self._starts):
+            raise ConfigError("store.wipe", f"offset {offset} is not in the segment")
+        if self._starts[granule]:
+            self._starts[granule] = 0
+            self.data[offset : offset + 4] = 0
+
+    def has_object(self, offset: int) -> bool:
+        """Whether an object begins at ``offset``."""
+        return bool(self._starts[offset // layout.GRANULE_BYTES])
+
+    def read_header(self, offset: int) -> ExtentHeader:
+        """Read the header at ``offset``.
+
+        Raises: CorruptionError if there is none that holds together.
+        """
+        return self._read(offset)[0]
+
+    def _read(self, offset: int) -> tuple[ExtentHeader, int]:
+        """Return the header at ``offset`` and the length of the extent."""
+        fields = OBJECT_HEAD.unpack_from(self._map, self._data_at + offset)
+        magic, key_bytes, wanted, flags, size, version, checksum, soft_pin_ms = fields
+        key_at = offset + layout.HEADER_BYTES
+        end = key_at + key_bytes
+        if magic == OBJECT_MAGIC and end <= self.usable_bytes and size <= self.usable_bytes:
+            (stored,) = struct.unpack_from(
+                "<I", self._map, self._data_at + offset + OBJECT_HEAD.size
+            )
+            key = self.data[key_at:end].tobytes()
+            head = self.data[offset : offset + OBJECT_HEAD.size].tobytes()
+            extent = layout.extent_bytes(key_bytes, size)
+            if zlib.crc32(key, zlib.crc32(head)) == stored and offset + extent <= self.usable_bytes:
+                header = ExtentHeader(
+                    key.decode(),
+                    size,
+                    version,
+                    checksum,
+                    wanted,
+                    bool(flags & HARD_PIN),
+                    soft_pin_ms,
+                )
+                return header, extent
+        raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
+
+    def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
+        """Yield all objects in order of offset; wipes those whose header is broken or overlaps."""
+        end = 0
+        for granule in np.flatnonzero(self._starts).tolist():
+            offset = granule * layout.GRANULE_BYTES
+            try:
+                header, length = self._read_behind(offset, end)
+            except CorruptionError as error:
+                logger.warning("event=extent_dropped reason=%s", error)
+                self.wipe(offset)
+                continue
+            end = offset + length
+            yield offset, header
+
+    def _read_behind(self, offset: int, end: int) -> tuple[ExtentHeader, int]:
+        if offset < end:
+            raise CorruptionError("store.segment", f"object at {offset} overlaps another")
+        return self._read(offset)
+
+    def span(self, header: ExtentHeader) -> tuple[int, int]:
+        """Return where table and value of such an object begin and end, from its offset."""
+        key_bytes = len(header.key.encode())
+        end = layout.value_offset(key_bytes, header.size) + header.size
+        return layout.table_offset(key_bytes), end
+
+    def is_intact(self, offset: int, header: ExtentHeader) -> bool:
+        """Compare table and value of an extent with the checksums. Reads all of it."""
+        key_bytes = len(header.key.encode())
+        self._extent(offset, key_bytes, header.size)
+        table_at = offset + layout.table_offset(key_bytes)
+        value_at = offset + layout.value_offset(key_bytes, header.size)
+        table = self.data[table_at : table_at + 4 * layout.count_chunks(header.size)]
+        value = self.data[value_at : value_at + header.size]
+        return check_value([value], table.tobytes(), header.checksum)
+
+    def _extent(self, offset: int, key_bytes: int, size: int) -> slice:
+        length = layout.extent_bytes(key_bytes, size)
+        if offset % layout.GRANULE_BYTES or not 0 <= offset <= self.usable_bytes - length:
+            raise ConfigError(
+                "store.segment",
+                f"extent of {length} bytes at {offset}: the segment has {self.usable_bytes}",
+            )
+        first = offset // layout.GRANULE_BYTES
+        return slice(first, first + length // layout.GRANULE_BYTES)
+
+    def _write_header(self, offset: int, key: bytes, header: ExtentHeader) -> None:
+        head = OBJECT_HEAD.pack(
+            OBJECT_MAGIC,
+            len(key),
+            header.wanted,
+            HARD_PIN if header.hard_pin else 0,
+            header.size,
+            header.version,
+            header.checksum,
+            header.soft_pin_ms,
+        )
+        text = head + struct.pack("<I", zlib.crc32(key, zlib.crc32(head)))
+        text = text.ljust(layout.HEADER_BYTES, b"\0") + key
+        self.data[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
+
+
+def _check_capacity(capacity_bytes: int) -> int:
+    rounded = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+    if rounded <= 0:
+        raise ConfigError("store.segment", f"{capacity_bytes} bytes: give a page or more")
+    return rounded
+
+
+def _data_offset(capacity_bytes: int) -> int:
+    starts = capacity_bytes // layout.GRANULE_BYTES
+    return FILE_HEAD_BYTES + (starts + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _check_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise PermissionDeniedError(
+            "store.segment", f"{folder} must be a folder of ours that others cannot enter (0700)"
+        )
+
+
+def _check_file(path: Path, descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionDeniedError("store.segment", f"{path} is not a file of ours")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionDeniedError("store.segment", f"{path} is open to others: chmod it to 0600")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConflictError(
+            "store.segment", f"{path} belongs to a live host: give this one another name"
+        ) from None
+
+
+def _read_file_head(path: Path, descriptor: int, capacity_bytes: int) -> bytes | None:
+    """Return the id of a segment that can be attached; None if the file is to be made anew."""
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return None
+    head = os.pread(descriptor, FILE_HEAD.size, 0)
+    if len(head) < FILE_HEAD.size or head[:8] != FILE_MAGIC:
+        if head.strip(b"\0"):
+            raise ConflictError("store.segment", f"{path} is not a segment: move it away")
+        return None  # Its owner died before the head was written.
+    _, version, granule, capacity, segment_id, _ = FILE_HEAD.unpack(head)
+    if version > FILE_VERSION:
+        raise UnsupportedError(
+            "store.segment", f"{path} has format {version}, this build knows {FILE_VERSION}"
+        )
+    expected = (FILE_VERSION, layout.GRANULE_BYTES, capacity_bytes)
+    if (version, granule, capacity) != expected or size < _data_offset(capacity_bytes):
+        logger.warning("event=segment_replaced path=%s capacity_bytes=%d", path, capacity)
+        return None
+    return segment_id
+
+
+def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
+    room = os.fstatvfs(descriptor)
+    free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
+    if free_bytes < size_bytes:
+        raise CapacityError(
+            "store.segment",
+            f"{path} needs {size_bytes} bytes, its file system has {free_bytes} free: lower "
+            "store.segment_bytes or enlarge the tmpfs",
+            field="store.segment_bytes",
+        )
+
+
+def _reserve(path: Path, descriptor: int, begin: int, length: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, begin, length)
+    except OSError as error:
+        raise CapacityError(
+            "store.segment", f"{path}: {length} bytes cannot be reserved: {error.strerror}"
+        ) from None

@@ -1,0 +1,448 @@
+"""One host as its master sees it: its orders, its free space, and what must happen before space is
+free again.
+
+Space has one of these states: free; held by an unfinished put; holding a sealed object; being wiped
+(an object was dropped, its header must go first); leased (wiped, but a reader may still rely on the
+bytes); quarantined (an unfinished put ended, its writer is not yet proven gone). Only the allocator
+knows free from taken; this module decides when something is handed back to it.
+"""
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from tandem._native import SegmentAllocator
+from tandem.core.clock import Clock
+from tandem.core.errors import CorruptionError, PeerLostError, TandemError
+from tandem.store import layout
+from tandem.store.host import Caller
+from tandem.store.messages import (
+    Ack,
+    CloseWriter,
+    Endpoint,
+    HostStage,
+    JoinHost,
+    Opened,
+    OpenWriter,
+    Order,
+    WipeExtents,
+)
+from tandem.store.policies import HostView
+
+__all__ = ["Extent", "HostSpace", "Writer"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ORDER_TIMEOUT_S = 5.0
+RETRY_S = 0.25
+WIPE_BATCH = 5_000
+GUARD_MS = 100
+"""How soon a guarded extent is looked at again."""
+LOAD_HALF_LIFE_S = 1.0
+
+
+class Extent(NamedTuple):
+    """A range of a segment."""
+
+    offset: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class Writer:
+    """A client's right to write to a host: asked for, or given (``base``)."""
+
+    base: asyncio.Future[int]
+    extents: set[Extent] = field(default_factory=set)
+    """Of its unfinished puts."""
+
+
+@dataclass(slots=True)
+class _Drop:
+    extent: Extent
+    free_at_ms: int
+    done: asyncio.Future[None] | None
+
+
+class HostSpace:
+    """A host, over all its sessions with this master. Used from one event loop.
+
+    Args:
+        number: names the host in messages; never that of another one.
+        clock: of leases.
+        epoch: of the master, read at each order.
+        on_space: called whenever space has become free.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        clock: Clock,
+        epoch: Callable[[], int],
+        on_space: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.machine = ""
+        self.segment_id = ""
+        self.address = ""
+        self.read_base = 0
+        self.capacity_bytes = 0
+        self.stage = HostStage.LOST
+        self.is_leaving = False
+        """To be drained, now or when it has joined again."""
+        self.is_known = False
+        """This master has seen its whole inventory once, so what it does not know is stale."""
+        self.caller: Caller | None = None
+        self.session = -1
+        self.attempt = -1
+        self.num_pages = 0
+        self.confirmed: dict[int, Extent] = {}
+        """By row: what the inventory under way has shown to be there."""
+        self.allocator: SegmentAllocator | None = None
+        self.quarantined_bytes = 0
+        self.writers: dict[str, Writer] = {}
+        self.guarded: set[int] = set()
+        """Offsets that another host copies from: not free before that has ended."""
+        self._clock = clock
+        self._epoch = epoch
+        self._on_space = on_space
+        self._next_number = 0
+        self._drops: dict[int, _Drop] = {}
+        """By offset: dropped objects whose space is not free yet."""
+        self._dropped_bytes = 0
+        self._leased_bytes = 0
+        self._to_wipe: list[_Drop] = []
+        self._leased: list[tuple[int, int]] = []
+        """Heap of (free_at_ms, offset): wiped, waiting for readers."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_wiping = False
+        self._load_bytes = 0.0
+        self._load_at_s = 0.0
+
+    # Views.
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether new objects may go there."""
+        return self.stage is HostStage.ACTIVE and self.allocator is not None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are not free, whatever they are."""
+        return self.capacity_bytes if self.allocator is None else self.allocator.used_bytes
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of dropped objects that will be free, some only when their readers' leases end."""
+        return self._dropped_bytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Of these, what is wiped and waits for readers."""
+        return self._leased_bytes
+
+    def view(self) -> HostView:
+        """Return what the policies see."""
+        return HostView(
+            host=self.number,
+            name=self.name,
+            machine=self.machine,
+            free_bytes=self.capacity_bytes - self.used_bytes,
+            capacity_bytes=self.capacity_bytes,
+            load_bytes=self._decay_load(),
+        )
+
+    def endpoint(self, write_base: int = -1) -> Endpoint:
+        """Return what a client needs to reach its bytes."""
+        return Endpoint(
+            self.number, self.name, self.machine, self.address, self.read_base, write_base
+        )
+
+    def note_read(self, size_bytes: int) -> None:
+        """Count bytes that a reader was sent for."""
+        self._load_bytes = self._decay_load() + size_bytes
+
+    def _decay_load(self) -> float:
+        now_s = self._clock.now_s()
+        self._load_bytes *= 0.5 ** ((now_s - self._load_at_s) / LOAD_HALF_LIFE_S)
+        self._load_at_s = now_s
+        return self._load_bytes
+
+    # Sessions.
+
+    def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
+        """The host has come; its inventory follows."""
+        self.caller, self.session, self._next_number = caller, session, 0
+        self.attempt = join.attempt
+        self.machine, self.segment_id = join.machine, join.segment_id
+        self.address, self.read_base = join.address, join.read_base
+        self.capacity_bytes = join.capacity_bytes
+        self.stage = HostStage.JOINING
+        self.num_pages = 0
+        self.confirmed.clear()
+
+    def end_session(self) -> None:
+        """The host is gone, or has gone and come back: what was under way there is over."""
+        self.caller, self.session = None, -1
+        self.stage = HostStage.LOST
+        self.allocator = None
+        self.quarantined_bytes = 0
+        for task in list(self._tasks):
+            task.cancel()
+        self._is_wiping = False
+        for writer in self.writers.values():
+            writer.base.cancel()
+        self.writers.clear()
+        for drop in self._to_wipe:
+            self._finish(drop)
+        self._to_wipe.clear()
+        # A reader's lease outlives the session; what was not wiped is found by the next inventory.
+        leased = {offset for _, offset in self._leased}
+        for offset in [offset for offset in self._drops if offset not in leased]:
+            self._finish(self._forget(offset))
+
+    def rebuild(self, extents: Iterable[Extent]) -> None:
+        """Make the allocator, with these taken, and what readers may still rely on.
+
+        Raises: CorruptionError if they overlap.
+        """
+        taken = sorted(extents)
+        held = sorted(drop.extent for drop in self._drops.values())
+        known = {extent.offset for extent in taken}
+        merged = sorted([*taken, *(extent for extent in held if extent.offset not in known)])
+        allocator = SegmentAllocator(self.capacity_bytes, granule_bytes=layout.GRANULE_BYTES)
+        try:
+            _fill(allocator, merged)
+        except CorruptionError:
+            _fill(allocator, taken)
+            self._leased.clear()
+            self._drops.clear()
+            self._dropped_bytes = self._leased_bytes = 0
+        self.allocator = allocator
+        self._on_space()
+
+    def grow(self, capacity_bytes: int) -> None:
+        """More of the segment is usable."""
+        if capacity_bytes > self.capacity_bytes:
+            if self.allocator is not None:
+                self.allocator.grow(capacity_bytes)
+            self.capacity_bytes = capacity_bytes
+            self._on_space()
+
+    async def order(
+        self,
+        method: str,
+        kind: type[Order],
+        response: type[T],
+        *,
+        timeout_s: float = ORDER_TIMEOUT_S,
+        **fields: Any,
+    ) -> T:
+        """Have the host do something.
+
+        Raises: PeerLostError if it is not there; else as ``rpc.Peer.call``.
+        """
+        caller = self.caller
+        if caller is None:
+            raise PeerLostError("store.order", f"host {self.name} is not connected")
+        number = self._next_number
+        self._next_number += 1
+        request = kind(epoch=self._epoch(), session=self.session, number=number, **fields)
+        return await caller.call(method, request, response, timeout_s=timeout_s)
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine that ends with this session."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Taking space.
+
+    def allocate(self, length: int) -> Extent | None:
+        """Take a range, if there is one."""
+        if not self.is_writable:
+            return None
+        assert self.allocator is not None
+        offsets = self.allocator.allocate([length])
+        return None if offsets is None else Extent(offsets[0], length)
+
+    def release(self, extent: Extent) -> None:
+        """Hand back a range that nobody writes or reads."""
+        if self.allocator is not None:
+            self.untake(extent)
+            self._on_space()
+
+    def untake(self, extent: Extent) -> None:
+        """Hand back what was just allocated. No news to those who wait: it was free before."""
+        assert self.allocator is not None
+        self.allocator.release(extent.offset, extent.length)
+
+    # Objects that go.
+
+    def drop(
+        self, extent: Extent, free_at_ms: int, *, wait: bool = False
+    ) -> asyncio.Future[None] | None:
+        """Wipe an object's header; its space is free after that and not before ``free_at_ms``.
+
+        Returns: if ``wait``, a future that is done once the header is gone or the host is.
+        """
+        done = asyncio.get_running_loop().create_future() if wait else None
+        dropped = _Drop(extent, free_at_ms, done)
+        if self.caller is None:
+            self._finish(dropped)
+            return done
+        assert extent.offset not in self._drops, extent
+        self._drops[extent.offset] = dropped
+        self._dropped_bytes += extent.length
+        self._to_wipe.append(dropped)
+        if not self._is_wiping:
+            self._is_wiping = True
+            self.spawn(self._wipe())
+        return done
+
+    def is_dropping(self, offset: int) -> bool:
+        """Whether the object there has been dropped, and its space is not free yet."""
+        return offset in self._drops
+
+    def free_leased(self, now_ms: int) -> None:
+        """Free the space whose last lease has ended."""
+        while self._leased and self._leased[0][0] <= now_ms:
+            _, offset = heapq.heappop(self._leased)
+            if offset in self.guarded:
+                heapq.heappush(self._leased, (now_ms + GUARD_MS, offset))
+                continue
+            dropped = self._forget(offset)
+            self._leased_bytes -= dropped.extent.length
+            self.release(dropped.extent)
+
+    async def _wipe(self) -> None:
+        while self._to_wipe:
+            batch, self._to_wipe = self._to_wipe[:WIPE_BATCH], self._to_wipe[WIPE_BATCH:]
+            try:
+                await self.order(
+                    "wipe", WipeExtents, Ack, offsets=[dropped.extent.offset for dropped in batch]
+                )
+            except TandemError as error:
+                logger.debug("event=wipe_failed host=%s reason=%s", self.name, error)
+                self._to_wipe[:0] = batch
+                await asyncio.sleep(RETRY_S)
+                continue
+            now_ms = int(self._clock.now_s() * 1e3)
+            for dropped in batch:
+                if dropped.free_at_ms > now_ms or dropped.extent.offset in self.guarded:
+                    heapq.heappush(self._leased, (dropped.free_at_ms, dropped.extent.offset))
+                    self._leased_bytes += dropped.extent.length
+                else:
+                    self._forget(dropped.extent.offset)
+                    self.release(dropped.extent)
+                self._finish(dropped)
+        self._is_wiping = False
+
+    def _forget(self, offset: int) -> _Drop:
+        dropped = self._drops.pop(offset)
+        self._dropped_bytes -= dropped.extent.length
+        return dropped
+
+    def _finish(self, dropped: _Drop) -> None:
+        if dropped.done is not None and not dropped.done.done():
+            dropped.done.set_result(None)
+
+    # Writers.
+
+    async def open_writer(self, client: str) -> int:
+        """Return where the segment begins for that client's writes, asking the host once.
+
+        Raises: PeerLostError, DeadlineError.
+        """
+        writer = self._writer(client)
+        try:
+            return await asyncio.shield(writer.base)
+        except asyncio.CancelledError:
+            if writer.base.cancelled():  # Not we: the session ended, or the client was fenced.
+                raise PeerLostError(
+                    "store.write", f"host {self.name} was lost, or the client was shut out"
+                ) from None
+            raise
+
+    def hold(self, client: str, extent: Extent) -> None:
+        """Note that an unfinished put of ``client`` may write there."""
+        self._writer(client).extents.add(extent)
+
+    def unhold(self, client: str, extent: Extent) -> bool:
+        """The client says that it writes there no more. False: it was shut out before."""
+        writer = self.writers.get(client)
+        if writer is None or extent not in writer.extents:
+            return False
+        writer.extents.remove(extent)
+        return True
+
+    def fence(self, client: str) -> None:
+        """Shut a client out; what it held is free once it is proven to write no more."""
+        writer = self.writers.pop(client, None)
+        if writer is None:
+            return
+        self.quarantined_bytes += sum(extent.length for extent in writer.extents)
+        self.spawn(self._prove_gone(client, writer))
+
+    def _writer(self, client: str) -> Writer:
+        writer = self.writers.get(client)
+        if writer is None:
+            writer = Writer(asyncio.get_running_loop().create_future())
+            writer.base.add_done_callback(_retrieve)
+            self.writers[client] = writer
+            self.spawn(self._ask_writer(client, writer))
+        return writer
+
+    async def _ask_writer(self, client: str, writer: Writer) -> None:
+        # Not given up on a time-out: the host may have opened one, and only its base can close it.
+        while not writer.base.done():
+            try:
+                opened = await self.order("open_writer", OpenWriter, Opened, client=client)
+            except PeerLostError as error:
+                if not writer.base.done():
+                    writer.base.set_exception(error)
+                return
+            except TandemError as error:
+                logger.debug("event=open_writer_failed host=%s reason=%s", self.name, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not writer.base.done():
+                writer.base.set_result(opened.write_base)
+
+    async def _prove_gone(self, client: str, writer: Writer) -> None:
+        try:
+            base = await asyncio.shield(writer.base)
+        except (TandemError, asyncio.CancelledError):
+            return  # The session is over; the next inventory begins with closing all writers.
+        while True:
+            try:
+                closed = await self.order("close_writer", CloseWriter, Ack, write_base=base)
+            except TandemError as error:
+                logger.debug("event=close_writer_failed host=%s reason=%s", self.name, error)
+            else:
+                if closed.ok:
+                    break
+                logger.warning("event=writer_lingers host=%s client=%s", self.name, client)
+            await asyncio.sleep(RETRY_S)
+        for extent in sorted(writer.extents):
+            self.quarantined_bytes -= extent.length
+            self.release(extent)
+
+
+def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:
+    offsets = np.array([extent.offset for extent in extents], dtype=np.uint64)
+    lengths = np.array([extent.length for extent in extents], dtype=np.uint64)
+    allocator.rebuild(offsets, lengths)
+
+
+def _retrieve(future: "asyncio.Future[int]") -> None:
+    if not future.cancelled():
+        future.exception()  # Whoever waits sees it; nobody may.

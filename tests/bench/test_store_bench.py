@@ -1,0 +1,39 @@
+"""`tandem bench store` at toy size, so that it cannot rot. Goal: its checks hold, and can fail."""
+
+from itertools import islice
+
+from tandem.bench import store as bench
+from tandem.bench.harness import run_cases
+
+
+def test_deciders_are_measured(monkeypatch):
+    monkeypatch.setattr(bench, "NUM_DIRECTORY_KEYS", 20_000)
+    cases = [*bench._make_directory_cases(quick=True), bench._make_exists_case(3000)]
+    records = list(run_cases("store", cases, budget_s=0.1, rounds=1))
+    assert [record.check for record in records] == ["ok"] * 3
+    memory = next(record for record in records if "op=memory" in record.case)
+    assert memory.unit == "bytes/object"
+    assert memory.ours is not None
+
+
+def test_the_curve_of_the_allocator():
+    for mix in bench.MIXES:
+        filling, *rest = bench.trace_allocator(mix, 20_000, points=2)
+        assert filling.used_share >= 0.93
+        assert [point.num_puts for point in rest] == [10_000, 20_000]
+        assert all(point.mean_ns > 0 for point in rest)
+
+
+def test_objects_over_both_paths(monkeypatch):
+    monkeypatch.setattr(bench, "SEGMENT_BYTES", 2**26)
+    monkeypatch.setattr(bench, "MEASURE_S", 0.001)
+    monkeypatch.setattr(bench, "QUICK_SIZES", (4096,))
+    monkeypatch.setattr(bench, "BATCHES", (1, 3))
+    monkeypatch.setattr(bench, "_make_allocator_cases", lambda quick: iter(()))
+    monkeypatch.setattr(bench, "_make_directory_cases", lambda quick: iter(()))
+    cases = islice(bench.make_cases(quick=True), 17)
+    records = list(run_cases("store", cases, budget_s=0.1, rounds=1))
+    assert [record.check for record in records] == ["ok"] * 17
+    assert {record.case.split()[0] for record in records} == {
+        "path=samehost", "path=tcp", "op=exists",
+    }  # fmt: skip

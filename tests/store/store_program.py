@@ -1,0 +1,73 @@
+"""A process of a store for the tests that kill one: told by its arguments what to be.
+
+Prints ``ready`` when it is up; ends when its standard input does.
+"""
+
+import asyncio
+import sys
+import threading
+
+import msgspec
+
+from tandem.rpc import RpcConfig
+from tandem.store import ClientService, HostService, MasterService, PutOptions, StoreConfig
+
+
+async def read_end() -> None:
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def wait() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(ended.set_result, None)
+
+    threading.Thread(target=wait, daemon=True).start()
+    await ended
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def serve(service) -> None:
+    async with service:
+        say("ready")
+        await read_end()
+
+
+async def stall_in_put(config: StoreConfig, rpc: RpcConfig, key: str, size: int) -> None:
+    """Take space for an object, say so, and write it only when a line comes; then commit."""
+    async with ClientService(config, rpc) as service:
+        client = service.client
+        port = client._port
+        write = port.write
+
+        async def write_when_told(endpoint, pieces, timeout_s):
+            say("granted")
+            await asyncio.to_thread(sys.stdin.readline)
+            try:
+                await write(endpoint, pieces, timeout_s)
+            except Exception as error:
+                say(f"write {type(error).__name__}")
+                raise
+            say("write ok")
+
+        port.write = write_when_told
+        options = PutOptions(replicas=1)
+        try:
+            result = await client.put(key, b"\xee" * size, options)
+            say(f"put {result.value}")
+        except Exception as error:
+            say(f"put {type(error).__name__}")
+
+
+if __name__ == "__main__":
+    role, config_json, rpc_json, *rest = sys.argv[1:]
+    config = msgspec.json.decode(config_json, type=StoreConfig)
+    rpc = msgspec.json.decode(rpc_json, type=RpcConfig)
+    if role == "master":
+        asyncio.run(serve(MasterService(config, rpc)))
+    elif role == "host":
+        asyncio.run(serve(HostService(config, rpc)))
+    else:
+        asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1])))

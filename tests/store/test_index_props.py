@@ -1,0 +1,199 @@
+"""The directory against a dictionary. Method: a stateful machine that does to both whatever a
+master may do, and compares everything that can be asked after each step."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem.store.index import NO_ROW, Directory, Replica
+
+KEYS = st.sampled_from([f"key-{i}" for i in range(12)])
+HOSTS = st.integers(0, 3)
+TIMES = st.integers(0, 100)
+
+
+@dataclass
+class Model:
+    size: int
+    version: int
+    checksum: int
+    wanted: int
+    used: int
+    replicas: dict[int, int]
+    lease_until_ms: int = 0
+    hard: bool = False
+    soft_until_ms: int = 0
+    extra: dict = field(default_factory=dict)
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.directory = Directory()
+        self.model: dict[str, Model] = {}
+        self.lost: set[int] = set()
+        self.clock = 0
+        self.uses = 0
+
+    def use(self) -> int:
+        self.uses += 1
+        return self.uses
+
+    @rule(
+        key=KEYS,
+        size=st.integers(0, 1000),
+        hosts=st.lists(HOSTS, min_size=1, max_size=3, unique=True),
+        wanted=st.integers(1, 3),
+    )
+    def insert(self, key, size, hosts, wanted):
+        if key in self.model:
+            return
+        replicas = {host: 512 * (self.uses + i) for i, host in enumerate(hosts)}
+        made = Model(size, self.uses, size * 7, wanted, self.use(), replicas)
+        self.directory.insert(
+            key,
+            size=size,
+            checksum=made.checksum,
+            version=made.version,
+            replicas=[Replica(*item) for item in replicas.items()],
+            wanted=wanted,
+        )
+        self.model[key] = made
+
+    @rule(key=KEYS)
+    def remove(self, key):
+        row = self.directory.find(key)
+        assert (row != NO_ROW) == (key in self.model)
+        if row != NO_ROW:
+            assert dict(self.directory.remove(row)) == self.model.pop(key).replicas
+
+    @rule(key=KEYS)
+    def touch(self, key):
+        if key in self.model:
+            self.directory.touch(self.directory.find(key))
+            self.model[key].used = self.use()
+
+    @rule(key=KEYS, until_ms=TIMES)
+    def lease(self, key, until_ms):
+        if key in self.model:
+            self.directory.extend_lease(self.directory.find(key), until_ms)
+            made = self.model[key]
+            made.lease_until_ms = max(made.lease_until_ms, until_ms)
+
+    @rule(key=KEYS, hard=st.booleans(), soft_until_ms=TIMES)
+    def pin(self, key, hard, soft_until_ms):
+        if key in self.model:
+            row = self.directory.find(key)
+            self.directory.set_pins(row, hard=hard, soft_until_ms=soft_until_ms)
+            self.model[key].hard, self.model[key].soft_until_ms = hard, soft_until_ms
+
+    @rule(key=KEYS, host=HOSTS, offset=st.integers(0, 2**40))
+    def add_replica(self, key, host, offset):
+        if key in self.model and host not in self.model[key].replicas:
+            self.directory.add_replica(self.directory.find(key), Replica(host, offset))
+            self.model[key].replicas[host] = offset
+
+    @rule(key=KEYS, host=HOSTS)
+    def drop_replica(self, key, host):
+        if key in self.model:
+            dropped = self.directory.drop_replica(self.directory.find(key), host)
+            expected = self.model[key].replicas.pop(host, None)
+            assert (dropped and dropped.offset) == expected
+
+    @rule(host=HOSTS)
+    def lose_host(self, host):
+        self.directory.lose_host(host)
+        self.lost.add(host)
+
+    @rule(host=HOSTS)
+    def find_host(self, host):
+        self.directory.find_host(host)
+        self.lost.discard(host)
+
+    @rule(by=st.integers(1, 20))
+    def wait(self, by):
+        self.clock += by
+
+    @precondition(lambda self: self.model)
+    @rule(min_bytes=st.integers(1, 3000), host=st.none() | HOSTS)
+    def pick_victims(self, min_bytes, host):
+        rows = self.directory.pick_victims(self.clock, min_bytes, host)
+        keys = [self.directory.key(row) for row in rows]
+        assert len(set(keys)) == len(keys)
+        able = {
+            key: made
+            for key, made in self.model.items()
+            if made.lease_until_ms <= self.clock
+            and not made.hard
+            and (host is None or host in made.replicas)
+        }
+        assert set(keys) <= set(able)
+        is_soft = [able[key].soft_until_ms > self.clock for key in keys]
+        assert is_soft == sorted(is_soft), "soft-pinned before others"
+        if any(is_soft):
+            unpinned = {k for k, made in able.items() if made.soft_until_ms <= self.clock}
+            assert unpinned <= set(keys), "a soft pin was broken although others were left"
+        freed = sum(max(able[key].size, 1) for key in keys)
+        assert freed >= min_bytes or set(keys) == set(able)
+        if keys:
+            assert freed - max(able[keys[-1]].size, 1) < min_bytes, "more than was asked for"
+        for key in keys:  # As a master does.
+            self.directory.remove(self.directory.find(key))
+            del self.model[key]
+
+    @invariant()
+    def same_content(self):
+        directory = self.directory
+        assert len(directory) == len(self.model)
+        assert sorted(directory.list_keys()) == sorted(self.model)
+        assert directory.total_bytes == sum(made.size for made in self.model.values())
+        unreadable = under = 0
+        for key, made in self.model.items():
+            row = directory.find(key)
+            live = len(set(made.replicas) - self.lost)
+            assert directory.key(row) == key
+            assert directory.size(row) == made.size
+            assert directory.version(row) == made.version
+            assert directory.checksum(row) == made.checksum
+            assert dict(directory.replicas(row)) == made.replicas
+            assert directory.num_live(row) == live
+            assert directory.lease_until_ms(row) == made.lease_until_ms
+            assert directory.is_hard_pinned(row) == made.hard
+            assert directory.soft_pinned_until_ms(row) == made.soft_until_ms
+            unreadable += live == 0
+            under += 0 < live < made.wanted
+        assert directory.num_unreadable == unreadable
+        assert directory.count_under_replicated() == under
+        assert len(directory.list_under_replicated(100)) == under
+
+    @invariant()
+    def same_answers(self):
+        keys = [f"key-{i}" for i in range(13)]
+        expected = [
+            key in self.model and bool(set(self.model[key].replicas) - self.lost) for key in keys
+        ]
+        assert list(map(bool, self.directory.exists_many(keys))) == expected
+        for host in range(4):
+            rows = {self.directory.key(row) for row in self.directory.rows_on_host(host)}
+            assert rows == {k for k, made in self.model.items() if host in made.replicas}
+
+
+DirectoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+TestDirectory = DirectoryMachine.TestCase
+
+
+def test_victims_go_in_order_of_use():
+    directory = Directory()
+    for i in range(5000):
+        directory.insert(str(i), size=10, checksum=0, version=i, replicas=[Replica(0, 512 * i)])
+    for i in range(0, 5000, 2):
+        directory.touch(directory.find(str(i)))
+    order = []
+    for _ in range(50):
+        rows = directory.pick_victims(0, 1000, 0)
+        order += [int(directory.key(row)) for row in rows]
+        for row in rows:
+            directory.remove(row)
+    assert order == [*range(1, 5000, 2), *range(0, 5000, 2)]

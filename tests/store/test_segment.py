@@ -1,0 +1,199 @@
+"""A segment file: what survives a crash, what is refused, what is found to be rotten.
+
+Method: a segment is written, its process "dies" between any two stores into the file, and another
+one attaches; bytes are flipped at random.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from tandem.core.errors import ConfigError, ConflictError, CorruptionError, UnsupportedError
+from tandem.store import layout
+from tandem.store import segment as segment_module
+from tandem.store.checksum import checksum_table, make_table
+from tandem.store.segment import ExtentHeader, Segment
+
+CAPACITY = 2**20
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "segments"
+    folder.mkdir(mode=0o700)
+    return folder / "a.segment"
+
+
+def put(segment: Segment, offset: int, key: str, value: bytes, version: int = 1) -> ExtentHeader:
+    """Do what client and host do together."""
+    view = np.frombuffer(value, np.uint8)
+    table = make_table([view])
+    header = ExtentHeader(key, len(value), version, checksum_table(table), 2, True, 1234)
+    key_bytes = len(key.encode())
+    at = offset + layout.table_offset(key_bytes)
+    segment.data[at : at + len(table)] = np.frombuffer(table, np.uint8)
+    at = offset + layout.value_offset(key_bytes, len(value))
+    segment.data[at : at + len(value)] = view
+    segment.seal(offset, header)
+    return header
+
+
+def test_layout_agrees_with_itself():
+    for key_bytes in (1, 63, 64, 65, 1000):
+        for size in (0, 1, 65_536, 65_537, 10**7):
+            extent = layout.extent_bytes(key_bytes, size)
+            end = layout.value_offset(key_bytes, size) + size
+            assert end <= extent < end + layout.GRANULE_BYTES
+            assert extent % layout.GRANULE_BYTES == 0
+            assert layout.table_bytes(size) >= 4 * layout.count_chunks(size)
+    with pytest.raises(ConfigError):
+        layout.extent_bytes(1, -1)
+
+
+def test_tables_do_not_depend_on_how_a_value_is_cut():
+    rng = random.Random(0)
+    value = np.random.default_rng(0).integers(0, 256, 400_000, dtype=np.uint8)
+    whole = make_table([value])
+    assert len(whole) == 4 * layout.count_chunks(len(value))
+    for _ in range(20):
+        cuts = sorted(rng.choices(range(len(value)), k=rng.randrange(6)))
+        assert make_table(np.split(value, cuts)) == whole
+
+
+def test_objects_survive_their_process(path):
+    segment = Segment.open_file(path, CAPACITY)
+    segment.epoch = 7
+    first = put(segment, 0, "first", b"x" * 100_000)
+    second = put(segment, 2**18, "zweites-ü", b"", version=9)
+    identity = segment.segment_id
+    segment.close()
+    again = Segment.open_file(path, CAPACITY)
+    assert again.segment_id == identity
+    assert again.epoch == 7
+    assert list(again.scan()) == [(0, first), (2**18, second)]
+    assert again.is_intact(0, first)
+    assert again.is_intact(2**18, second)
+    again.wipe(0)
+    assert list(again.scan()) == [(2**18, second)]
+    again.close()
+
+
+def test_a_segment_of_another_size_is_made_anew(path):
+    segment = Segment.open_file(path, CAPACITY)
+    put(segment, 0, "key", b"x")
+    identity = segment.segment_id
+    segment.close()
+    other = Segment.open_file(path, 2 * CAPACITY)
+    assert other.segment_id != identity
+    assert list(other.scan()) == []
+    other.close()
+
+
+def test_a_later_format_is_refused_and_left_alone(path):
+    Segment.open_file(path, CAPACITY).close()
+    data = bytearray(path.read_bytes())
+    data[8] = 2
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedError, match="format 2"):
+        Segment.open_file(path, CAPACITY)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("kept", range(0, 80, 4))
+def test_a_crash_while_a_header_is_written_leaves_no_object(path, kept):
+    """The mark is the last store; until then the header may be there to any length."""
+    segment = Segment.open_file(path, CAPACITY)
+    put(segment, 0, "key", b"x" * 1000)
+    written = segment.data[: layout.table_offset(3)].copy()
+    segment.wipe(0)
+    segment.data[:kept] = written[:kept]
+    segment.close()
+    again = Segment.open_file(path, CAPACITY)
+    assert list(again.scan()) == []
+    put(again, 0, "other", b"y" * 1000)  # And its place can be used.
+    again.close()
+
+
+def test_broken_headers_are_dropped_and_no_others(path):
+    segment = Segment.open_file(path, CAPACITY)
+    offsets = [i * 4096 for i in range(40)]
+    headers = {at: put(segment, at, f"key-{at}", bytes(1000)) for at in offsets}
+    rng = random.Random(1)
+    broken = set(rng.sample(offsets, 15))
+    for at in broken:
+        segment.data[at + rng.randrange(40)] ^= 1 << rng.randrange(8)
+    found = dict(segment.scan())
+    assert set(found) == set(offsets) - broken
+    assert all(found[at] == headers[at] for at in found)
+    assert dict(segment.scan()) == found
+    segment.close()
+
+
+def test_flipped_values_and_tables_are_found(path):
+    segment = Segment.open_file(path, CAPACITY)
+    header = put(segment, 0, "key", bytes(range(256)) * 1000)
+    begin, end = segment.span(header)
+    table_end = begin + 4 * layout.count_chunks(header.size)
+    rng = random.Random(2)
+    value_at = layout.value_offset(3, header.size)
+    for at in [*range(begin, table_end), *(rng.randrange(value_at, end) for _ in range(50))]:
+        segment.data[at] ^= 0x10
+        assert not segment.is_intact(0, header), at
+        segment.data[at] ^= 0x10
+    assert segment.is_intact(0, header)
+    segment.close()
+
+
+def test_wrong_orders_are_refused():
+    segment = Segment.make_anonymous(CAPACITY)
+    put(segment, 0, "key", bytes(5000))
+    with pytest.raises(ConflictError, match="another object"):
+        put(segment, 0, "other", b"")
+    # An extent that begins before and reaches into it.
+    segment2 = Segment.make_anonymous(CAPACITY)
+    put(segment2, 2048, "key", b"x")
+    with pytest.raises(ConflictError, match="another object"):
+        put(segment2, 0, "long", bytes(5000))
+    header = ExtentHeader("k", 10, 1, 0, 1, False, 0)
+    for offset in (-512, 100, CAPACITY, 2**60):
+        with pytest.raises(ConfigError):
+            segment.seal(offset, header)
+    for offset in (-512, 100, 2**60):
+        with pytest.raises(ConfigError):
+            segment.wipe(offset)
+    with pytest.raises(CorruptionError):
+        segment.read_header(2**19)
+    segment.wipe(2**19)  # Nothing is there, and that is that.
+
+
+def test_pins_are_kept_with_the_object(path):
+    segment = Segment.open_file(path, CAPACITY)
+    header = put(segment, 512, "key", b"value")
+    segment.repin(512, hard=False, soft_pin_ms=99)
+    segment.close()
+    again = Segment.open_file(path, CAPACITY)
+    expected = header._replace(hard_pin=False, soft_pin_ms=99)
+    assert list(again.scan()) == [(512, expected)]
+    assert again.is_intact(512, expected)
+    again.close()
+
+
+def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
+    monkeypatch.setattr(segment_module, "FIRST_RESERVE_BYTES", 2**16)
+    monkeypatch.setattr(segment_module, "RESERVE_STEP_BYTES", 2**18)
+    segment = Segment.open_file(path, CAPACITY)
+    assert segment.usable_bytes == 2**16
+    with pytest.raises(ConfigError):
+        segment.seal(2**17, ExtentHeader("k", 10, 1, 0, 1, False, 0))
+    grown: list[int] = []
+    segment.reserve_rest(grown.append)
+    segment._reserving.join(30)
+    assert grown[-1] == segment.usable_bytes == CAPACITY
+    header = put(segment, CAPACITY - 8192, "key", bytes(5000))
+    segment.close()
+    again = Segment.open_file(path, CAPACITY)
+    assert again.usable_bytes < CAPACITY or grown  # Whatever holds an object is usable.
+    assert list(again.scan()) == [(CAPACITY - 8192, header)]
+    assert again.is_intact(CAPACITY - 8192, header)
+    again.close()

@@ -1,0 +1,535 @@
+"""A store in a world of its own: virtual time, seeded chance, dying processes, lying networks.
+
+The master, hosts and clients are the product's classes; only the loop's clock, the control channel
+and the data path are models, each worse than the real one:
+
+- a call may be lost (either way), late (even after its session has ended) or doubled;
+- bytes move in slices at times of their own, so a reader can see half of a write, and slices of a
+  writer that failed, gave up or died may still arrive, until the host has closed its place;
+- a process dies between any two steps; a host's segment survives it, nothing else does;
+- a stalled client stops dead and goes on a minute later; its place cannot be closed meanwhile.
+"""
+
+import asyncio
+import itertools
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.core.errors import (
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+    make_error,
+)
+from tandem.store.client import AsyncStoreClient
+from tandem.store.config import StoreConfig
+from tandem.store.host import StoreHost
+from tandem.store.master import StoreMaster
+from tandem.store.segment import Segment
+
+BASE_STEP = 2**40
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    """Never waits: the time that the loop would have slept has passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise AssertionError("deadlock: nothing will ever happen again")
+        self.now_s += max(timeout, 0.0)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time moves only when nothing is left to do."""
+
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now_s
+
+
+class LoopClock:
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """Probabilities, each of one message or one write."""
+
+    lose: float = 0.0
+    late: float = 0.0
+    double: float = 0.0
+    stall: float = 0.0
+    drag: float = 0.0
+    """A slice of a read that takes up to a second: readers that space could be reused under."""
+    rot_per_s: float = 0.0
+    """Bytes of objects that flip by themselves."""
+
+
+class Process:
+    """Something that can die. Its tasks end with it, at whatever step they are."""
+
+    _ids = itertools.count()
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world = world
+        self.name = name
+        self.instance_id = f"{name}#{next(world.ids)}"
+        self.is_alive = True
+        self.stalled_until_s = 0.0
+        self.methods: dict[str, tuple[Callable, type, type]] = {}
+        self.tasks: dict[asyncio.Task, None] = {}
+        """In order: a set would make a run depend on addresses."""
+
+    def serve(self, methods) -> None:
+        for name, handler, request, response in methods:
+            self.methods[name] = (handler, request, response)
+
+    def spawn(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks[task] = None
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task) -> None:
+        self.tasks.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            if self.is_alive and not isinstance(error, TandemError):
+                self.world.violations.append(f"{self.name} failed: {error!r}")
+
+    def kill(self) -> None:
+        self.is_alive = False
+        for task in list(self.tasks):
+            task.cancel()
+
+    async def pass_stall(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.stalled_until_s > loop.time():
+            await asyncio.sleep(self.stalled_until_s - loop.time())
+
+
+class Session:
+    """One direction of a session: calls from ``near`` to ``far``."""
+
+    def __init__(self, world: "World", near: Process, far: Process) -> None:
+        self.world, self.near, self.far = world, near, far
+        self.is_open = True
+        self.back: Session
+        self.lost: asyncio.Event = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.far.name
+
+    @property
+    def instance_id(self) -> str:
+        return self.far.instance_id
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.is_open
+
+    def close(self) -> None:
+        for side in (self, self.back):
+            side.is_open = False
+            side.lost.set()
+
+    async def call(self, method, request, response_type, *, timeout_s=None):
+        await self.near.pass_stall()
+        if not (self.is_open and self.near.is_alive):
+            raise PeerLostError("world.call", f"no session with {self.far.name}")
+        world, chance = self.world, self.world.random
+        data = msgspec.msgpack.encode(request)
+        reply = asyncio.get_running_loop().create_future()
+        copies = 2 if chance.random() < world.faults.double else 1
+        for number in range(copies):
+            if chance.random() < world.faults.lose:
+                continue
+            world.network.spawn(self._deliver(method, data, reply if number == 0 else None))
+        lost = asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait(
+                (reply, lost), timeout=timeout_s or 30.0, return_when=asyncio.FIRST_COMPLETED
+            )
+            await self.near.pass_stall()
+            if reply.done():
+                code, where, what, field, body = reply.result()
+                if code:
+                    raise make_error(code, where, what, field)
+                return msgspec.msgpack.decode(body, type=response_type)
+            if self.lost.is_set():
+                raise PeerLostError("world.call", f"{self.far.name} is gone")
+            raise DeadlineError("world.call", f"{method}: no answer in {timeout_s} s")
+        finally:
+            lost.cancel()
+            if not reply.done():
+                reply.cancel()
+
+    async def _deliver(self, method, data, reply) -> None:
+        world = self.world
+        await world.travel()
+        await self.far.pass_stall()
+        if not self.far.is_alive:
+            return
+        handler, request_type, response_type = self.far.methods[method]
+        request = msgspec.msgpack.decode(data, type=request_type)
+        try:
+            answer = handler(self.back, request)
+            if asyncio.iscoroutine(answer):
+                answer = await self.far.spawn(answer)
+            body = msgspec.msgpack.encode(answer)
+            msgspec.msgpack.decode(body, type=response_type)
+            result = ("", "", "", None, body)
+        except TandemError as error:
+            result = (error.code, error.where, error.what, error.field, b"")
+        except asyncio.CancelledError:
+            return
+        world.note_step()
+        if world.random.random() < world.faults.lose:
+            return
+        await world.travel()
+        if reply is not None and not reply.done() and self.near.is_alive:
+            reply.set_result(result)
+
+
+class SimHostPort:
+    """The memory of a host on the network. ``segment`` outlives the process."""
+
+    def __init__(self, world: "World", process: Process, segment: Segment) -> None:
+        self.world, self.process, self.segment = world, process, segment
+        self.address = process.instance_id
+        self.read_base = next(world.bases)
+        self.writers: dict[int, Process | None] = {}
+        world.ports[self.address] = self
+
+    def open_writer(self) -> int:
+        base = next(self.world.bases)
+        self.writers[base] = None
+        return base
+
+    async def close_writer(self, base: int) -> bool:
+        await self.world.travel()
+        owner = self.writers.get(base)
+        loop = asyncio.get_running_loop()
+        if owner is not None and owner.is_alive and owner.stalled_until_s > loop.time():
+            return False  # It shares memory with us and does not answer.
+        self.writers.pop(base, None)
+        return True
+
+    async def fetch(self, source, source_offset, offset, length, timeout_s) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                for begin, end in self.world.cut(length):
+                    await self.world.travel()
+                    data = self.world.peek(
+                        source.address, source.read_base, source_offset + begin, source_offset + end
+                    )
+                    self.segment.data[offset + begin : offset + end] = data
+        except TimeoutError:
+            raise DeadlineError("world.fetch", "too slow") from None
+
+
+class SimClientPort:
+    def __init__(self, world: "World", process: Process) -> None:
+        self.world, self.process = world, process
+
+    def register(self, memory):
+        return memory
+
+    def unregister(self, handle) -> None:
+        pass
+
+    async def write(self, endpoint, pieces, timeout_s) -> None:
+        world = self.world
+        if world.random.random() < world.faults.stall:
+            world.stall(self.process)
+        slices = []
+        for piece in pieces:
+            data = bytes(piece.memory[piece.local_offset : piece.local_offset + piece.length])
+            for begin, end in world.cut(piece.length):
+                slices.append(world.spawn_slice(
+                    self.process, endpoint, piece.offset + begin, data[begin:end]
+                ))  # fmt: skip
+        _, pending = await asyncio.wait(slices, timeout=timeout_s)
+        await self.process.pass_stall()
+        for task in slices:
+            if task.done() and task.exception() is not None:
+                raise task.exception()
+        if pending:
+            raise DeadlineError("world.write", f"{len(pending)} slices are still under way")
+
+    async def read(self, endpoint, pieces, timeout_s) -> None:
+        world = self.world
+        try:
+            async with asyncio.timeout(timeout_s):
+                for piece in pieces:
+                    base = piece.offset // BASE_STEP * BASE_STEP
+                    for begin, end in world.cut(piece.length):
+                        await world.travel()
+                        if world.random.random() < world.faults.drag:
+                            await asyncio.sleep(world.random.uniform(0, 1))
+                        at = piece.offset - base + begin
+                        data = world.peek(endpoint.address, base, at, at + end - begin)
+                        target = piece.local_offset + begin
+                        piece.memory[target : target + end - begin] = data
+        except TimeoutError:
+            raise DeadlineError("world.read", "too slow") from None
+        await self.process.pass_stall()
+
+
+class ClientChannel:
+    """A client's way to whichever master lives."""
+
+    def __init__(self, world: "World", process: Process) -> None:
+        self.world, self.process = world, process
+        self.session: Session | None = None
+
+    async def call(self, method, request, response_type, *, timeout_s=None):
+        session = self.session
+        if session is None or not session.is_open:
+            raise PeerLostError("world.call", "no master")
+        return await session.call(method, request, response_type, timeout_s=timeout_s)
+
+    async def wait_connected(self, timeout_s: float):
+        await asyncio.sleep(0.02)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while self.session is None or not self.session.is_open:
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise DeadlineError("world.connect", "no master in time")
+            await self.world.connect_client(self)
+            await asyncio.sleep(0.05)
+        return self.session
+
+
+class World:
+    """All processes of a run. Made inside a ``VirtualLoop``."""
+
+    def __init__(self, seed: int, config: StoreConfig, faults: Faults) -> None:
+        self.random = random.Random(seed)
+        self.config = config
+        self.faults = faults
+        self.ids = itertools.count()
+        self.bases = itertools.count(BASE_STEP, BASE_STEP)
+        self.ports: dict[str, SimHostPort] = {}
+        self.violations: list[str] = []
+        self.network = Process(self, "network")
+        self.segments: dict[str, Segment] = {}
+        self.hosts: dict[str, tuple[Process, StoreHost]] = {}
+        self.master_process: Process | None = None
+        self.master: StoreMaster
+        self.sessions: list[Session] = []
+        self.steps = 0
+        self.crash_at: dict[int, Callable[[], None]] = {}
+        self.clock = LoopClock()
+        self._epochs = itertools.count(1)
+
+    # Chance and time.
+
+    async def travel(self) -> None:
+        self.note_step()
+        delay_s = self.random.expovariate(1 / 0.001)
+        if self.random.random() < self.faults.late:
+            delay_s += self.random.uniform(0.1, 12.0)
+        await asyncio.sleep(delay_s)
+
+    def note_step(self) -> None:
+        self.steps += 1
+        action = self.crash_at.pop(self.steps, None)
+        if action is not None:
+            # Between two steps, not in the middle of one.
+            asyncio.get_running_loop().call_soon(action)
+
+    def cut(self, length: int) -> list[tuple[int, int]]:
+        if length <= 0:
+            return []
+        cuts = {0, length, *(self.random.randrange(length) for _ in range(2))}
+        return list(itertools.pairwise(sorted(cuts)))
+
+    async def rot(self) -> None:
+        """Flip bytes of objects, wherever they are, for as long as this runs."""
+        while self.faults.rot_per_s:
+            await asyncio.sleep(self.random.expovariate(self.faults.rot_per_s))
+            segment = self.segments[self.random.choice(sorted(self.segments))]
+            objects = list(segment.scan())
+            if objects:
+                offset, header = self.random.choice(objects)
+                begin, end = segment.span(header)
+                if end > begin:
+                    at = offset + self.random.randrange(begin, end)
+                    segment.data[at] ^= 1 << self.random.randrange(8)
+
+    def stall(self, process: Process) -> None:
+        process.stalled_until_s = asyncio.get_running_loop().time() + self.random.uniform(5, 60)
+        for session in self.sessions:
+            if session.near is process or session.far is process:
+                self.network.spawn(self._lose_silent(session))
+
+    async def _lose_silent(self, session: Session) -> None:
+        await asyncio.sleep(3.0)  # The lease of the control channel.
+        self.end_session(session)
+
+    # Memory.
+
+    def peek(self, address: str, base: int, begin: int, end: int) -> np.ndarray:
+        port = self.ports[address]
+        if not port.process.is_alive:
+            raise PeerLostError("world.read", f"{port.process.name} is dead")
+        if base != port.read_base or end > port.segment.usable_bytes:
+            raise NotFoundError("world.read", "no such buffer")
+        return port.segment.data[begin:end].copy()
+
+    def spawn_slice(self, writer: Process, endpoint, offset: int, data: bytes) -> asyncio.Task:
+        return self.network.spawn(self._move_slice(writer, endpoint, offset, data))
+
+    async def _move_slice(self, writer: Process, endpoint, offset: int, data: bytes) -> None:
+        await self.travel()
+        if writer.is_alive:
+            await writer.pass_stall()
+        port = self.ports[endpoint.address]
+        if not port.process.is_alive:
+            raise PeerLostError("world.write", f"{port.process.name} is dead")
+        base, at = offset // BASE_STEP * BASE_STEP, offset % BASE_STEP
+        if base not in port.writers:
+            raise NotFoundError("world.write", "the place was taken back")
+        port.writers[base] = writer
+        port.segment.data[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    # Processes.
+
+    def start_master(self) -> None:
+        process = Process(self, "master")
+        self.master = StoreMaster(
+            self.config, clock=self.clock, epoch=next(self._epochs), draw=self.random.randrange
+        )
+        process.serve(self.master.methods())
+        self.master_process = process
+        process.spawn(self.master._run())
+
+    def kill_master(self) -> None:
+        process = self.master_process
+        if process is None:
+            return
+        process.kill()
+        for task in list(self.master._tasks):
+            task.cancel()
+        for host in self.master.hosts.values():
+            for task in list(host._tasks):
+                task.cancel()
+        self.master_process = None
+        for session in [s for s in self.sessions if process in (s.near, s.far)]:
+            self.end_session(session)
+
+    def start_host(self, name: str, capacity: int) -> None:
+        if name not in self.segments:
+            self.segments[name] = self._watch(Segment.make_anonymous(capacity))
+        process = Process(self, name)
+        host = StoreHost(name, name, self.segments[name], SimHostPort(
+            self, process, self.segments[name]
+        ))  # fmt: skip
+        process.serve(host.methods())
+        self.hosts[name] = (process, host)
+        process.spawn(self._keep_joined(process, host))
+
+    def _watch(self, segment: Segment) -> Segment:
+        seal = segment.seal
+
+        def watched(offset, header) -> None:
+            try:
+                seal(offset, header)
+            except ConflictError as error:
+                self.violations.append(f"two objects in one place: {error}")
+                raise
+
+        segment.seal = watched
+        return segment
+
+    def kill_host(self, name: str) -> None:
+        if name not in self.hosts:
+            return
+        process, host = self.hosts.pop(name)
+        process.kill()
+        for task in [host._joining, *host._pulls.values()]:
+            if task is not None:
+                task.cancel()
+        for session in [s for s in self.sessions if process in (s.near, s.far)]:
+            self.end_session(session)
+
+    async def _keep_joined(self, process: Process, host: StoreHost) -> None:
+        """As ``RpcClient`` with ``reconnect`` does."""
+        while True:
+            await asyncio.sleep(self.random.uniform(0.02, 0.25))
+            if self.master_process is None:
+                continue
+            session = self.open_session(process, self.master_process)
+            host.on_master(session)
+            await session.lost.wait()
+            host.on_master_lost()
+
+    def start_client(self, name: str) -> tuple[Process, AsyncStoreClient]:
+        process = Process(self, name)
+        channel = ClientChannel(self, process)
+        client = AsyncStoreClient(
+            channel,
+            SimClientPort(self, process),
+            clock=self.clock,
+            config=self.config,
+            machine=name,
+        )
+        return process, client
+
+    async def connect_client(self, channel: ClientChannel) -> None:
+        await channel.process.pass_stall()
+        if self.master_process is not None:
+            channel.session = self.open_session(channel.process, self.master_process)
+
+    def kill_client(self, process: Process) -> None:
+        process.kill()
+        for session in [s for s in self.sessions if process in (s.near, s.far)]:
+            self.end_session(session)
+
+    # Sessions.
+
+    def open_session(self, near: Process, far: Process) -> Session:
+        session = Session(self, near, far)
+        session.back = Session(self, far, near)
+        session.back.back = session
+        self.sessions.append(session)
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """Close it, and tell the master, as the control channel does."""
+        if not session.is_open:
+            return
+        session.close()
+        self.sessions = [other for other in self.sessions if other.is_open]
+        if self.master_process is not None and session.far is self.master_process:
+            self.master.on_caller_lost(session.back)
+
+
+def run_virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run ``main()`` to its end in virtual time, and end what it left."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
