@@ -38,10 +38,12 @@ __all__ = ["make_cases"]
 FORMATS = ("int8g128", "int4g32", "bf16")
 LINEAR_FORMATS = {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"}
 """Of the other matrices; llama.cpp's quantiser gives some of them more bits as well."""
-LARGEST_ERROR = {"int8g128": 0.06, "int4g32": 0.35, "bf16": 0.03}
+LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
-in everything else."""
+in everything else, on both sides: 0.03 is seen between two that are right."""
+PEER_LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.6}
+"""The same of llama.cpp, which has q4_0, without minimum, in attention as well."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
 LLAMA_REQUIREMENTS = ("llama-cpp-python==0.3.36", "gguf")
 DECODE_CONTEXT = 128
@@ -171,7 +173,7 @@ class _Bench:
             peer = self.llama(weight_format, batch)
             if peer is not None:
                 error = _compare(peer.score(prompts[0][:64]), want)
-                if not error < LARGEST_ERROR[weight_format]:
+                if not error < PEER_LARGEST_ERROR[weight_format]:
                     return f"logits of {peer.name} differ by {error:.4f}"
             return "ok"
 
