@@ -85,6 +85,7 @@ def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
         (("plan", "/nonexistent"), ["/nonexistent"]),
         (("serve",), ["model"]),
         (("bench", "nope"), ["nope", "engine"]),
+        (("bench", "engine", "--with-peers"), ["no peers for engine"]),
         (("generate", "demo"), ["prompt"]),
         (("pull", "not an id"), ["not an id"]),
         (("config", "show", "--config", "/nonexistent.yaml"), ["/nonexistent.yaml"]),

@@ -119,6 +119,9 @@ def test_rules_give_layers_formats_of_their_own(checkpoint, tmp_path, open_sessi
     mixed = load_model(folder, rules=path, expert_format="int8g32")
     uniform = load_model(folder, expert_format="int8g32")
     assert mixed.is_fused
+    # KV of one must never serve the other.
+    assert mixed.numerics != uniform.numerics
+    assert mixed.numerics == load_model(folder, rules=path, expert_format="int8g32").numerics
     a, b = open_session(mixed).run(IDS), open_session(uniform).run(IDS)
     assert not torch.equal(a, b)
 

@@ -11,7 +11,7 @@ import random
 
 import msgspec
 import pytest
-from tests_store_world import Faults, World, run_virtual
+from store_world import Faults, World, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.store.client import PutOptions, PutResult, _Read

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from tandem.bench.harness import describe_run, format_record, run_cases
-from tandem.core.errors import NotFoundError
+from tandem.core.errors import NotFoundError, UnsupportedError
 
 __all__ = ["bench"]
 
@@ -24,7 +24,7 @@ BENCHES = {
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
 WITH_PEERS = ("model", "transfer")
-"""Those that take ``with_peers`` as well."""
+"""Those that take ``with_peers=...`` as well."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
 FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
@@ -44,14 +44,16 @@ def bench(
     """Measure; print one line and one JSON record per case."""
     if name not in BENCHES:
         raise NotFoundError("cli.bench", f"no benchmark {name!r}: there is {', '.join(BENCHES)}")
+    if with_peers and name not in WITH_PEERS:
+        what = f"no peers for {name}: --with-peers is for {', '.join(WITH_PEERS)}"
+        raise UnsupportedError("cli.bench", what)
+    peers = {"with_peers": True} if with_peers else {}
     module = importlib.import_module(BENCHES[name])
     lines: list[bytes] = []
     failed = False
     for record in run_cases(
         name,
-        module.make_cases(
-            quick=quick, **({"with_peers": with_peers} if name in WITH_PEERS else {})
-        ),
+        module.make_cases(quick=quick, **peers),
         pattern=cases,
         budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
         rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,

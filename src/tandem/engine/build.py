@@ -228,8 +228,7 @@ def build_engine(
     )
     pool = BlockPool(plan.kv.num_blocks)
     # Whatever must be equal for KV of equal tokens to be interchangeable.
-    formats = f"{plan.spec.dtype}/{plan.expert_format}/{plan.linear_format}"
-    fingerprint = f"{model.fingerprint}/{formats}/{plan.layout}"
+    fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
     index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
         Scheduler(plan.config, pool, index),

@@ -3,6 +3,7 @@
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+from abc import abstractmethod
 from itertools import pairwise
 
 import torch
@@ -47,12 +48,12 @@ class RoutedExperts(Operator):
         self.add_into_(out, hidden_states, top_k_index, top_k_weights)
         return out
 
+    @abstractmethod
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum to ``residual_TD``, in place; as ``forward`` otherwise.
 
         Cost: each chosen expert's weights are read once, whatever the number of its tokens.
         """
-        raise NotImplementedError  # An interface: each operator runs its own weights.
 
     def add_natively(
         self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep

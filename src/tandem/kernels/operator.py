@@ -1,6 +1,7 @@
 """What all operators share: reading their own weights from a source that knows the checkpoint."""
 
 import mmap
+from abc import ABC, abstractmethod
 from math import prod
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class WeightReader(Protocol):
         ...
 
 
-class Operator(nn.Module):
+class Operator(nn.Module, ABC):
     """An operator of ours in the place of a module of the skeleton.
 
     Weights do not exist before ``load``; after it they are parameters without gradient, or packed.
@@ -44,12 +45,12 @@ class Operator(nn.Module):
     packed_bytes: int = 0
     """Of the weights that are packed, and so are no parameters of the module."""
 
+    @abstractmethod
     def load(self, reader: WeightReader, name: str) -> None:
         """Allocate the weights and read them; ``name`` is the module's dotted path.
 
         Raises: what ``WeightReader.read_into`` raises.
         """
-        raise NotImplementedError  # An interface: each operator reads its own names.
 
 
 def allocate_scratch(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """From a checkpoint to a model that runs paged batches."""
 
+import hashlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,18 @@ class CausalModel:
         seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
         packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
+
+    @property
+    def numerics(self) -> str:
+        """SHA-256 over what, beside the weights, decides the values of a KV block.
+
+        The dtype, and for each module its operator and weight format, so that a rule for one layer
+        counts as well as a setting for all.
+        """
+        digest = hashlib.sha256(self.spec.dtype.encode())
+        for outcome in self.report.outcomes:
+            digest.update(f"\0{outcome.module}\0{outcome.operator}\0{outcome.note}".encode())
+        return digest.hexdigest()
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
         """Return the layout of a KV block.
