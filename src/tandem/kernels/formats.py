@@ -8,6 +8,7 @@ Shapes: N outputs, K inputs, G groups of ``group_size`` inputs.
 """
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,15 @@ BLOCK_ROWS = 128
 """Outputs that share a scale in fp8."""
 
 
+class FormatFields(TypedDict):
+    """What the native core knows a format by."""
+
+    bits: int
+    group_size: int
+    has_minimum: bool
+    is_float: bool
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """How weights are stored.
@@ -59,6 +69,16 @@ class WeightFormat:
     def is_integer(self) -> bool:
         """Whether weights are integer codes, multiplied with int8 activations."""
         return self.bits < 16 and not self.is_float
+
+    @property
+    def fields(self) -> FormatFields:
+        """The format as the native core takes it, where names mean nothing."""
+        return {
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "has_minimum": self.has_minimum,
+            "is_float": self.is_float,
+        }
 
     @property
     def activation_group_size(self) -> int:

@@ -56,10 +56,7 @@ def count_bytes(
     Raises: as ``PackedExperts``.
     """
     return count_expert_bytes(
-        bits=weight_format.bits,
-        group_size=weight_format.group_size,
-        has_minimum=weight_format.has_minimum,
-        is_float=weight_format.is_float,
+        **weight_format.fields,
         num_experts=num_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -111,15 +108,12 @@ class PackedExperts:
         self.intermediate_size = intermediate_size
         self._pool = pool
         self._bank = ExpertBank(
-            bits=weight_format.bits,
-            group_size=weight_format.group_size,
-            has_minimum=weight_format.has_minimum,
+            **weight_format.fields,
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             isa="" if isa is None else isa,
             storage=storage if num_parts == 1 else None,
-            is_float=weight_format.is_float,
             activation=activation.name,
             alpha=activation.alpha,
             limit=activation.limit,

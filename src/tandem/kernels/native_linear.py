@@ -27,10 +27,7 @@ def count_bytes(weight_format: WeightFormat, in_features: int, out_features: int
     Raises: as ``PackedLinear``.
     """
     return count_linear_bytes(
-        bits=weight_format.bits,
-        group_size=weight_format.group_size,
-        has_minimum=weight_format.has_minimum,
-        is_float=weight_format.is_float,
+        **weight_format.fields,
         in_features=in_features,
         out_features=out_features,
     )
@@ -69,10 +66,7 @@ class PackedLinear:
         self.out_features = out_features
         self._pool = pool
         self._matrix = PackedMatrix(
-            bits=weight_format.bits,
-            group_size=weight_format.group_size,
-            has_minimum=weight_format.has_minimum,
-            is_float=weight_format.is_float,
+            **weight_format.fields,
             in_features=in_features,
             out_features=out_features,
             isa="" if isa is None else isa,
