@@ -139,6 +139,17 @@ def test_one_writer_at_a_time(folder, cache_root, open_session, caplog):
     assert len(find_files(cache_root)) == 3
 
 
+def test_a_lock_that_is_a_link_costs_nothing(folder, cache_root, tmp_path):
+    root = choose_root(str(cache_root), folder, 0)
+    assert root is not None
+    (root / "int8g32").mkdir(parents=True)
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (root / "int8g32" / ".lock").symlink_to(precious)
+    assert convert_model(folder, "int8g32", packed_cache=str(cache_root)).num_packed == 3
+    assert precious.read_text() == "kept"
+
+
 @pytest.mark.parametrize("step", ["posix_fallocate", "fsync", "rename"])
 def test_a_full_disk_costs_the_cache_not_the_model(
     step, folder, cache_root, open_session, monkeypatch, caplog

@@ -294,7 +294,8 @@ class PackedCache:
             return True
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = (self.folder / ".lock").open("wb")
+            # Not truncated: in a folder of somebody else it could be a link to any file of ours.
+            lock = (self.folder / ".lock").open("ab")
         except OSError as error:
             self._stop_writing(str(error))
             return False
