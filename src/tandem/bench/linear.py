@@ -7,12 +7,14 @@ whichever is the fastest; reading the packed bytes once, or the multiply-adds in
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
-from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.harness import BenchCase
+from tandem.bench.turns import Kind, list_kinds, make_turn_case
 from tandem.kernels.formats import find_format
 from tandem.kernels.native_linear import PackedLinear
 
@@ -55,8 +57,7 @@ class _Matrices:
             torch.randn(outs, ins, generator=self.generator) / ins**0.5 for _ in range(self.count)
         ]
         self.rivals = {torch.float32: wide, torch.bfloat16: [w.bfloat16() for w in wide]}
-        threads = sorted({1, pool.num_threads})
-        self.kinds = [(dtype, count) for dtype in self.rivals for count in threads]
+        self.kinds = list_kinds(list(self.rivals), pool.num_threads)
         self._ours: tuple[str, list[PackedLinear]] = ("", [])
 
     def pack(self, name: str) -> list[PackedLinear]:
@@ -83,58 +84,68 @@ class _Bench:
         return self._matrices
 
 
-def _make_case(bench: _Bench, shape_name: str, name: str, num_rows: int) -> BenchCase:
-    shape = SHAPES[shape_name]
-    x = torch.empty(0)
-    turn = 0
-    chosen = (torch.bfloat16, 1)
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What a case calls the matrices of its shape with."""
 
-    def time_ours() -> float:
-        nonlocal turn
-        matrices = bench.find(shape)
-        turn = (turn + 1) % matrices.count
-        linear = matrices.pack(name)[turn]
-        return time_call(lambda: linear.forward(x)) * 1e3
+    matrices: _Matrices
+    name: str
+    x: dict[torch.dtype, torch.Tensor]
+
+    @property
+    def count(self) -> int:
+        return self.matrices.count
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return self.matrices.kinds
+
+    def find(self, turn: int) -> PackedLinear:
+        return self.matrices.pack(self.name)[turn]
+
+    def run(self, turn: int) -> torch.Tensor:
+        return self.find(turn).forward(self.x[torch.float32])
 
     @torch.inference_mode()
-    def time_rival(kind: tuple[torch.dtype, int]) -> float:
-        weight = bench.find(shape).rivals[kind[0]][turn]
-        narrow = x.to(kind[0])
-        torch.set_num_threads(kind[1])
-        return time_call(lambda: F.linear(narrow, weight)) * 1e3
+    def run_rival(self, turn: int, kind: Kind) -> torch.Tensor:
+        return F.linear(self.x[kind[0]], self.matrices.rivals[kind[0]][turn])
 
-    def time_ceiling() -> float:
-        matrices = bench.find(shape)
+    def find_idle(self, turn: int) -> int:
         # Out of use for as long as the one whose turn is next.
-        linear = matrices.pack(name)[(turn + matrices.count // 2) % matrices.count]
-        # The rival leaves the caches full of what it wrote: writing that back slows the next read.
-        matrices.pack(name)[turn].read_weights()
-        read = time_call(linear.read_weights)
-        num_macs = num_rows * shape[0] * shape[1]
-        multiplied = time_call(lambda: linear.multiply_registers(num_macs))
-        return max(read, multiplied) * 1e3
+        return (turn + self.count // 2) % self.count
 
-    def check() -> str:
-        nonlocal x, chosen
+    def read_all(self, turn: int) -> None:
+        self.find(turn).read_weights()
+
+    def read(self, idle: int, turn: int) -> None:
+        del turn  # Every call needs all of a matrix.
+        self.read_all(idle)
+
+    def multiply(self, turn: int) -> None:
+        ins, outs = self.matrices.shape
+        self.find(turn).multiply_registers(len(self.x[torch.float32]) * ins * outs)
+
+    def measure_error(self) -> float:
+        want = F.linear(self.x[torch.float32], self.matrices.rivals[torch.float32][0])
+        return float((self.run(0) - want).norm() / want.norm())
+
+
+def _make_case(bench: _Bench, shape_name: str, name: str, num_rows: int) -> BenchCase:
+    shape = SHAPES[shape_name]
+    x: dict[torch.dtype, torch.Tensor] = {}
+
+    def find() -> _Turns:
         matrices = bench.find(shape)
-        x = torch.randn(num_rows, shape[0], generator=matrices.generator)
-        got = matrices.pack(name)[0].forward(x)
-        want = F.linear(x, matrices.rivals[torch.float32][0])
-        error = float((got - want).norm() / want.norm())
-        if not error <= FORMATS[name]:
-            return f"relative error {error:.4f}, at most {FORMATS[name]} is allowed"
-        tries = 1 if num_rows > 256 else 3
-        chosen = min(matrices.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
-        return "ok"
+        if not x:
+            wide = torch.randn(num_rows, shape[0], generator=matrices.generator)
+            x.update({dtype: wide.to(dtype) for dtype in matrices.rivals})
+        return _Turns(matrices, name, x)
 
-    return BenchCase(
-        name=f"op=linear format={name} shape={shape_name} tokens={num_rows}",
-        unit="ms",
-        ours=time_ours,
-        check=check,
-        baseline=lambda: time_rival(chosen),
-        baseline_name=lambda: f"{chosen[0]} threads={chosen[1]}",
-        ceiling=time_ceiling,
+    return make_turn_case(
+        f"op=linear format={name} shape={shape_name} tokens={num_rows}",
+        num_tokens=num_rows,
+        largest_error=FORMATS[name],
+        find=find,
     )
 
 

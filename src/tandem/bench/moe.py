@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
-from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.harness import BenchCase
+from tandem.bench.turns import Kind, list_kinds, make_turn_case
 from tandem.kernels.formats import find_format
 from tandem.kernels.native_experts import PackedExperts
 
@@ -80,8 +81,7 @@ class _TorchExperts:
         self._gate_up, self._down = gate_up.to(dtype), down.to(dtype)
 
     @torch.inference_mode()
-    def forward(self, batch: _Batch, num_threads: int) -> torch.Tensor:
-        torch.set_num_threads(num_threads)
+    def forward(self, batch: _Batch) -> torch.Tensor:
         x = batch.x.to(self._gate_up.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for expert in batch.ids.unique().tolist():
@@ -107,8 +107,7 @@ class _Layers:
             dtype: [_TorchExperts(*layer, dtype) for layer in self.layers]
             for dtype in (torch.bfloat16, torch.float32)
         }
-        threads = sorted({1, self.pool.num_threads})
-        self.kinds = [(dtype, count) for dtype in self.rivals for count in threads]
+        self.kinds = list_kinds(list(self.rivals), self.pool.num_threads)
         self._ours: tuple[str, list[PackedExperts]] = ("", [])
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -149,55 +148,67 @@ class _Bench:
         return self._layers
 
 
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What a case calls the layers of its shape with: a batch for each."""
+
+    layers: _Layers
+    name: str
+    batches: list[_Batch]
+
+    @property
+    def count(self) -> int:
+        return self.layers.num_layers
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return self.layers.kinds
+
+    def find(self, turn: int) -> PackedExperts:
+        return self.layers.pack(self.name)[turn]
+
+    def run(self, turn: int) -> torch.Tensor:
+        batch = self.batches[turn]
+        return self.find(turn).forward(batch.x, batch.ids, batch.weights)
+
+    def run_rival(self, turn: int, kind: Kind) -> torch.Tensor:
+        return self.layers.rivals[kind[0]][turn].forward(self.batches[turn])
+
+    def find_idle(self, turn: int) -> int:
+        # Of all layers the one that has been out of use the longest when its turn comes.
+        return (turn - 1) % self.count
+
+    def read_all(self, turn: int) -> None:
+        self.find(turn).read_weights(self.layers.num_experts)
+
+    def read(self, idle: int, turn: int) -> None:
+        self.find(idle).read_weights(self.batches[turn].num_active)
+
+    def multiply(self, turn: int) -> None:
+        shape, num_tokens = self.layers.shape, len(self.batches[turn].x)
+        macs = num_tokens * shape.top_k * 3 * shape.hidden * shape.inner
+        self.find(turn).multiply_registers(macs)
+
+    def measure_error(self) -> float:
+        torch.set_num_threads(self.layers.pool.num_threads)
+        want = self.layers.rivals[torch.float32][0].forward(self.batches[0])
+        return float((self.run(0) - want).norm() / want.norm())
+
+
 def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> BenchCase:
     batches: list[_Batch] = []
-    turn = 0
-    chosen = (torch.bfloat16, 1)
 
-    def time_ours() -> float:
-        nonlocal turn
+    def find() -> _Turns:
         layers = bench.find(shape)
-        turn = (turn + 1) % layers.num_layers
-        layer, batch = layers.pack(name)[turn], batches[turn]
-        return time_call(lambda: layer.forward(batch.x, batch.ids, batch.weights)) * 1e3
+        if not batches:
+            batches.extend(layers.make_batch(num_tokens) for _ in range(layers.num_layers))
+        return _Turns(layers, name, batches)
 
-    def time_rival(kind: tuple[torch.dtype, int]) -> float:
-        rival = bench.find(shape).rivals[kind[0]][turn]
-        return time_call(lambda: rival.forward(batches[turn], kind[1])) * 1e3
-
-    def time_ceiling() -> float:
-        layers = bench.find(shape)
-        # Of all layers the one that has been out of use the longest when its turn comes.
-        layer = layers.pack(name)[(turn - 1) % layers.num_layers]
-        num_macs = num_tokens * shape.top_k * 3 * shape.hidden * shape.inner
-        # The rival leaves the caches full of what it wrote: writing that back slows the next read.
-        layers.pack(name)[turn].read_weights(layers.num_experts)
-        read = time_call(lambda: layer.read_weights(batches[turn].num_active))
-        multiplied = time_call(lambda: layer.multiply_registers(num_macs))
-        return max(read, multiplied) * 1e3
-
-    def check() -> str:
-        nonlocal chosen
-        layers = bench.find(shape)
-        batches[:] = [layers.make_batch(num_tokens) for _ in range(layers.num_layers)]
-        batch = batches[0]
-        got = layers.pack(name)[0].forward(batch.x, batch.ids, batch.weights)
-        want = layers.rivals[torch.float32][0].forward(batch, layers.pool.num_threads)
-        error = float((got - want).norm() / want.norm())
-        if not error <= FORMATS[name]:
-            return f"relative error {error:.4f}, at most {FORMATS[name]} is allowed"
-        tries = 1 if num_tokens > 256 else 3
-        chosen = min(layers.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
-        return "ok"
-
-    return BenchCase(
-        name=f"op=moe format={name} shape={shape.name} tokens={num_tokens}",
-        unit="ms",
-        ours=time_ours,
-        check=check,
-        baseline=lambda: time_rival(chosen),
-        baseline_name=lambda: f"{chosen[0]} threads={chosen[1]}",
-        ceiling=time_ceiling,
+    return make_turn_case(
+        f"op=moe format={name} shape={shape.name} tokens={num_tokens}",
+        num_tokens=num_tokens,
+        largest_error=FORMATS[name],
+        find=find,
     )
 
 

@@ -1,0 +1,115 @@
+"""A case over operators of one shape used in turn, so that no cache holds the next one's weights.
+
+The rival is whichever of its kinds (dtype, threads) is the fastest for the case. The ceiling is
+what takes longer, reading the bytes that a call needs or doing its multiply-adds in registers; it
+is measured on an operator that is not in use, in the same rounds.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tandem.bench.harness import BenchCase, time_call
+
+__all__ = ["Kind", "Turns", "list_kinds", "make_turn_case"]
+
+Kind = tuple[torch.dtype, int]
+"""Of the rival: its dtype and its threads."""
+
+LONG_TOKENS = 256
+"""Above, a call takes so long that the rivals are compared by one call each."""
+
+
+class Turns(Protocol):
+    """Operators of ours and of the rival, with what each is called with; ``turn`` picks one."""
+
+    @property
+    def count(self) -> int:
+        """Of the operators."""
+        ...
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of the rival."""
+        ...
+
+    def run(self, turn: int) -> object:
+        """Call ours."""
+        ...
+
+    def run_rival(self, turn: int, kind: Kind) -> object:
+        """Call the rival, on as many threads as ``kind`` says."""
+        ...
+
+    def find_idle(self, turn: int) -> int:
+        """Return an operator that has been out of use for long."""
+        ...
+
+    def read_all(self, turn: int) -> None:
+        """Read all packed bytes of ours."""
+        ...
+
+    def read(self, idle: int, turn: int) -> None:
+        """Read as many packed bytes of operator ``idle`` as the call of ``turn`` needs."""
+        ...
+
+    def multiply(self, turn: int) -> None:
+        """Do the multiply-adds of a call in registers."""
+        ...
+
+    def measure_error(self) -> float:
+        """Return the error of ours against float32, as a norm relative to the result's."""
+        ...
+
+
+def list_kinds(dtypes: list[torch.dtype], num_threads: int) -> list[Kind]:
+    """Return each dtype with one thread and with all."""
+    return [(dtype, count) for dtype in dtypes for count in sorted({1, num_threads})]
+
+
+def make_turn_case(
+    name: str, *, num_tokens: int, largest_error: float, find: Callable[[], Turns]
+) -> BenchCase:
+    """Make a case; ``find`` gives its operators, made when they are first asked for."""
+    turn = 0
+    chosen: Kind = (torch.bfloat16, 1)
+
+    def time_ours() -> float:
+        nonlocal turn
+        turns = find()
+        turn = (turn + 1) % turns.count
+        return time_call(lambda: turns.run(turn)) * 1e3
+
+    def time_rival(kind: Kind) -> float:
+        turns = find()
+        torch.set_num_threads(kind[1])
+        return time_call(lambda: turns.run_rival(turn, kind)) * 1e3
+
+    def time_ceiling() -> float:
+        turns = find()
+        idle = turns.find_idle(turn)
+        # The rival leaves the caches full of what it wrote: writing that back slows the next read.
+        turns.read_all(turn)
+        read = time_call(lambda: turns.read(idle, turn))
+        return max(read, time_call(lambda: turns.multiply(idle))) * 1e3
+
+    def check() -> str:
+        nonlocal chosen
+        turns = find()
+        error = turns.measure_error()
+        if not error <= largest_error:
+            return f"relative error {error:.4f}, at most {largest_error} is allowed"
+        tries = 1 if num_tokens > LONG_TOKENS else 3
+        chosen = min(turns.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
+        return "ok"
+
+    return BenchCase(
+        name=name,
+        unit="ms",
+        ours=time_ours,
+        check=check,
+        baseline=lambda: time_rival(chosen),
+        baseline_name=lambda: f"{chosen[0]} threads={chosen[1]}",
+        ceiling=time_ceiling,
+    )
