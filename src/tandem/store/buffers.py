@@ -1,6 +1,7 @@
 """Memory of a client: registered buffers, parts of them, and small values set side by side."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,20 @@ from tandem.core.errors import ShapeError
 from tandem.store import layout
 from tandem.store.client_edges import ClientPort
 
-__all__ = ["Part", "StagedPart", "Staging", "StoreBuffer", "as_bytes", "as_views", "list_parts"]
+__all__ = [
+    "Part",
+    "ScratchPool",
+    "StagedPart",
+    "Staging",
+    "StoreBuffer",
+    "as_bytes",
+    "as_views",
+    "list_parts",
+]
 
+MIN_SCRATCH_BYTES = 64 * 1024
+MAX_SCRATCH_BYTES = 8 * 2**20
+"""What a client keeps of scratch memory."""
 STAGED_BYTES = 256 * 1024
 """Smaller values are copied behind their table, which saves a transfer; larger ones are not."""
 
@@ -28,6 +41,45 @@ class StoreBuffer:
     def nbytes(self) -> int:
         """Its length."""
         return self.array.size
+
+
+class ScratchPool:
+    """Registered memory for what is only looked at: kept, since making it costs page faults."""
+
+    def __init__(self, port: ClientPort) -> None:
+        self._port = port
+        self._kept: StoreBuffer | None = None
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def lend(self, size_bytes: int) -> Iterator[StoreBuffer]:
+        """Lend memory of at least so many bytes; its contents are anything."""
+        buffer, self._kept = self._kept, None
+        if buffer is None or buffer.nbytes < size_bytes:
+            self._drop(buffer)
+            array = np.empty(max(size_bytes, MIN_SCRATCH_BYTES), dtype=np.uint8)
+            buffer = StoreBuffer(self._port.register(array), array)
+        try:
+            yield buffer
+        except BaseException:
+            # Cancelled: taking it back waits for whatever may still be moving.
+            self._drop(buffer)
+            raise
+        else:
+            if self._kept is None and buffer.nbytes <= MAX_SCRATCH_BYTES and not self._is_closed:
+                self._kept = buffer
+            else:
+                self._drop(buffer)
+
+    def close(self) -> None:
+        """Give back what is kept."""
+        self._is_closed = True
+        buffer, self._kept = self._kept, None
+        self._drop(buffer)
+
+    def _drop(self, buffer: StoreBuffer | None) -> None:
+        if buffer is not None:
+            self._port.unregister(buffer.handle)
 
 
 class Part(NamedTuple):

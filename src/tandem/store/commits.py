@@ -1,6 +1,7 @@
 """Commits of a master: what clients have written is sealed on its hosts and becomes visible."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +9,15 @@ from typing import TYPE_CHECKING
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Replica
-from tandem.store.messages import Ack, CommitPut, CommitStatus, ExtentRecords, KeyBytes, SealExtents
+from tandem.store.messages import (
+    Ack,
+    CommitPut,
+    CommitStatus,
+    ExtentRecords,
+    KeyBytes,
+    PutInline,
+    SealExtents,
+)
 from tandem.store.puts import Put
 from tandem.store.segment import ExtentHeader
 from tandem.store.sessions import Caller
@@ -81,15 +90,33 @@ class Commits:
         async with _KeysHeld(self._sealing, [put.key for put in ready.values()]):
             for put in ready.values():
                 self._master.puts.forget_lost(put)
-            await self._seal(ready, request.checksums, statuses)
+            await self._seal(ready, request.checksums, statuses, None)
         for i, put in ready.items():
             self._master.puts.remember((client, put.put_id), statuses[i])
         return statuses
 
+    async def seal_values(
+        self, puts: dict[int, Put], request: PutInline, statuses: list[CommitStatus]
+    ) -> None:
+        """Have hosts write the values of these puts, and seal and show them."""
+        async with _KeysHeld(self._sealing, [put.key for put in puts.values()]):
+            for put in puts.values():
+                self._master.puts.forget_lost(put)
+            ready = {i: put for i, put in puts.items() if put.extents}
+            ends = list(itertools.accumulate(request.sizes))
+            blob = memoryview(request.blob)
+            values = {i: blob[ends[i] - put.size : ends[i]] for i, put in ready.items()}
+            await self._seal(ready, request.checksums, statuses, values)
+
     async def _seal(
-        self, ready: dict[int, Put], checksums: Sequence[int], statuses: list[CommitStatus]
+        self,
+        ready: dict[int, Put],
+        checksums: Sequence[int],
+        statuses: list[CommitStatus],
+        values: "dict[int, memoryview] | None",
     ) -> None:
         records: dict[int, ExtentRecords] = {}
+        blobs: dict[int, list[memoryview]] = {}
         versions: dict[int, int] = {}
         for i, put in ready.items():
             row = self._master.directory.find(put.key)
@@ -104,7 +131,11 @@ class Commits:
                     put.soft_pin_ms,
                 )  # fmt: skip
                 append_record(records.setdefault(number, ExtentRecords()), extent.offset, header)
-        sealed = await self._seal_on_hosts(records)
+                if values is not None:
+                    blobs.setdefault(number, []).append(values[i])
+        sealed = await self._seal_on_hosts(
+            records, None if values is None else {n: b"".join(parts) for n, parts in blobs.items()}
+        )
         replaced: list[asyncio.Future[None]] = []
         for i, version in versions.items():
             put = ready[i]
@@ -116,12 +147,21 @@ class Commits:
         # Until the old versions are gone, a crash could bring them back.
         await asyncio.gather(*replaced)
 
-    async def _seal_on_hosts(self, records: dict[int, ExtentRecords]) -> set[int]:
+    async def _seal_on_hosts(
+        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes] | None
+    ) -> set[int]:
         """Return the hosts that have done it."""
         numbers = sorted(records)
         answers = await asyncio.gather(
             *(
-                self._master.hosts[number].order("seal", SealExtents, Ack, records=records[number])
+                self._master.hosts[number].order(
+                    "seal",
+                    SealExtents,
+                    Ack,
+                    records=records[number],
+                    has_values=blobs is not None,
+                    blob=b"" if blobs is None else blobs[number],
+                )
                 for number in numbers
             ),
             return_exceptions=True,

@@ -6,6 +6,7 @@ which holds strings and numbers only and is therefore not walked either. Every o
 complete; writes that are under way are the master's business. Not thread-safe.
 """
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,37 @@ class Directory:
             return bytes(map(self._rows.__contains__, keys))
         find, live = self._rows.get, self._live
         return bytes((row := find(key)) is not None and live[row] > 0 for key in keys)
+
+    def locate_many(
+        self, keys: Sequence[str], until_ms: int
+    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
+        """Lease objects and note a use of each, all at once.
+
+        Returns: their rows (``NO_ROW`` where there is none); and of each, int64 [4, keys]: size,
+            checksum, host and offset of its only replica. The host is -1 without an object, -2
+            if it has several replicas.
+        """
+        count = len(keys)
+        rows = np.fromiter(map(self._rows.get, keys, itertools.repeat(NO_ROW)), np.int64, count)
+        columns = np.full((4, count), -1, dtype=np.int64)
+        is_there = rows >= 0
+        found = rows if is_there.all() else rows[is_there]
+        if not len(found):
+            return rows, columns
+        first = _view(self._first)[found]
+        hosts = _view(self._replica_host)[first].astype(np.int64)
+        hosts[_view(self._replica_next)[first] >= 0] = -2
+        columns[:, is_there] = (
+            _view(self._size)[found],
+            _view(self._checksum)[found],
+            hosts,
+            _view(self._replica_offset)[first],
+        )
+        _view(self._used_tick)[found] = np.arange(self._tick + 1, self._tick + 1 + len(found))
+        self._tick += len(found)
+        leases = _view(self._lease_until_ms)
+        leases[found] = np.maximum(leases[found], until_ms)
+        return rows, columns
 
     def key(self, row: int) -> str:
         """Return the key of a row."""

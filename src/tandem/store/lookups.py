@@ -4,8 +4,20 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tandem.store.index import NO_ROW, Replica
-from tandem.store.messages import FindObjects, FoundObjects, KeyBytes, KeyList, KeyPage, ListKeys
+from tandem.store.messages import (
+    Endpoint,
+    FindObjects,
+    FoundObjects,
+    KeyBytes,
+    KeyList,
+    KeyPage,
+    ListKeys,
+    Located,
+    LocateObjects,
+)
 from tandem.store.policies import rank_replicas
 from tandem.store.sessions import Caller
 
@@ -14,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SCAN_KEYS", "Lookups"]
 
+SEVERAL = -2
+"""What ``Directory.locate_many`` says of an object with several replicas."""
 SCAN_KEYS = 5_000
 """Keys looked at in one go by a command that looks at all."""
 
@@ -66,6 +80,28 @@ class Lookups:
             lease_ms=lease_ms,
             is_recovering=num_missing > 0 and self._master.is_recovering,
         )
+
+    def locate(self, _: Caller, request: LocateObjects) -> Located:
+        """Say where the best replica of each is, and lease them; what is not simple is left out."""
+        hosts, lease_ms = self._master.hosts, self._master.config.lease_ms
+        rows, columns = self._master.directory.locate_many(
+            request.keys, self._master.now_ms() + lease_ms
+        )
+        sizes, _checksums, places, offsets = columns
+        for i in np.flatnonzero(places == SEVERAL).tolist():
+            ranked = self._rank(self._master.directory.replicas(int(rows[i])), request.machine)
+            places[i], offsets[i] = ranked[0] if ranked else (-1, -1)
+        endpoints: list[Endpoint] = []
+        for host in set(places.tolist()) - {-1}:
+            if hosts[host].caller is None:
+                places[places == host] = -1
+            else:
+                endpoints.append(hosts[host].endpoint())
+                hosts[host].note_read(int(sizes[places == host].sum()))
+        num_found = int(np.count_nonzero(rows >= 0))
+        self._master.counters.hits += num_found
+        self._master.counters.misses += len(rows) - num_found
+        return Located(columns.astype("<i8", copy=False).tobytes(), endpoints, lease_ms)
 
     def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:
         here = [

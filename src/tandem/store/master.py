@@ -18,6 +18,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.eviction import Eviction
 from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Directory
+from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
 from tandem.store.membership import Membership
 from tandem.store.messages import (
@@ -37,8 +38,11 @@ from tandem.store.messages import (
     KeyList,
     KeyPage,
     ListKeys,
+    Located,
+    LocateObjects,
     PinObjects,
     PrefixRemoval,
+    PutInline,
     RemovePrefix,
     RepinExtents,
     ReportBadReplica,
@@ -96,6 +100,7 @@ class StoreMaster:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.puts = Puts(self)
         self.commits = Commits(self)
+        self.inline_puts = InlinePuts(self)
         self.lookups = Lookups(self)
         self.removals = Removals(self)
         self.eviction = Eviction(self)
@@ -107,8 +112,10 @@ class StoreMaster:
         """Return what hosts and clients may call: name, handler, request and response type."""
         return [
             ("start_put", self.puts.start, StartPut, StartedPut),
+            ("put_inline", self.inline_puts.put, PutInline, KeyBytes),
             ("commit_put", self.commits.commit, CommitPut, KeyBytes),
             ("find", self.lookups.find, FindObjects, FoundObjects),
+            ("locate", self.lookups.locate, LocateObjects, Located),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
             ("remove", self.removals.remove, KeyList, KeyBytes),
             ("remove_prefix", self.removals.remove_prefix, RemovePrefix, PrefixRemoval),

@@ -28,12 +28,15 @@ __all__ = [
     "KeyList",
     "KeyPage",
     "ListKeys",
+    "LocateObjects",
+    "Located",
     "OpenWriter",
     "Opened",
     "Order",
     "PinObjects",
     "PrefixRemoval",
     "PullObject",
+    "PutInline",
     "RemovePrefix",
     "RepinExtents",
     "ReportBadReplica",
@@ -86,6 +89,17 @@ class StartPut(msgspec.Struct, frozen=True, kw_only=True):
     hard_pin: bool = False
     soft_pin_ms: int = 0
     wait_ms: int = 0
+
+
+class PutInline(StartPut, frozen=True, kw_only=True):
+    """Puts small values at once: the master has its hosts write them. Answered as a commit."""
+
+    checksums: list[int]
+    """Of the tables, as in ``CommitPut``."""
+    blob: bytes
+    """The values, one after the other."""
+    settled_below: int
+    """The client asks no more for ids below this: a request that has one is a late copy."""
 
 
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +156,23 @@ class FoundObjects(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int
     is_recovering: bool = False
     """Hosts may still come back to a new master: a miss may be none."""
+
+
+class LocateObjects(msgspec.Struct, frozen=True):
+    """As ``FindObjects`` with a lease, for many objects that are expected to be there."""
+
+    keys: list[str]
+    machine: str = ""
+
+
+class Located(msgspec.Struct, frozen=True):
+    """Answer to ``LocateObjects``: the best replica alone, in a form that costs little a key."""
+
+    columns: bytes
+    """int64, little-endian, one after the other for all keys: size, checksum, host, offset. A host
+    of -1: ask with ``FindObjects``."""
+    endpoints: list[Endpoint]
+    lease_ms: int
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -321,6 +352,9 @@ class SealExtents(Order, frozen=True, kw_only=True):
     """Write the headers of complete objects: from now on they survive."""
 
     records: ExtentRecords
+    has_values: bool = False
+    blob: bytes = b""
+    """If so, their values, one after the other, to be written before; else clients have."""
 
 
 class WipeExtents(Order, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 4
 """Times that a get begins anew after what can only be transient."""
 LEASE_SHARE = 0.9
 """Of a lease that a reader uses: clocks of two machines differ in rate, by far less than this."""
-OFF_LOOP_BYTES = 2**20
+OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
 

@@ -220,6 +220,23 @@ class Segment:
 
     # Objects.
 
+    def fill(
+        self, offset: int, header: ExtentHeader, table: bytes, value: npt.NDArray[np.uint8]
+    ) -> None:
+        """Write table and value of an object that is to be sealed.
+
+        Raises: as ``seal``.
+        """
+        key_bytes = len(header.key.encode())
+        if self._starts[self._extent(offset, key_bytes, header.size)].any():
+            raise ConflictError(
+                "store.fill", f"offset {offset} for {header.key!r} holds another object"
+            )
+        table_at = offset + layout.table_offset(key_bytes)
+        value_at = offset + layout.value_offset(key_bytes, header.size)
+        self.data[table_at : table_at + len(table)] = np.frombuffer(table, dtype=np.uint8)
+        self.data[value_at : value_at + header.size] = value
+
     def seal(self, offset: int, header: ExtentHeader) -> None:
         """Make the object at ``offset`` one that survives: header first, its mark last.
 

@@ -1,7 +1,6 @@
 """Puts of a client: checksums, bytes to all replicas, commit; again where that may help."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,29 +8,35 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from tandem._native import checksum_values
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.buffers import Part, StagedPart, StoreBuffer
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
+from tandem.store.config import StoreConfig
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
     CommitPut,
     CommitStatus,
     KeyBytes,
+    PutInline,
     StartedPut,
     StartPut,
     StartStatus,
 )
 
-__all__ = ["DEFAULT_OPTIONS", "Item", "ObjectWriter", "PutOptions", "PutResult"]
+__all__ = ["DEFAULT_OPTIONS", "Item", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that a put begins anew after what can only be transient."""
-OFF_LOOP_BYTES = 2**20
+MAX_INLINE_BATCH_BYTES = 2**19
+"""Of values in one request; the master passes them on."""
+OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
 
@@ -68,6 +73,14 @@ class PutOptions:
 DEFAULT_OPTIONS = PutOptions()
 
 
+OUTCOMES = {
+    CommitStatus.CREATED: PutResult.CREATED,
+    CommitStatus.EXISTS: PutResult.EXISTS,
+    CommitStatus.REPLACED: PutResult.REPLACED,
+}
+Views = Sequence[npt.NDArray[np.uint8]]
+
+
 class Item(NamedTuple):
     """An object to put."""
 
@@ -84,13 +97,107 @@ class Source(NamedTuple):
     """(handle, local offset, length), one after the other in the extent."""
 
 
+def is_inline(views: "Sequence[Views]", config: StoreConfig) -> bool:
+    """Whether values are small enough to travel with the request."""
+    sizes = [sum(view.size for view in parts) for parts in views]
+    return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
+
+
+def _lost() -> PeerLostError:
+    return PeerLostError(
+        "store.put", f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
+    )
+
+
 class ObjectWriter:
     """The puts of one client."""
 
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
-        self._put_ids = itertools.count(1)
+        self._next_id = 1
+        self._asked: set[int] = set()
+        """First ids of the inline puts that are under way."""
+
+    async def put_inline(
+        self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
+    ) -> "list[PutResult | TandemError]":
+        """Put small values with the request itself; results as ``put_items``."""
+        deadline_s = self._calls.deadline_s()
+        sizes = [sum(view.size for view in parts) for parts in views]
+        blob = b"".join([view.data for parts in views for view in parts])
+        ends = np.cumsum(np.array(sizes, dtype=np.uint64), dtype=np.uint64)
+        checksums, _ = checksum_values(
+            np.frombuffer(blob, dtype=np.uint8),
+            ends - np.array(sizes, dtype=np.uint64),
+            np.array(sizes, dtype=np.uint64),
+            layout.CHUNK_BYTES,
+        )
+        results: list[PutResult | None] = [None] * len(keys)
+        for _ in range(MAX_ATTEMPTS):
+            left = [i for i, result in enumerate(results) if result is None]
+            if not left:
+                break
+            is_whole = len(left) == len(keys)
+            flags = await self._put_inline_once(
+                [keys[i] for i in left],
+                [sizes[i] for i in left],
+                [checksums[i] for i in left],
+                blob if is_whole else b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left),
+                options,
+                deadline_s,
+            )
+            for i, flag in zip(left, flags, strict=True):
+                results[i] = OUTCOMES.get(CommitStatus(flag))
+        return [_lost() if result is None else result for result in results]
+
+    async def _put_inline_once(
+        self,
+        keys: list[str],
+        sizes: list[int],
+        checksums: list[int],
+        blob: bytes,
+        options: PutOptions,
+        deadline_s: float,
+    ) -> bytes:
+        first_id = self._take_ids(len(keys))
+        self._asked.add(first_id)
+        wait_ms = self._wait_ms(options)
+        try:
+            answer = await self._calls.call(
+                "put_inline",
+                PutInline(
+                    first_put_id=first_id,
+                    keys=keys,
+                    sizes=sizes,
+                    replicas=options.replicas,
+                    preferred=list(options.preferred),
+                    machine=self._calls.machine if options.same_machine else "",
+                    upsert=options.upsert,
+                    hard_pin=options.hard_pin,
+                    soft_pin_ms=int(options.soft_pin_s * 1e3),
+                    wait_ms=wait_ms,
+                    checksums=checksums,
+                    blob=blob,
+                    settled_below=min(self._asked),
+                ),
+                KeyBytes,
+                deadline_s,
+                extra_s=min(wait_ms, self._calls.config.put_wait_ms) / 1e3,
+            )
+        finally:
+            self._asked.discard(first_id)
+        return answer.flags
+
+    def _take_ids(self, count: int) -> int:
+        first_id = self._next_id
+        self._next_id += count
+        return first_id
+
+    def _wait_ms(self, options: PutOptions) -> int:
+        if options.wait_s is None:
+            return self._calls.config.put_wait_ms
+        return int(options.wait_s * 1e3)
 
     async def put_items(
         self, items: Sequence[Item], options: PutOptions
@@ -109,10 +216,7 @@ class ObjectWriter:
         finally:
             for buffer in tables:
                 self._port.unregister(buffer.handle)
-        lost = PeerLostError(
-            "store.put", f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
-        )
-        return [lost if result is None else result for result in results]
+        return [_lost() if result is None else result for result in results]
 
     async def _prepare(self, items: Sequence[Item], lent: list[StoreBuffer]) -> list[Source]:
         """Compute the tables; they are registered as one buffer."""
@@ -157,11 +261,9 @@ class ObjectWriter:
         deadline_s: float,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
-        first_id = next(self._put_ids)
-        for _ in range(len(left) - 1):
-            next(self._put_ids)
+        first_id = self._take_ids(len(left))
         config = self._calls.config
-        wait_ms = config.put_wait_ms if options.wait_s is None else int(options.wait_s * 1e3)
+        wait_ms = self._wait_ms(options)
         started = await self._calls.call(
             "start_put",
             StartPut(
@@ -204,13 +306,8 @@ class ObjectWriter:
         for position, row in zip(granted, commit.failed_hosts, strict=True):
             row += [host for host, _ in started.places[position] if host in failed]
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        outcomes = {
-            CommitStatus.CREATED: PutResult.CREATED,
-            CommitStatus.EXISTS: PutResult.EXISTS,
-            CommitStatus.REPLACED: PutResult.REPLACED,
-        }
         for position, flag in zip(granted, answer.flags, strict=True):
-            results[left[position]] = outcomes.get(CommitStatus(flag))
+            results[left[position]] = OUTCOMES.get(CommitStatus(flag))
 
     async def _write(
         self,
