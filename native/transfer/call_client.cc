@@ -76,17 +76,17 @@ CallClient::Begun CallClient::begin(const std::shared_ptr<PendingCall>& call,
                   ""},
             nullptr, false};
   num_bytes_ += payload.size();
+  const bool was_idle = count == 0;
+  if (was_idle) owed_since_ns_ = now_ns();
   if (!connection_) {
     unsent_.push_back({call, std::move(payload)});
     return {{}, nullptr, false};
   }
-  const bool was_idle = owed_.empty();
   send(call, std::move(payload));
   return {{}, connection_, was_idle};
 }
 
 void CallClient::send(const std::shared_ptr<PendingCall>& call, std::string payload) {
-  if (owed_.empty()) owed_since_ns_ = now_ns();
   call->id_ = next_id_++;
   owed_.emplace(call->id_, Owed{call, payload.size()});
   connection_->send({.type = FrameType::kCall, .id = call->id_}, std::move(payload));
@@ -174,7 +174,7 @@ bool CallClient::has_unsent() const {
 
 int64_t CallClient::owed_since_ns() const {
   const std::lock_guard lock(mutex_);
-  return owed_.empty() ? 0 : owed_since_ns_;
+  return owed_.empty() && unsent_.empty() ? 0 : owed_since_ns_;
 }
 
 }  // namespace tandem::transfer

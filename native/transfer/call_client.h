@@ -92,7 +92,8 @@ class CallClient {
   Status on_reply(const Connection* connection, const Frame& frame, std::string payload);
 
   bool has_unsent() const;
-  // Since when the peer has owed an answer without a break; 0: it owes none.
+  // Since when a call, sent or not, has been without an answer, whatever came to others meanwhile;
+  // 0: none is.
   int64_t owed_since_ns() const;
 
  private:

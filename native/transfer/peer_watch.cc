@@ -194,7 +194,6 @@ int64_t Peer::tick(int64_t now) {
     if (calls_connection_ && !calls_connection_->is_ready() &&
         now >= calls_connection_->begin_ns() + options_.handshake_timeout_ns)
       take_back(calls_connection_, late, work);
-    check_calls(now, work);
     for (uint32_t r = 0; r < rails_.size() && state_ == State::kOpen; ++r) {
       // A copy: take_back resets the member.
       const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
@@ -211,6 +210,7 @@ int64_t Peer::tick(int64_t now) {
       }
     }
     if (state_ == State::kOpening || state_ == State::kOpen) check_liveness(now, work);
+    if (state_ == State::kOpen) check_calls(now, work);
     if (state_ == State::kOpen) dispatch(work);
     due = next_due();
   }
