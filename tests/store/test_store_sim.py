@@ -15,7 +15,7 @@ import pytest
 from store_world import Faults, World, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
-from tandem.store import bulk_reading
+from tandem.store.bulk_reading import BulkReader
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.host import StoreHost
@@ -71,7 +71,9 @@ class Run:
     def __init__(self, seed: int, faults: Faults, *, crashes: bool) -> None:
         self.seed, self.crashes = seed, crashes
         self.chance = random.Random(seed ^ 0x5EED)
-        self.world = World(seed, CONFIG, faults)
+        # Both ways to put: small values with the request, and everything into granted space.
+        config = msgspec.structs.replace(CONFIG, inline_bytes=0 if seed % 2 else 8192)
+        self.world = World(seed, config, faults)
         self.is_rotting = faults.rot_per_s > 0
         """Rot may take the last good replica; what is read is right all the same."""
         self.capacity = CAPACITY // 2 if seed % 3 == 0 else CAPACITY
@@ -381,10 +383,11 @@ VICTIMS = ("master", "h0", "h1", "client")
 class Scenario(Run):
     """Every kind of step once: put, upsert, copy, evict, remove, drain; one process dies at one."""
 
-    def __init__(self, victim: str, step: int) -> None:
+    def __init__(self, victim: str, step: int, *, inline: bool) -> None:
         super().__init__(7, Faults(), crashes=False)
         self.capacity = CAPACITY
-        self.world.config = STEP_CONFIG
+        limit = 8192 if inline else 0
+        self.world.config = msgspec.structs.replace(STEP_CONFIG, inline_bytes=limit)
         self.victim, self.step = victim, step
 
     async def run(self, num_ops: int = 0) -> None:
@@ -443,12 +446,12 @@ class Scenario(Run):
                     world.start_host(name, CAPACITY)
 
 
-def play_scenario(victim: str, step: int) -> Scenario:
+def play_scenario(victim: str, step: int, *, inline: bool) -> Scenario:
     scenario: Scenario | None = None
 
     async def main() -> None:
         nonlocal scenario
-        scenario = Scenario(victim, step)
+        scenario = Scenario(victim, step, inline=inline)
         await scenario.run()
 
     run_virtual(main)
@@ -458,22 +461,24 @@ def play_scenario(victim: str, step: int) -> Scenario:
     return scenario
 
 
+@pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_crash_at_a_sample_of_steps(victim):
-    whole = play_scenario(victim, -1)
+def test_a_crash_at_a_sample_of_steps(victim, inline):
+    whole = play_scenario(victim, -1, inline=inline)
     counters, num_steps = whole.world.master.counters, whole.num_steps
     assert num_steps > 150
     assert counters.objects_evicted > 0
     assert counters.replicas_copied > 0
-    for step in range(1, num_steps, 13):
-        play_scenario(victim, step)
+    for step in range(1, num_steps, 26):
+        play_scenario(victim, step, inline=inline)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_crash_at_every_step(victim):
-    for step in range(1, play_scenario(victim, -1).num_steps + 1):
-        play_scenario(victim, step)
+def test_a_crash_at_every_step(victim, inline):
+    for step in range(1, play_scenario(victim, -1, inline=inline).num_steps + 1):
+        play_scenario(victim, step, inline=inline)
 
 
 def free_without_proof(space: HostSpace, client: str) -> None:
@@ -482,11 +487,11 @@ def free_without_proof(space: HostSpace, client: str) -> None:
         space.release(extent)
 
 
-async def accept_all(memory, places, sizes, checksums) -> np.ndarray:
+async def accept_all(reader, memory, places, sizes, checksums) -> np.ndarray:
     return np.ones(len(sizes), dtype=bool)
 
 
-async def seal_nowhere(commits: Commits, records) -> set[int]:
+async def seal_nowhere(commits: Commits, records, blobs) -> set[int]:
     return set(records)
 
 
@@ -496,7 +501,7 @@ MUTANTS = {
     "puts are acknowledged unsealed": [(Commits, "_seal_on_hosts", seal_nowhere)],
     "readers check nothing": [
         (ObjectRead, "check", lambda read: True),
-        (bulk_reading, "_check", accept_all),
+        (BulkReader, "_check", accept_all),
     ],
 }
 

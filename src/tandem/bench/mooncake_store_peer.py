@@ -39,7 +39,7 @@ class Peer:
         ports = {"rpc": _free_port(), "http": _free_port(), "metrics": _free_port()}
         self._master = subprocess.Popen(
             [
-                os.path.join(os.path.dirname(sys.executable), "mooncake_master"),  # noqa: PTH118, PTH120
+                os.path.join(os.path.dirname(sys.executable), "mooncake_master"),
                 f"--rpc_port={ports['rpc']}",
                 "--rpc_address=127.0.0.1",
                 "--enable_http_metadata_server=true",

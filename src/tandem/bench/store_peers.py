@@ -1,8 +1,6 @@
 """The rivals of `tandem bench store`: Mooncake's store over tcp, and Redis."""
 
 import contextlib
-import glob
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -45,9 +43,8 @@ class MooncakeStore:
 
     def __init__(self, stack: contextlib.ExitStack, segment_bytes: int) -> None:
         python = install_peer("mooncake-store", MOONCAKE)
-        pattern = python.parents[1] / "lib/python3*/site-packages/nvidia/cuda_runtime/lib"
-        folders = glob.glob(str(pattern))  # noqa: PTH207 - of an absolute pattern
-        environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+        libraries = python.parents[1].glob("lib/python3*/site-packages/nvidia/cuda_runtime/lib")
+        environment = {"LD_LIBRARY_PATH": ":".join(map(str, libraries)), "PATH": "/usr/bin:/bin"}
         provider, self._client = (
             stack.enter_context(
                 PeerProcess(python, "mooncake_store_peer.py", environment=environment)

@@ -6,17 +6,18 @@ tells why. Both keep the same rules: nothing is used that outlasted its lease or
 its checksum.
 """
 
-import asyncio
 import logging
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import checksum_values
+from tandem._native import checksum_values, crc32c
 from tandem.core.errors import TandemError
 from tandem.store import layout
 from tandem.store.buffers import Part, ScratchPool
+from tandem.store.checksum import checksum_table
 from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import Endpoint, Located, LocateObjects
@@ -34,6 +35,9 @@ DIRECT_BYTES = 32 * 1024
 """Larger values are read to where they shall be; smaller ones side by side, and copied."""
 
 
+ONE = struct.Struct("<qqqq")
+
+
 class BulkReader:
     """The simple gets of one client."""
 
@@ -44,14 +48,18 @@ class BulkReader:
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | None]":
         """Return the values; None for each that is not simple."""
+        if len(keys) == 1:
+            return [await self._get_one(keys[0])]
         values: list[bytes | None] = [None] * len(keys)
         found = await self._locate(keys)
         for host in found.hosts:
             plan = _Plan(found, np.flatnonzero(found.places == host))
             with self._scratch.lend(plan.scratch_bytes) as buffer:
-                if not await self._read(found, host, plan.pieces(buffer.handle)):
+                if not await self._read(
+                    found.endpoints[host], plan.pieces(buffer.handle), found.lease_end_s
+                ):
                     continue
-                good = await _check(buffer.array, plan.scratch_at, plan.sizes, plan.checksums)
+                good = await self._check(buffer.array, plan.scratch_at, plan.sizes, plan.checksums)
                 if self._calls.clock.now_s() > found.lease_end_s:
                     continue
                 memory = buffer.array.data
@@ -64,6 +72,23 @@ class BulkReader:
                 ):
                     values[i] = memory[begin:end].tobytes()
         return values
+
+    async def _get_one(self, key: str) -> bytes | None:
+        """As ``get_many``; columns of one cost more than they save."""
+        located, lease_end_s = await self._ask([key])
+        size, checksum, host, offset = ONE.unpack(located.columns)
+        if host < 0 or size <= 0 or size > DIRECT_BYTES:
+            return None
+        endpoint = located.endpoints[0]
+        at = endpoint.read_base + offset + layout.value_offset(len(key.encode()), size)
+        with self._scratch.lend(size) as buffer:
+            if not await self._read(endpoint, [Piece(buffer.handle, 0, at, size)], lease_end_s):
+                return None
+            value = buffer.array[:size].tobytes()
+        # DIRECT_BYTES are less than a chunk, so the table is one checksum.
+        table = crc32c(np.frombuffer(value, np.uint8)).to_bytes(4, "little")
+        is_good = checksum_table(table) == checksum
+        return value if is_good and self._calls.clock.now_s() <= lease_end_s else None
 
     async def get_into_many(
         self, keys: Sequence[str], targets: Sequence[Sequence[Part]]
@@ -90,14 +115,17 @@ class BulkReader:
                 columns = (into[direct], base + found.value_at[direct], found.sizes[direct])
                 rows = zip(*(column.tolist() for column in columns), strict=True)
                 pieces += [Piece(buffer.handle, *row) for row in rows]
-                if not await self._read(found, host, pieces):
+                if not await self._read(found.endpoints[host], pieces, found.lease_end_s):
                     continue
                 good = direct[
-                    await _check(
-                        buffer.array, into[direct], found.sizes[direct], found.checksums[direct]
+                    await self._check(
+                        buffer.array,
+                        into[direct],
+                        found.sizes[direct],
+                        found.checksums[direct],
                     )
                 ]
-                is_good = await _check(
+                is_good = await self._check(
                     scratch.array, staged.scratch_at, staged.sizes, staged.checksums
                 )
                 if self._calls.clock.now_s() > found.lease_end_s:
@@ -111,24 +139,42 @@ class BulkReader:
         return sizes
 
     async def _locate(self, keys: Sequence[str]) -> "_Found":
+        return _Found(keys, *await self._ask(keys))
+
+    async def _ask(self, keys: Sequence[str]) -> tuple[Located, float]:
+        """Return the master's answer, and until when it may be relied on."""
         deadline_s = self._calls.deadline_s()
         sent_s = self._calls.clock.now_s()
         request = LocateObjects(list(keys), self._calls.machine)
         located = await self._calls.call("locate", request, Located, deadline_s)
         lease_end_s = sent_s + LEASE_SHARE * located.lease_ms / 1e3
-        return _Found(keys, located, min(lease_end_s, deadline_s))
+        return located, min(lease_end_s, deadline_s)
 
-    async def _read(self, found: "_Found", host: int, pieces: list[Piece]) -> bool:
+    async def _read(self, endpoint: Endpoint, pieces: list[Piece], until_s: float) -> bool:
         if not pieces:
             return True
-        endpoint = found.endpoints[host]
-        timeout_s = max(0.001, found.lease_end_s - self._calls.clock.now_s())
+        timeout_s = max(0.001, until_s - self._calls.clock.now_s())
         try:
             await self._port.read(endpoint, pieces, timeout_s)
         except TandemError as error:
             logger.info("event=read_failed host=%s reason=%s", endpoint.name, error)
             return False
         return True
+
+    async def _check(
+        self, memory: npt.NDArray[np.uint8], places: Numbers, sizes: Numbers, checksums: Numbers
+    ) -> npt.NDArray[np.bool_]:
+        """Return which values are what was written."""
+        if not len(sizes):
+            return np.zeros(0, dtype=bool)
+        columns = (places.astype(np.uint64), sizes.astype(np.uint64))
+
+        def compute() -> tuple[list[int], bytes]:
+            return checksum_values(memory, *columns, layout.CHUNK_BYTES)
+
+        is_long = int(sizes.sum()) > OFF_LOOP_BYTES
+        found, _ = await self._calls.compute(compute) if is_long else compute()
+        return np.array(found, dtype=np.int64) == checksums
 
     def close(self) -> None:
         """Give back the memory kept for scratch."""
@@ -184,17 +230,3 @@ class _Plan:
         """Return what to read into scratch memory."""
         rows = zip(*(column.tolist() for column in self._columns), strict=True)
         return [Piece(scratch, *row) for row in rows]
-
-
-async def _check(
-    memory: npt.NDArray[np.uint8], places: Numbers, sizes: Numbers, checksums: Numbers
-) -> npt.NDArray[np.bool_]:
-    """Return which values are what was written."""
-    if not len(sizes):
-        return np.zeros(0, dtype=bool)
-    columns = (places.astype(np.uint64), sizes.astype(np.uint64))
-    if int(sizes.sum()) > OFF_LOOP_BYTES:
-        found, _ = await asyncio.to_thread(checksum_values, memory, *columns, layout.CHUNK_BYTES)
-    else:
-        found, _ = checksum_values(memory, *columns, layout.CHUNK_BYTES)
-    return np.array(found, dtype=np.int64) == checksums

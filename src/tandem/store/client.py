@@ -4,7 +4,7 @@ The logic alone: the master is a ``MasterChannel``, bytes move through a ``Clien
 simulator runs this very class. How a put goes is in ``writing``, how a get goes in ``reading``.
 """
 
-import asyncio
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +68,15 @@ class AsyncStoreClient:
         self._writer = ObjectWriter(self._calls, port)
         self._reader = ObjectReader(self._calls, port)
         self._bulk_reader = BulkReader(self._calls, port)
+
+    def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
+        """Return a client of the same session that waits in other ways; see ``blocking``."""
+        twin = copy.copy(self)
+        twin._port, twin._calls = port, calls
+        twin._writer = self._writer.make_twin(calls, port)
+        twin._reader = ObjectReader(calls, port)
+        twin._bulk_reader = BulkReader(calls, port)
+        return twin
 
     # Memory.
 
@@ -240,7 +249,7 @@ class AsyncStoreClient:
             found = await self._calls.call("exists", request, KeyBytes, deadline_s)
             if not found.is_recovering:
                 return list(map(bool, found.flags))
-            await asyncio.sleep(RETRY_S)
+            await self._calls.sleep(RETRY_S)
 
     async def size(self, key: str) -> int:
         """Return the bytes of a value. Raises: NotFoundError."""

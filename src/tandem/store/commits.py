@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store.host import append_record
@@ -41,6 +41,8 @@ class Commits:
     async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
         """Seal and show what a client has written; one ``CommitStatus`` each."""
         columns = (request.put_ids, request.grants, request.checksums, request.failed_hosts)
+        if request.tables:
+            columns = (*columns, request.tables)
         if len(set(map(len, columns))) != 1:
             raise ConfigError("store.commit", "columns of different lengths")
         # A caller that leaves must not leave objects half sealed.
@@ -90,7 +92,7 @@ class Commits:
         async with _KeysHeld(self._sealing, [put.key for put in ready.values()]):
             for put in ready.values():
                 self._master.puts.forget_lost(put)
-            await self._seal(ready, request.checksums, statuses, None)
+            await self._seal(ready, request.checksums, statuses, tables=request.tables)
         for i, put in ready.items():
             self._master.puts.remember((client, put.put_id), statuses[i])
         return statuses
@@ -106,17 +108,20 @@ class Commits:
             ends = list(itertools.accumulate(request.sizes))
             blob = memoryview(request.blob)
             values = {i: blob[ends[i] - put.size : ends[i]] for i, put in ready.items()}
-            await self._seal(ready, request.checksums, statuses, values)
+            await self._seal(ready, request.checksums, statuses, values=values)
 
     async def _seal(
         self,
         ready: dict[int, Put],
         checksums: Sequence[int],
         statuses: list[CommitStatus],
-        values: "dict[int, memoryview] | None",
+        *,
+        values: "dict[int, memoryview] | None" = None,
+        tables: Sequence[bytes] = (),
     ) -> None:
+        """Seal and show; hosts are sent the values, or what of the tables is theirs."""
         records: dict[int, ExtentRecords] = {}
-        blobs: dict[int, list[memoryview]] = {}
+        blobs: dict[int, list[Any]] = {}
         versions: dict[int, int] = {}
         for i, put in ready.items():
             row = self._master.directory.find(put.key)
@@ -133,8 +138,10 @@ class Commits:
                 append_record(records.setdefault(number, ExtentRecords()), extent.offset, header)
                 if values is not None:
                     blobs.setdefault(number, []).append(values[i])
+                elif tables:
+                    blobs.setdefault(number, []).append(tables[i])
         sealed = await self._seal_on_hosts(
-            records, None if values is None else {n: b"".join(parts) for n, parts in blobs.items()}
+            records, {n: b"".join(b) for n, b in blobs.items()}, has_values=values is not None
         )
         replaced: list[asyncio.Future[None]] = []
         for i, version in versions.items():
@@ -148,7 +155,7 @@ class Commits:
         await asyncio.gather(*replaced)
 
     async def _seal_on_hosts(
-        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes] | None
+        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], *, has_values: bool
     ) -> set[int]:
         """Return the hosts that have done it."""
         numbers = sorted(records)
@@ -159,8 +166,9 @@ class Commits:
                     SealExtents,
                     Ack,
                     records=records[number],
-                    has_values=blobs is not None,
-                    blob=b"" if blobs is None else blobs[number],
+                    has_values=has_values,
+                    blob=blobs.get(number, b"") if has_values else b"",
+                    tables=b"" if has_values else blobs.get(number, b""),
                 )
                 for number in numbers
             ),

@@ -20,6 +20,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.store import layout
+from tandem.store.checksum import checksum_table
 from tandem.store.messages import (
     Ack,
     CloseWriter,
@@ -265,6 +266,8 @@ class StoreHost:
         records = iterate_records(order.records)
         if order.has_values:
             self._fill(records, order.blob)
+        elif order.tables:
+            self._fill_tables(records, order.tables)
         for offset, header in records:
             self.segment.seal(offset, header)
             self.num_objects += 1
@@ -285,6 +288,20 @@ class StoreHost:
             table_end = at + 4 * layout.count_chunks(header.size)
             self.segment.fill(offset, header, tables[at:table_end], values[end - header.size : end])
             at = table_end
+
+    def _fill_tables(self, records: list[tuple[int, ExtentHeader]], tables: bytes) -> None:
+        sizes = np.array(
+            [4 * layout.count_chunks(header.size) for _, header in records], dtype=np.uint64
+        )
+        if int(sizes.sum()) != len(tables):
+            raise CorruptionError("store.seal", f"{len(tables)} bytes of tables for {sizes.sum()}")
+        at = 0
+        for (offset, header), size in zip(records, sizes.tolist(), strict=True):
+            table = tables[at : at + size]
+            if checksum_table(table) != header.checksum:
+                raise CorruptionError("store.seal", "a table came with a wrong checksum")
+            self.segment.fill_table(offset, header, table)
+            at += size
 
     async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
         self._obey(order)

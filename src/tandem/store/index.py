@@ -88,6 +88,8 @@ class Directory:
             if it has several replicas.
         """
         count = len(keys)
+        if count == 1:
+            return self._locate_one(keys[0], until_ms)
         rows = np.fromiter(map(self._rows.get, keys, itertools.repeat(NO_ROW)), np.int64, count)
         columns = np.full((4, count), -1, dtype=np.int64)
         is_there = rows >= 0
@@ -108,6 +110,19 @@ class Directory:
         leases = _view(self._lease_until_ms)
         leases[found] = np.maximum(leases[found], until_ms)
         return rows, columns
+
+    def _locate_one(
+        self, key: str, until_ms: int
+    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
+        row = self._rows.get(key, NO_ROW)
+        fields = (-1, -1, -1, -1)
+        if row != NO_ROW:
+            at = self._first[row]
+            host = self._replica_host[at] if self._replica_next[at] < 0 else -2
+            fields = (self._size[row], self._checksum[row], host, self._replica_offset[at])
+            self.touch(row)
+            self.extend_lease(row, until_ms)
+        return np.array([row]), np.array(fields).reshape(4, 1)
 
     def key(self, row: int) -> str:
         """Return the key of a row."""

@@ -92,15 +92,15 @@ class Lookups:
             ranked = self._rank(self._master.directory.replicas(int(rows[i])), request.machine)
             places[i], offsets[i] = ranked[0] if ranked else (-1, -1)
         endpoints: list[Endpoint] = []
+        places[sizes == 0] = -1  # Nothing to read.
         for host in set(places.tolist()) - {-1}:
             if hosts[host].caller is None:
                 places[places == host] = -1
             else:
                 endpoints.append(hosts[host].endpoint())
                 hosts[host].note_read(int(sizes[places == host].sum()))
-        num_found = int(np.count_nonzero(rows >= 0))
-        self._master.counters.hits += num_found
-        self._master.counters.misses += len(rows) - num_found
+        # What is left out is asked for again, and counted then.
+        self._master.counters.hits += int(np.count_nonzero(places >= 0))
         return Located(columns.astype("<i8", copy=False).tobytes(), endpoints, lease_ms)
 
     def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:

@@ -172,8 +172,11 @@ class StoreMaster:
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
         """Return writable hosts in the order in which to try them."""
+        hosts = self.writable_hosts()
+        if len(hosts) == 1:
+            return [hosts[0].number]
         return order_hosts(
-            [host.view() for host in self.writable_hosts()],
+            [host.view() for host in hosts],
             strategy=Strategy(self.config.strategy),
             draw=self._draw,
             preferred=preferred,

@@ -10,6 +10,7 @@ import msgspec
 
 __all__ = [
     "Ack",
+    "CallAddress",
     "CloseWriter",
     "CommitPut",
     "CommitStatus",
@@ -63,6 +64,12 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where the segment begins in its address space, for reading."""
     write_base: int = -1
     """The same for this client's writes; -1 where it may not write."""
+
+
+class CallAddress(msgspec.Struct, frozen=True):
+    """Where a master's transfer engine takes calls; empty if it does not."""
+
+    address: str
 
 
 class StartStatus(IntEnum):
@@ -133,6 +140,8 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     checksums: list[int]
     failed_hosts: list[list[int]]
     """Per object: hosts to which the write did not succeed."""
+    tables: list[bytes] = []
+    """Per object: the checksums of its chunks, which hosts write; empty if the client did."""
 
 
 class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
@@ -355,6 +364,8 @@ class SealExtents(Order, frozen=True, kw_only=True):
     has_values: bool = False
     blob: bytes = b""
     """If so, their values, one after the other, to be written before; else clients have."""
+    tables: bytes = b""
+    """Without values: their tables, one after the other, to be written before."""
 
 
 class WipeExtents(Order, frozen=True, kw_only=True):

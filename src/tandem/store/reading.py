@@ -1,6 +1,5 @@
 """Gets of a client: the best replica first, every chunk checked, then the next replica."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -186,7 +185,8 @@ class ObjectReader:
             left = [read for read in reads if not read.is_settled]
             if not left:
                 return
-            await asyncio.sleep(RETRY_S * attempt)  # Hosts and masters come back.
+            if attempt:
+                await self._calls.sleep(RETRY_S * attempt)  # Hosts and masters come back.
             sent_s = self._calls.clock.now_s()
             found = await self._calls.find([read.key for read in left], deadline_s)
             lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
@@ -222,12 +222,15 @@ class ObjectReader:
                 if handle is not None:
                     lent.append(handle)
                 timeout_s = max(0.001, min(lease_end_s, deadline_s) - self._calls.clock.now_s())
-                await asyncio.gather(
+                outcomes = await self._calls.gather(
                     *(
                         self._read_from(endpoints[host], group, handle, timeout_s)
                         for host, group in by_host.items()
                     )
                 )
+                for outcome in outcomes:
+                    if outcome is not None:
+                        raise outcome
                 is_leased = self._calls.clock.now_s() <= lease_end_s
                 for read in [read for group in by_host.values() for read in group]:
                     place = read.places.pop(0)
@@ -261,7 +264,7 @@ class ObjectReader:
     async def _finish(self, read: ObjectRead) -> bool:
         """Check what was read; False if it is not what was written."""
         if read.num_bytes > OFF_LOOP_BYTES:
-            is_good = await asyncio.to_thread(read.check)
+            is_good = await self._calls.compute(read.check)
         else:
             is_good = read.check()
         if is_good:

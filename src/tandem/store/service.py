@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import ConflictError, NotFoundError, UnsupportedError
+from tandem.core.errors import ConflictError, NotFoundError, TandemError, UnsupportedError
 from tandem.rpc import (
     Auth,
     Identity,
@@ -30,10 +30,13 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
+from tandem.store.blocking import make_blocking_client
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
+from tandem.store.fast_calls import CallServer, FastChannel
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
+from tandem.store.messages import CallAddress
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
 from tandem.store.segment import Segment
@@ -141,6 +144,7 @@ class MasterService:
             check_compat=check_version,
         )
         self._http: asyncio.Server | None = None
+        self._callers: dict[str, Peer] = {}
         self.master: StoreMaster
 
     @property
@@ -162,10 +166,18 @@ class MasterService:
             epoch=next_epoch(_state_folder(url)),
             draw=secrets.randbelow,
         )
-        for name, handler, request, response in self.master.methods():
-            timed = _time_calls(handler, name, self.master.counters.observe)
-            self._server.register(name, timed, request, response)
-        self._server.on_peer_lost(lambda peer, _: self.master.on_caller_lost(peer))
+        methods = [
+            (name, _time_calls(handler, name, self.master.counters.observe), request, response)
+            for name, handler, request, response in self.master.methods()
+        ]
+        self._engine = _make_engine(self._config, url, "store master", self._config.listen)
+        self._calls = CallServer(self._engine, methods, self._callers.get)
+        for method in methods:
+            self._server.register(*method)
+        address = CallAddress(self._engine.address)
+        self._server.register("call_address", lambda _, __: address, type(None), CallAddress)
+        self._server.on_peer(self._note_caller)
+        self._server.on_peer_lost(self._forget_caller)
         self._server.start()
         self.master.start()
         if self._config.metrics_port:
@@ -180,7 +192,17 @@ class MasterService:
             self._http.close()
             await self._http.wait_closed()
         await self._server.aclose()
+        await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+        await self._calls.aclose()
         await self.master.aclose()
+
+    def _note_caller(self, peer: Peer) -> None:
+        self._callers[peer.instance_id] = peer
+
+    def _forget_caller(self, peer: Peer, _: TandemError) -> None:
+        if self._callers.get(peer.instance_id) is peer:
+            del self._callers[peer.instance_id]
+        self.master.on_caller_lost(peer)
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer ``GET /metrics``; a page of text needs no web framework."""
@@ -232,7 +254,9 @@ class HostService:
         table = MethodTable()
         for name, handler, request, response in self.host.methods():
             table.register(name, handler, request, response)
-        self._client = _make_client(self._url, config, self._rpc, self._name, "store_host", table)
+        self._client = _make_client(
+            self._url, config, self._rpc, _identify(self._name, "store_host"), table
+        )
         self._client.on_peer(self.host.on_master)
         self._client.on_peer_lost(lambda _, __: self.host.on_master_lost())
         self._connecting = asyncio.create_task(_connect_patiently(self._client))
@@ -264,14 +288,15 @@ class ClientService:
 
     async def __aenter__(self) -> Self:
         name = self._config.name or f"{socket.gethostname()}:{os.getpid()}"
-        self._channel = _make_client(
-            self._url, self._config, self._rpc, name, "store_client", MethodTable()
-        )
-        await self._channel.connect()
+        identity = _identify(name, "store_client")
+        self._engine = _make_engine(self._config, self._url, name, ())
+        self._rpc_client = _make_client(self._url, self._config, self._rpc, identity, MethodTable())
+        self._channel = FastChannel(self._rpc_client, self._engine, identity.instance_id)
         try:
-            self._engine = _make_engine(self._config, self._url, name, ())
+            await self._rpc_client.connect()
         except BaseException:
-            await self._channel.aclose()
+            await self._rpc_client.aclose()
+            await asyncio.to_thread(self._engine.close, deadline_s=2.0)
             raise
         self.client = AsyncStoreClient(
             self._channel,
@@ -285,7 +310,12 @@ class ClientService:
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
         await self._channel.aclose()
+        await self._rpc_client.aclose()
         await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+
+    def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
+        """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
+        return make_blocking_client(self.client, self._channel, self._engine, loop)
 
 
 async def _connect_patiently(client: RpcClient) -> None:
@@ -303,11 +333,11 @@ async def _connect_patiently(client: RpcClient) -> None:
 
 
 def _make_client(
-    url: str, config: StoreConfig, rpc: RpcConfig, name: str, role: str, table: MethodTable
+    url: str, config: StoreConfig, rpc: RpcConfig, identity: Identity, table: MethodTable
 ) -> RpcClient:
     return RpcClient(
         url,
-        identity=_identify(name, role),
+        identity=identity,
         auth=_auth(config, url),
         config=rpc,
         reconnect=True,
