@@ -976,6 +976,45 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 
+class SamplingRule:
+    """
+    What a request asks of its tokens, and which it has had.
+
+    One thread at a time.
+    """
+
+    def __init__(self, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, frequency_penalty: float = 0.0, presence_penalty: float = 0.0, min_tokens: int = 0, prompt_ids: Sequence[int] = [], biases: Sequence[tuple[int, float]] = [], stop_ids: Sequence[int] = []) -> None:
+        """
+        Take a request's parameters; `prompt_ids` count for the repetition penalty, and
+        `stop_ids` are not chosen before `min_tokens`. Ids outside of the vocabulary are
+        passed over. Raises: ConfigError.
+        """
+
+    def note_token(self, token_id: int) -> None:
+        """Count a chosen token, for the penalties."""
+
+def sample_tokens(logits: TensorView, rules: Sequence[SamplingRule], draws: Sequence[float], positions: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> list[int]:
+    """
+    Choose a token for each row of `logits` [rows, vocabulary], float32, not modified.
+
+    Args:
+        rules: one a row; no other thread may use them meanwhile.
+        draws: in [0, 1), one a row.
+        positions: of the token in its request's output, one a row.
+        pool: shares the rows where they are many; None runs them here.
+    Returns: ids; -1 for a row whose logits hold NaN, or whose largest is not finite.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def gather_logprobs(logits: TensorView, token_ids: Sequence[int], num_top: int = 0, pool: ThreadPool | None = None, isa: str = '') -> tuple[list[float], list[int], list[float]]:
+    """
+    Natural log-probabilities of each row's token and of its `num_top` likeliest.
+
+    Returns: [rows]; ids [rows * num_top], best first, of equals the lower id; and
+    theirs. NaN for a row without a distribution, as `sample_tokens` has it.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
 class SegmentAllocator:
     """
     Where objects lie in a segment. Pure: it sees offsets, never memory. Not thread-safe.
