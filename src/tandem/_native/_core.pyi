@@ -250,6 +250,10 @@ class ThreadPool:
         """Threads of each sub-pool, one sub-pool per NUMA node."""
 
     @property
+    def node_ids(self) -> list[int]:
+        """NUMA node of each sub-pool."""
+
+    @property
     def spin_us(self) -> int:
         """0 where polling is off."""
 
@@ -704,14 +708,16 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
+        `part_nodes` are the NUMA nodes that the parts' own memory should lie on.
 
         Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not
             whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts
-            than column blocks); CapacityError (memory).
+            than column blocks, nodes for another number of parts); CapacityError (memory);
+            NotFoundError (no such node for this process).
         """
 
     @property
@@ -732,6 +738,17 @@ class ExpertBank:
     @property
     def num_parts(self) -> int:
         """Shares of the intermediate dimension."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every part the node that was asked for."""
+
+    def find_part_nodes(self) -> list[int]:
+        """
+        The NUMA node of each part's first page, once it is packed.
+
+        Raises: UnsupportedError (the kernel does not say).
+        """
 
     def load(self, pool: ThreadPool, packed: object) -> None:
         """
