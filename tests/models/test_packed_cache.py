@@ -66,7 +66,7 @@ def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session
 
 
 def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_session, monkeypatch):
-    """The cache knows nothing of parts; a part count is what results depend on, not their source."""
+    """Results depend on the number of parts, not on whether they came from the cache."""
     folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=128, dtype="bfloat16")
     plain = run(folder, open_session, expert_parts=2)
     whole = run(folder, open_session, cache_root, expert_parts=1)

@@ -112,6 +112,8 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     info: InstanceInfo
     model: CausalModel
+    kv_fingerprint: str
+    """Whatever must be equal for KV of equal tokens to be interchangeable, as one string."""
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -242,7 +244,6 @@ def build_engine(
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
-    # Whatever must be equal for KV of equal tokens to be interchangeable.
     fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
     index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
@@ -277,4 +278,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model)
+    return BuiltEngine(engine, info, model, fingerprint)

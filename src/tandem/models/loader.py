@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.core.spec import DTYPE_BYTES, KVLayout, ModelSpec
+from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
@@ -87,8 +87,8 @@ class CausalModel:
     def numerics(self) -> str:
         """SHA-256 over what, beside the weights, decides the values of a KV block.
 
-        The dtype, for each module its operator and weight format, and the parts of experts, so that a rule for one layer
-        counts as well as a setting for all.
+        The dtype, for each module its operator and weight format, so that a rule for one layer
+        counts as well as a setting for all, and the parts of experts.
         """
         digest = hashlib.sha256(self.spec.dtype.encode())
         for outcome in self.report.outcomes:
@@ -104,7 +104,8 @@ class CausalModel:
 
         Args:
             block_size: tokens per block.
-            kv_dtype: of the stored keys and values; ``auto`` is the model's.
+            kv_dtype: of the stored keys and values; ``auto`` is the model's, ``int8`` and ``fp8``
+                are codes with scales.
 
         Raises:
             ConfigError: an unknown dtype.
@@ -244,8 +245,8 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     Raises: ConfigError for an unknown dtype.
     """
     dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
-    if dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    if dtype not in DTYPE_BYTES and dtype not in KV_CODE_BYTES:
+        known = ", ".join((*DTYPE_BYTES, *KV_CODE_BYTES))
         raise ConfigError(
             "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
         )
