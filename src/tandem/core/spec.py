@@ -105,7 +105,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one block: of its elements, or of its bytes [num_layers, n] where it is coded."""
+        """Shape of one block: of its elements, or where it is coded of its bytes, [layers, n]."""
         if self.is_coded:
             return (self.num_layers, self.bytes_per_layer)
         return (self.num_layers, *self.layer_shape)
