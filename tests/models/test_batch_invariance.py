@@ -68,6 +68,17 @@ def test_chunked_as_whole(load, open_session):
         assert torch.equal(whole, torch.cat(pieces)), sizes
 
 
+def test_layers_in_a_row_as_one_by_one(load, open_session, monkeypatch):
+    """What a layer leaves to the next one's norm is rounded as if it had added it itself."""
+    model = load()
+    assert model.is_fused
+    session = open_session(model)
+    fused = torch.cat([session.run(PROMPTS[0]), session.run([5])])
+    monkeypatch.setattr(model, "_fused", None)
+    session = open_session(model)
+    assert torch.equal(torch.cat([session.run(PROMPTS[0]), session.run([5])]), fused)
+
+
 def test_one_thread_as_two(load, open_session):
     one, two = load(1), load(2)
     wants, gots = (run_together(model, open_session, PROMPTS) for model in (one, two))

@@ -394,10 +394,10 @@ class NativeExperts(RoutedExperts):
     def add_natively(
         self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep
     ) -> None:
-        """As ``add_into_``, in buffers of a native step; ids are int64."""
+        """As ``add_into_``, in buffers of a native step; the next norm adds. Ids are int64."""
         if w_TK.tensor.dtype != torch.float32:
             super().add_natively(residual_TD, x_TD, ids_TK, w_TK, native)
             return
         out = native.buffer("experts_out", self.hidden_size, torch.float32)
         self._experts.run(x_TD, ids_TK, w_TK, out)
-        residual_TD.tensor.add_(out.tensor)
+        native.add_later(out)

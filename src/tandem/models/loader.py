@@ -157,6 +157,7 @@ class CausalModel:
             hidden = self._embed(batch.token_ids)
             for layer in self._fused:
                 layer.run_(hidden, step)
+            DecoderLayer.complete_(hidden, step)
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
