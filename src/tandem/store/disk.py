@@ -262,7 +262,7 @@ class DiskTier:
             used_bytes=self.index.file_bytes,
             live_bytes=self.index.live_bytes,
             num_objects=len(self.index),
-            num_queued=len(self._queue) + len(self._flight),
+            num_queued=len(self._queue) + max(len(self._flight), not self._round_ended.is_set()),
             counts=dict(self.counts),
             write_counts=list(self.write_latency.counts),
             write_sum_s=self.write_latency.sum_s,
@@ -556,7 +556,6 @@ class DiskTier:
             raise InternalError("store.disk", f"bucket {bucket.number} was given up meanwhile")
         dead: list[Record] = list(writer.torn)
         for record, offset in writer.placed:
-            self._flight.pop(record.header.key, None)
             if record in writer.torn:
                 continue
             older = self.index.add(record)
@@ -569,10 +568,13 @@ class DiskTier:
             self.counts["written"] += 1
             self.counts["written_bytes"] += record.header.size
         bucket.used_bytes = max(bucket.used_bytes, writer.at)
-        writer.placed.clear()
-        writer.torn.clear()
         if dead:
             await self._bury(dead)
+        # Not before: who forgets a key waits until older records of it are buried as well.
+        for record, _ in writer.placed:
+            self._flight.pop(record.header.key, None)
+        writer.placed.clear()
+        writer.torn.clear()
         self.on_change()
 
     # Buckets.
