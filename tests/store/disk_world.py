@@ -1,4 +1,4 @@
-"""A disk that lies: writes are lost or torn unless they were synced, it fills, fails, and is slow."""
+"""A disk that lies: writes are lost or torn unless they were synced, and fills and fails."""
 
 import asyncio
 import itertools

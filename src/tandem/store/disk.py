@@ -271,6 +271,11 @@ class DiskTier:
         )
 
     @property
+    def disk_id(self) -> str:
+        """Names the folder over all starts."""
+        return self._port.folder_id.hex()
+
+    @property
     def is_failed(self) -> bool:
         """Whether the disk has been given up."""
         return self.state is DiskState.FAILED
@@ -501,9 +506,10 @@ class DiskTier:
         self._round_ended.clear()
         begin_s = self._clock.now_s()
         writer = _Writer(self, self._open)
+        taken: tuple[int, int] | None = None
         try:
             while self._queue and writer.num_bytes < ROUND_BYTES:
-                offset, version = self._queue.popitem(last=False)
+                taken = offset, version = self._queue.popitem(last=False)
                 header = self._current(offset, version)
                 if header is None:
                     continue
@@ -511,6 +517,8 @@ class DiskTier:
                 if form.HEAD_BYTES + length > self.capacity_bytes:
                     self.counts["skipped"] += 1
                     continue
+                if not await self._check(offset, header):
+                    continue  # Rotten, or wiped meanwhile: not to be kept for long.
                 if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
                     await self._count(writer)
                     opened = await self._begin_bucket(form.HEAD_BYTES + length)
@@ -525,6 +533,10 @@ class DiskTier:
         except BaseException:
             # Whatever of this is on the disk is not to come back unless the master wants it.
             self._doubtful |= self._flight
+            for record, place in writer.placed:
+                self._queue.setdefault(place, record.header.version)
+            if taken is not None:
+                self._queue.setdefault(*taken)
             await writer.abandon()
             await self._abandon_bucket()
             raise

@@ -370,6 +370,7 @@ def _data_offset(capacity_bytes: int) -> int:
 
 
 def check_folder(folder: Path) -> None:
+    """Make a folder that is ours alone, or check that it is. Raises: PermissionDeniedError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if (
