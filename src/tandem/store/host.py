@@ -7,7 +7,7 @@ The logic alone: what it does to the world goes through ``HostPort`` (the data p
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from tandem.core.errors import (
     CancelledError,
@@ -36,46 +36,16 @@ from tandem.store.messages import (
     WipeExtents,
 )
 from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.sessions import Caller
 
-__all__ = ["Caller", "HostPort", "StoreHost"]
+__all__ = ["HostPort", "StoreHost"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PAGE_OBJECTS = 4_000
 """Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 0.25
-
-
-class Caller(Protocol):
-    """One session with another process: the part of ``rpc.Peer`` that the store uses."""
-
-    @property
-    def name(self) -> str:
-        """What the other side calls itself."""
-        ...
-
-    @property
-    def instance_id(self) -> str:
-        """Random for each start of the other process."""
-        ...
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the session has ended."""
-        ...
-
-    async def call(
-        self,
-        method: str,
-        request: object,
-        response_type: type[T],
-        *,
-        timeout_s: float | None = None,
-    ) -> T:
-        """Call a method there; see ``rpc.Peer.call``."""
-        ...
 
 
 class HostPort(Protocol):

@@ -32,11 +32,12 @@ from tandem.rpc import (
 from tandem.rpc.endpoint import parse_endpoint
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
-from tandem.store.host import Caller, StoreHost
+from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
 from tandem.store.segment import Segment
+from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]

@@ -20,7 +20,6 @@ from tandem._native import SegmentAllocator
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, PeerLostError, TandemError
 from tandem.store import layout
-from tandem.store.host import Caller
 from tandem.store.messages import (
     Ack,
     CloseWriter,
@@ -33,6 +32,7 @@ from tandem.store.messages import (
     WipeExtents,
 )
 from tandem.store.policies import HostView
+from tandem.store.sessions import Caller
 
 __all__ = ["Extent", "HostSpace", "Writer"]
 
