@@ -90,6 +90,7 @@ class Campaign:
         self._election = Election(ttl_s, clock.now_s())
         self._ttl_s = ttl_s
         self._woken = asyncio.Event()
+        self._is_failing = False
 
     @property
     def leader(self) -> Holder | None:
@@ -150,7 +151,12 @@ class Campaign:
                     await self._acquire(sent_s, timeout_s)
         except (TandemError, TimeoutError) as error:
             election.note_failed(self._clock.now_s())
-            logger.warning("event=election_step_failed step=%s reason=%s", step.value, error)
+            # The first of a row is news; a backend that stays away is asked several times a second.
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            logger.log(level, "event=election_step_failed step=%s reason=%r", step.value, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     async def _acquire(self, sent_s: float, timeout_s: float) -> None:
         election = self._election

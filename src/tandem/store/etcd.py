@@ -278,7 +278,7 @@ class EtcdBackend:
             raise DeadlineError(
                 "store.election", f"etcd at {url} was silent for {timeout_s:.3f} s"
             ) from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:  # The alert of a peer is a plain SSLError.
             raise PeerLostError("store.election", f"etcd at {url}: {error!r}") from None
         if status != httpx.codes.OK:
             if absent is not None and _read_fault(data).code == NOT_FOUND:
