@@ -47,12 +47,10 @@ class ModelBackend:
         self.lease: object = None
 
     async def _travel(self, *, back: bool = False) -> None:
-        delay_s = self.chance.expovariate(1 / 0.01)
+        delay_s = self.chance.expovariate(1 / 0.01) + (self.back_delay_s if back else 0.0)
         if self.chance.random() < self.faults:
             delay_s += self.chance.uniform(0.4, 1.1) if back else self.chance.uniform(0, 0.1)
         await asyncio.sleep(delay_s)
-        if back:
-            delay_s += self.back_delay_s
         if self.is_cut or self.chance.random() < self.faults / 4:
             await asyncio.sleep(100)
             raise PeerLostError("model", "lost")

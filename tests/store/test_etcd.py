@@ -255,7 +255,7 @@ async def test_certificates_of_both_sides(tmp_path):
             with pytest.raises(PeerLostError, match="etcd at"):
                 await backend.observe(T)
         async with make_backend(server.url, cert_file=cert, key_file=key) as backend:
-            with pytest.raises(PeerLostError, match="(?i)certificate"):
+            with pytest.raises(PeerLostError, match=r"(?i)certificate"):
                 await backend.observe(T)
     finally:
         server.kill()
