@@ -27,6 +27,7 @@ __all__ = [
     "KeyBytes",
     "KeyList",
     "KeyPage",
+    "LeaderAnswer",
     "ListKeys",
     "OpenWriter",
     "Opened",
@@ -233,6 +234,16 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of unfinished writes whose writer is not yet proven gone."""
 
 
+class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a master knows of who leads. One of before elections has no such answer, and leads."""
+
+    is_leader: bool
+    """Whether it is the one asked."""
+    address: str = ""
+    """Of who leads; empty if that is not known."""
+    epoch: int = 0
+
+
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The store as its master sees it."""
 
@@ -243,6 +254,8 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_under_replicated: int
     num_unfinished: int
     hosts: list[HostStatus]
+    is_recovering: bool = False
+    """Hosts may still bring objects: what is missing is not yet known to be gone."""
 
 
 # Between master and hosts.
