@@ -184,7 +184,7 @@ def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared
                 client = service.client
                 await client.put("key", b"value")
                 assert await client.get("key") == b"value"
-                assert master.master.counters.hits == 1
+                assert master.seat.counters.hits == 1
 
                 async def ask(payload: bytes) -> bytes:
                     return await service._engine.call_async(segment, payload, deadline_s=5)

@@ -22,16 +22,18 @@ from tandem.core.errors import (
     TandemError,
     UnsupportedError,
 )
-from tandem.rpc import Peer, RpcClient
+from tandem.rpc import Peer
+from tandem.store.client_edges import MasterChannel
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, Segment, TransferEngine
 
-__all__ = ["CallServer", "FastChannel", "make_shared_loop"]
+__all__ = ["CallServer", "FastChannel", "Methods", "make_shared_loop"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Methods = Sequence[tuple[str, Callable[..., Any], type, type]]
 FAST_METHODS = frozenset({"locate", "exists", "put_inline", "start_put", "commit_put"})
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
@@ -88,7 +90,7 @@ class CallServer:
     def __init__(
         self,
         engine: TransferEngine,
-        methods: Sequence[tuple[str, Callable[..., Any], type, type]],
+        methods: Methods,
         find_caller: Callable[[str], Caller | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -168,26 +170,26 @@ class FastChannel:
     """A client's way to the master: fast where master and call allow, else ``tandem.rpc``.
 
     Args:
-        rpc: not yet connected; borrowed, as the engine.
-        engine: listens nowhere but for its own calls.
-        client: ``instance_id`` of ``rpc``'s identity.
+        engine: borrowed.
+        client: ``instance_id`` of the identity with which ``slow`` connects.
     """
 
-    def __init__(self, rpc: RpcClient, engine: TransferEngine, client: str) -> None:
-        self._rpc = rpc
+    def __init__(self, engine: TransferEngine, client: str) -> None:
+        self.slow: MasterChannel
+        """Has the sessions, and calls ``on_peer`` and ``on_peer_lost``; borrowed."""
         self._engine = engine
         self._client = client
         self._segment: Segment | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._opening: asyncio.Task[None] | None = None
-        rpc.on_peer(self._on_peer)
-        rpc.on_peer_lost(self._on_peer_lost)
 
-    def _on_peer(self, peer: Peer) -> None:
+    def on_peer(self, peer: Peer) -> None:
+        """A session with a master has begun."""
         self._stop_opening()
         self._opening = asyncio.get_running_loop().create_task(self._open(peer))
 
-    def _on_peer_lost(self, _: Peer, __: TandemError) -> None:
+    def on_peer_lost(self) -> None:
+        """It has ended."""
         self._segment = None
         self._stop_opening()
 
@@ -200,9 +202,11 @@ class FastChannel:
         try:
             answer = await peer.call("call_address", None, CallAddress, timeout_s=OPEN_TIMEOUT_S)
             if answer.address:
-                self._segment = await asyncio.to_thread(
+                segment = await asyncio.to_thread(
                     self._engine.open, answer.address, deadline_s=OPEN_TIMEOUT_S
                 )
+                if not peer.is_lost:
+                    self._segment = segment
         except TandemError as error:
             logger.info("event=fast_calls_off reason=%s", error)
 
@@ -224,7 +228,7 @@ class FastChannel:
                 return msgspec.msgpack.decode(answer, type=response_type)
             except (PeerLostError, UnsupportedError, NotFoundError) as error:
                 self._leave(segment, error)
-        return await self._rpc.call(method, request, response_type, timeout_s=timeout_s)
+        return await self.slow.call(method, request, response_type, timeout_s=timeout_s)
 
     def call_blocking(
         self, method: str, request: object, response_type: type[T], timeout_s: float
@@ -260,7 +264,7 @@ class FastChannel:
 
     async def wait_connected(self, timeout_s: float) -> object:
         """See ``MasterChannel``."""
-        return await self._rpc.wait_connected(timeout_s)
+        return await self.slow.wait_connected(timeout_s)
 
     async def aclose(self) -> None:
         """Leave the way that calls take; the rest is the caller's."""

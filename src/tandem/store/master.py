@@ -8,10 +8,10 @@ when a caller goes away runs as a task of the master's own.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tandem.core.clock import Clock
-from tandem.core.errors import TandemError
+from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
@@ -24,6 +24,7 @@ from tandem.store.membership import Membership
 from tandem.store.messages import (
     Ack,
     CommitPut,
+    DiskReport,
     DrainHost,
     ExtentRecords,
     FindObjects,
@@ -47,6 +48,7 @@ from tandem.store.messages import (
     RepinExtents,
     ReportBadReplica,
     SegmentGrown,
+    StageObjects,
     StartedPut,
     StartPut,
     StoreStatus,
@@ -61,14 +63,25 @@ from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
-__all__ = ["StoreMaster"]
+__all__ = ["StoreMaster", "Term"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+
+class Term(Protocol):
+    """The time for which a master was elected; see ``Campaign``."""
+
+    def holds(self) -> bool:
+        """Whether it goes on."""
+        ...
+
+    def resign(self, *, min_epoch: int) -> None:
+        """End it, for one of an epoch above ``min_epoch``."""
+        ...
+
+
 TICK_S = 0.05
-VERSION_BITS = 40
-"""Of a version, for counting within an epoch; the epoch stands above."""
 
 
 class StoreMaster:
@@ -78,12 +91,19 @@ class StoreMaster:
         config: the limits and intervals of a store.
         clock: of leases, pins and expiry.
         epoch: above that of every earlier master of this store; raised further if a host has
-            seen a higher one.
+            seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
+        term: the elected one; None for a single master, which always leads.
     """
 
     def __init__(
-        self, config: StoreConfig, *, clock: Clock, epoch: int, draw: Callable[[int], int]
+        self,
+        config: StoreConfig,
+        *,
+        clock: Clock,
+        epoch: int,
+        draw: Callable[[int], int],
+        term: "Term | None" = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -91,6 +111,7 @@ class StoreMaster:
         self.hosts: dict[int, HostSpace] = {}
         self.counters = StoreCounters()
         self.clock = clock
+        self._term = term
         self._draw = draw
         self._counter = 0
         self.space_freed = asyncio.Event()
@@ -105,7 +126,7 @@ class StoreMaster:
         self.removals = Removals(self)
         self.eviction = Eviction(self)
         self.membership = Membership(self)
-        self._upkeep = Upkeep(self)
+        self.upkeep = Upkeep(self)
         self._running: asyncio.Task[None] | None = None
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -116,6 +137,7 @@ class StoreMaster:
             ("commit_put", self.commits.commit, CommitPut, KeyBytes),
             ("find", self.lookups.find, FindObjects, FoundObjects),
             ("locate", self.lookups.locate, LocateObjects, Located),
+            ("stage", self.lookups.stage, StageObjects, FoundObjects),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
             ("remove", self.removals.remove, KeyList, KeyBytes),
             ("remove_prefix", self.removals.remove_prefix, RemovePrefix, PrefixRemoval),
@@ -128,6 +150,7 @@ class StoreMaster:
             ("inventory", self.membership.inventory, InventoryPage, Ack),
             ("inventory_done", self.membership.inventory_done, InventoryDone, Ack),
             ("grown", self.membership.grown, SegmentGrown, Ack),
+            ("disk_report", self.membership.disk_report, DiskReport, KeyBytes),
         ]
 
     def start(self) -> None:
@@ -163,12 +186,25 @@ class StoreMaster:
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
         self._counter += 1
-        return self.epoch << VERSION_BITS | self._counter
+        return self.epoch << layout.VERSION_BITS | self._counter
 
-    def raise_epoch(self, epoch: int) -> None:
-        """Go above a master that a host has obeyed."""
-        self.epoch = epoch
+    def order_epoch(self) -> int:
+        """Return the epoch that orders bear. Raises: PeerLostError after the end of the term."""
+        if self._term is not None and not self._term.holds():
+            raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
+        return self.epoch
+
+    def outbid(self, epoch: int) -> None:
+        """A host has obeyed a master of ``epoch``: go above it.
+
+        Raises: PeerLostError if that takes another election; epochs are not ours to choose then.
+        """
+        if self._term is not None:
+            self._term.resign(min_epoch=epoch)
+            raise PeerLostError("store.join", f"{epoch} was obeyed: elected anew above it")
+        self.epoch = epoch + 1
         self._counter = 0
+        logger.info("event=epoch_raised epoch=%d", self.epoch)
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
         """Return writable hosts in the order in which to try them."""
@@ -193,31 +229,56 @@ class StoreMaster:
 
         Returns: if ``wait``, what is done when all headers are gone.
         """
+        directory = self.directory
+        key, version = directory.key(row), directory.version(row)
         length = self.extent_of(row, 0).length
-        free_at_ms = self.directory.lease_until_ms(row)
+        free_at_ms = directory.lease_until_ms(row)
         if self.is_recovering:
-            self.dropped_versions[self.directory.key(row)] = self.directory.version(row)
-        pending: list[asyncio.Future[None]] = []
-        copied = self._upkeep.abandon(self.directory.key(row), wait=wait)
-        if copied is not None:
-            pending.append(copied)
-        for replica in self.directory.remove(row):
-            done = self.hosts[replica.host].drop(
-                Extent(replica.offset, length), free_at_ms, wait=wait
-            )
+            self.dropped_versions[key] = version
+        pending = self.upkeep.abandon(key, version, wait=wait)
+        on_disk = set(directory.disks(row))
+        wiped: dict[int, asyncio.Future[None]] = {}
+        for replica in directory.remove(row):
+            host = self.hosts[replica.host]
+            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=wait)
             if done is not None:
+                wiped[replica.host] = done
                 pending.append(done)
+                if host.disk is not None:
+                    on_disk.add(replica.host)  # Or it is on its way there.
+        for number in sorted(on_disk):
+            forgotten = self.hosts[number].forget(key, version, after=wiped.get(number))
+            if wait:
+                pending.append(forgotten)
         return pending
 
+    def evict_row(self, row: int) -> bool:
+        """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
+        if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
+            self.drop_row(row)
+            return False
+        free_at_ms = self.directory.lease_until_ms(row)
+        for replica in self.directory.replicas(row):
+            self.directory.drop_replica(row, replica.host)
+            self.hosts[replica.host].drop(self.extent_of(row, replica.offset), free_at_ms)
+        return True
+
     def drop_replica(self, row: int, host: int) -> None:
-        """Give up one copy of an object, and the object if that was the last."""
-        if len(self.directory.replicas(row)) <= 1:
+        """Give up one copy in memory, and the object if that was the last of any kind."""
+        if len(self.directory.replicas(row)) <= 1 and not self.directory.disks(row):
             self.drop_row(row)
             return
         free_at_ms = self.directory.lease_until_ms(row)
         replica = self.directory.drop_replica(row, host)
         if replica is not None:
             self.hosts[host].drop(self.extent_of(row, replica.offset), free_at_ms)
+
+    def lose_disk(self, row: int, host: int) -> None:
+        """The copy on a disk is gone already, and the object if that was the last."""
+        self.directory.drop_disk(row, host)
+        if not self.directory.replicas(row) and not self.directory.disks(row):
+            self.drop_row(row)
+            self.counters.objects_evicted += 1
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Run a coroutine that its caller's going does not end."""
@@ -259,7 +320,8 @@ class StoreMaster:
             self.eviction.evict_over_watermark(now_ms)
             if self.puts.num_waiting:
                 self.space_freed.set()  # A lease or a pin may have ended: they try again.
-            self._upkeep.step(now_ms)
+            self.upkeep.begin_loads(now_ms)
+            self.upkeep.step(now_ms)
             if self.dropped_versions and not self.is_recovering:
                 self.dropped_versions.clear()
 
@@ -338,9 +400,11 @@ class StoreMaster:
                     used_bytes=host.used_bytes,
                     num_objects=len(self.directory.rows_on_host(host.number)),
                     quarantined_bytes=host.quarantined_bytes,
+                    disk=host.disk,
                 )
                 for host in self.hosts.values()
             ],
+            is_recovering=self.is_recovering,
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:
