@@ -5,9 +5,12 @@ Method: their own cases at toy size, one round each; every check passes and ever
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tandem.bench import linear, moe
 from tandem.bench.harness import run_cases
@@ -67,3 +70,69 @@ def test_cases_that_do_not_match_make_no_weights(monkeypatch: pytest.MonkeyPatch
     cases = linear.make_cases(quick=True)
     records = list(run_cases("kernels", cases, pattern="op=linear*", budget_s=5, rounds=1))
     assert {record.check for record in records} == {"ok"}
+
+
+class FakeKtKernel:
+    """Answers the calls that the peer's script does; its results are ``factor`` times the right."""
+
+    factor = 1.0
+
+    def __init__(self, python: object, script: str, threads: str) -> None:
+        assert script == "kt_kernel_peer.py"
+        assert int(threads) >= 1
+
+    def __enter__(self) -> "FakeKtKernel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def call(self, name: str, **arguments) -> object:
+        return getattr(self, name)(**arguments)
+
+    def load(self, paths: list[str], kind: str, top_k: int, max_tokens: int) -> None:
+        assert kind in ("int8", "int4", "bf16")
+        self.layers = [load_file(path) for path in paths]
+
+    def take(self, paths: list[str]) -> None:
+        self.batches = [load_file(path) for path in paths]
+        assert len(self.batches) == len(self.layers)
+
+    def run(self, turn: int) -> float:
+        layer = {name: weight.float() for name, weight in self.layers[turn].items()}
+        batch = self.batches[turn]
+        self.out = torch.zeros(batch["x"].shape)
+        for t, x in enumerate(batch["x"].float()):
+            for expert, weight in zip(batch["ids"][t], batch["weights"][t], strict=True):
+                inner = F.silu(layer["gate"][expert] @ x) * (layer["up"][expert] @ x)
+                self.out[t] += weight * (layer["down"][expert] @ inner)
+        return 1e-3
+
+    def save(self, path: str) -> None:
+        save_file({"out": self.out * self.factor}, path)
+
+
+@pytest.fixture
+def fake_peer(monkeypatch: pytest.MonkeyPatch) -> type[FakeKtKernel]:
+    monkeypatch.setattr(moe, "PeerProcess", FakeKtKernel)
+    monkeypatch.setattr(moe, "install_peer", lambda *_, **__: Path("python"))
+    monkeypatch.setattr(moe, "TOKENS", (20,))
+    return FakeKtKernel
+
+
+def test_the_peer_gets_the_very_same_weights(fake_peer):
+    cases = moe.make_cases(quick=False, with_peers=True)
+    records = list(run_cases("kernels", cases, budget_s=5, rounds=1))
+    assert {record.check for record in records} == {"ok"}
+    names = {record.case.split()[1]: record.baseline_name or "" for record in records}
+    for word, baseline in names.items():
+        kind = moe.KT_KINDS.get(word.removeprefix("format="))
+        assert baseline.startswith(f"kt-kernel {kind} " if kind else "torch."), word
+
+
+def test_a_wrong_result_of_the_peer_reports_no_time(fake_peer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fake_peer, "factor", 1.5)
+    cases = moe.make_cases(quick=False, with_peers=True)
+    records = list(run_cases("kernels", cases, pattern="*bf16*", budget_s=5, rounds=1))
+    assert [record.ours for record in records] == [None, None]
+    assert all("kt-kernel bf16: relative error" in record.check for record in records)

@@ -293,7 +293,7 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
 
     async def run() -> None:
         async with LocalStore(config) as store:
-            call = store.client._channel.call
+            call = store.client._calls.channel.call
             request = StartPut(first_put_id=10**6, keys=["key"], sizes=[10])
             first = await call("start_put", request, StartedPut)
             async with asyncio.timeout(10):

@@ -14,11 +14,12 @@ import pytest
 from store_world import Faults, World, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
-from tandem.store.client import PutOptions, PutResult, _Read
+from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.host import StoreHost
-from tandem.store.master import StoreMaster
+from tandem.store.reading import ObjectRead
 from tandem.store.space import HostSpace
+from tandem.store.writing import PutOptions, PutResult
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(
@@ -479,15 +480,15 @@ def free_without_proof(space: HostSpace, client: str) -> None:
         space.release(extent)
 
 
-async def seal_nowhere(master: StoreMaster, records) -> set[int]:
+async def seal_nowhere(commits: Commits, records) -> set[int]:
     return set(records)
 
 
 MUTANTS = {
     "space is free before its writer is proven gone": (HostSpace, "fence", free_without_proof),
     "hosts obey late, doubled and stale orders": (StoreHost, "_obey", lambda host, order: None),
-    "puts are acknowledged unsealed": (StoreMaster, "_seal_on_hosts", seal_nowhere),
-    "readers check nothing": (_Read, "check", lambda read: True),
+    "puts are acknowledged unsealed": (Commits, "_seal_on_hosts", seal_nowhere),
+    "readers check nothing": (ObjectRead, "check", lambda read: True),
 }
 
 

@@ -612,6 +612,40 @@ class CoreBatch:
 
     def completion_fd(self) -> int: ...
 
+class CallInbox:
+    """Where calls that have ended are collected."""
+
+    def __init__(self) -> None: ...
+
+    def fileno(self) -> int:
+        """Readable while something is in it."""
+
+    def take(self) -> list[int]:
+        """The tags of the calls that have ended since the last call."""
+
+class CoreCall:
+    """A call that was begun; see TransferEngine.call_async."""
+
+    def take_answer(self) -> bytes:
+        """What it ended with, once; raises the error."""
+
+    def abandon(self) -> None:
+        """Wait no longer: it was executed once or not at all."""
+
+class CoreIncomingCall:
+    """A peer's call; see tandem.transfer.Call."""
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def payload(self) -> bytes: ...
+
+    def answer(self, answer: bytes | tuple[str, str, str]) -> bool:
+        """
+        Send bytes, or (code, where, what) of an error; False: answered before, or in vain.
+        """
+
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
 
@@ -670,6 +704,15 @@ class TransferCore:
 
     def use_round_robin(self, segment: int) -> None:
         """Give slices to rails in turn, whatever their speed: a baseline."""
+
+    def call(self, segment: int, payload: bytes, deadline_s: float) -> bytes: ...
+
+    def begin_call(self, segment: int, payload: bytes, inbox: CallInbox, tag: int) -> CoreCall: ...
+
+    def serve_calls(self) -> None: ...
+
+    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall]:
+        """Send answers and wait for calls; none: the engine is closed."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 

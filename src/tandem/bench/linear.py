@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.turns import Kind, list_kinds, make_turn_case
+from tandem.bench.turns import Kind, list_kinds, make_turn_case, time_torch
 from tandem.kernels.formats import find_format
 from tandem.kernels.native_linear import PackedLinear
 
@@ -57,7 +57,7 @@ class _Matrices:
             torch.randn(outs, ins, generator=self.generator) / ins**0.5 for _ in range(self.count)
         ]
         self.rivals = {torch.float32: wide, torch.bfloat16: [w.bfloat16() for w in wide]}
-        self.kinds = list_kinds(list(self.rivals), pool.num_threads)
+        self.kinds = list_kinds(self.rivals, pool.num_threads)
         self._ours: tuple[str, list[PackedLinear]] = ("", [])
 
     def pack(self, name: str) -> list[PackedLinear]:
@@ -107,8 +107,15 @@ class _Turns:
         return self.find(turn).forward(self.x[torch.float32])
 
     @torch.inference_mode()
-    def run_rival(self, turn: int, kind: Kind) -> torch.Tensor:
-        return F.linear(self.x[kind[0]], self.matrices.rivals[kind[0]][turn])
+    def time_rival(self, turn: int, kind: Kind) -> float:
+        dtype = kind[0]
+        assert isinstance(dtype, torch.dtype)
+        weight = self.matrices.rivals[dtype][turn]
+        return time_torch(kind, lambda: F.linear(self.x[dtype], weight))
+
+    def check_rival(self, kind: Kind) -> str:
+        del kind  # torch's own product is what ours is checked against.
+        return ""
 
     def find_idle(self, turn: int) -> int:
         # Out of use for as long as the one whose turn is next.

@@ -3,23 +3,31 @@
 One MoE layer of a known model, with as many experts as fit a laptop, routed at random. Where a
 layer is small, several are used in turn, so that no cache holds the weights of the next call. The
 rival is torch, one expert after the other on the tokens that chose it, in bf16 or fp32 and on one
-thread or as many as ours, whichever is the fastest for the case. Set OMP_WAIT_POLICY=PASSIVE on
-shared cores, or torch's threads spin against each other and lose far more than the kernels differ.
+thread or as many as ours, whichever is the fastest for the case; ``--with-peers`` it is kt-kernel
+in the format nearest to ours, from the very same weights, with one worker or as many as our threads
+(where cores are shared, its workers spin against each other and one is the faster). Set
+OMP_WAIT_POLICY=PASSIVE on shared cores, or torch's threads spin against each other and lose far
+more than the kernels differ.
 
 The ceiling is what takes longer: reading the packed bytes of the chosen experts once, or as many
 multiply-adds on operands in registers, with the instruction that the format's kernel uses. It is
 measured on another layer, where there is one, in the same rounds.
 """
 
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from safetensors.torch import load_file, save_file
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.turns import Kind, list_kinds, make_turn_case
+from tandem.bench.peers import PeerProcess, install_peer
+from tandem.bench.turns import Kind, list_kinds, make_turn_case, time_torch
 from tandem.kernels.formats import find_format
 from tandem.kernels.native_experts import PackedExperts
 
@@ -57,6 +65,22 @@ FORMATS = {
 }
 """The largest relative error of a result against float32, on these Gaussian weights."""
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
+KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
+"""kt-kernel's nearest format; its integers have one scale a row."""
+KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
+"""Of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
+KT_REQUIREMENTS = (
+    "torch==2.13.0",
+    "safetensors",
+    "gguf",
+    "typer",
+    "rich",
+    "pyyaml",
+    "httpx",
+    "packaging",
+    "psutil",
+)
+KT_VERSION = "kt-kernel==0.7.2"
 TOKENS = (1, 4, 16, 64, 256, 2048)
 QUICK_TOKENS = (1, 16, 256)
 
@@ -92,12 +116,74 @@ class _TorchExperts:
         return out
 
 
-class _Layers:
-    """Layers of random weights of one shape; the rival's in both dtypes, ours in one format."""
+class _KtKernel:
+    """kt-kernel with the layers of one shape in one format, a process for each number of threads.
 
-    def __init__(self, shape: Shape, pool: ThreadPool) -> None:
+    Args:
+        folder: where weights and batches are handed over.
+        name: of our format.
+        kinds: the peers to be.
+    """
+
+    def __init__(self, folder: Path, name: str, shape: Shape, kinds: list[Kind]) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        python = install_peer("kt-kernel", KT_REQUIREMENTS, bare=[KT_VERSION])
+        self._processes = {
+            kind: self._stack.enter_context(PeerProcess(python, "kt_kernel_peer.py", str(kind[1])))
+            for kind in kinds
+        }
+        paths = sorted(map(str, folder.glob("layer-*")))
+        for process in self._processes.values():
+            process.call(
+                "load",
+                paths=paths,
+                kind=KT_KINDS[name],
+                top_k=shape.top_k,
+                max_tokens=max(TOKENS),
+            )
+        self._batches: list[_Batch] = []
+
+    def take(self, batches: list[_Batch]) -> None:
+        """Hand a batch for each layer over, unless they are there."""
+        if self._batches is batches:
+            return
+        self._batches = batches
+        paths = [str(self._folder / f"batch-{i:02}.safetensors") for i in range(len(batches))]
+        for path, batch in zip(paths, batches, strict=True):
+            tensors = {"x": batch.x.bfloat16(), "ids": batch.ids, "weights": batch.weights}
+            save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+        for process in self._processes.values():
+            process.call("take", paths=paths)
+
+    def run(self, turn: int, kind: Kind) -> float:
+        """Return the seconds of a call."""
+        return self._processes[kind].call("run", turn=turn)
+
+    def compute(self, kind: Kind) -> torch.Tensor:
+        """Return the result of the first layer."""
+        path = str(self._folder / "out.safetensors")
+        self._processes[kind].call("run", turn=0)
+        self._processes[kind].call("save", path=path)
+        return load_file(path)["out"].float()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Layers:
+    """Layers of random weights of one shape; the rival's in both dtypes, ours in one format.
+
+    Args:
+        shape: of each.
+        pool: of ours.
+        folder: for what peers are handed; None = no peers.
+    """
+
+    def __init__(self, shape: Shape, pool: ThreadPool, folder: Path | None) -> None:
         self.shape = shape
         self.pool = pool
+        self._folder = folder
         self._generator = torch.Generator().manual_seed(0)
         weights = 3 * shape.hidden * shape.inner
         self.num_experts = min(shape.num_experts, max(shape.top_k, LAYER_WEIGHTS // weights))
@@ -107,7 +193,9 @@ class _Layers:
             dtype: [_TorchExperts(*layer, dtype) for layer in self.layers]
             for dtype in (torch.bfloat16, torch.float32)
         }
-        self.kinds = list_kinds(list(self.rivals), self.pool.num_threads)
+        if folder is not None:
+            self._write(folder)
+        self._kt: tuple[str, _KtKernel] | None = None
         self._ours: tuple[str, list[PackedExperts]] = ("", [])
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -117,6 +205,38 @@ class _Layers:
         count, hidden, inner = self.num_experts, self.shape.hidden, self.shape.inner
         gate_up = self._normal(count, 2 * inner, hidden) / hidden**0.5
         return gate_up, self._normal(count, hidden, inner) / inner**0.5
+
+    def _write(self, folder: Path) -> None:
+        """Write the weights for peers."""
+        for path in folder.glob("layer-*"):
+            path.unlink()
+        for i, (gate_up, down) in enumerate(self.layers):
+            gate, up = gate_up.chunk(2, 1)
+            tensors = {"gate": gate, "up": up, "down": down}
+            tensors = {key: value.bfloat16().contiguous() for key, value in tensors.items()}
+            save_file(tensors, folder / f"layer-{i:02}.safetensors")
+
+    def list_kinds(self, name: str) -> list[Kind]:
+        """Return the rivals of a format: kt-kernel's, or torch's where it has none."""
+        if self._folder is None or name not in KT_KINDS:
+            return list_kinds(self.rivals, self.pool.num_threads)
+        return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
+
+    def kt_kernel(self, name: str, batches: list[_Batch]) -> _KtKernel:
+        """The peer in the format nearest to ours, with the batches of a case."""
+        assert self._folder is not None
+        if self._kt is None or self._kt[0] != name:
+            self.close()  # Two formats at once may not fit.
+            peer = _KtKernel(self._folder, name, self.shape, self.list_kinds(name))
+            self._kt = (name, peer)
+        self._kt[1].take(batches)
+        return self._kt[1]
+
+    def close(self) -> None:
+        """End the peer's processes; idempotent."""
+        if self._kt is not None:
+            self._kt[1].close()
+            self._kt = None
 
     def make_batch(self, num_tokens: int) -> _Batch:
         scores = torch.rand(num_tokens, self.num_experts, generator=self._generator)
@@ -137,15 +257,22 @@ class _Layers:
 class _Bench:
     """The layers of one shape at a time, made when the first case of the shape is checked."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
         self._pool = ThreadPool(recommend_threads(read_topology()).threads)
         self._layers: _Layers | None = None
 
     def find(self, shape: Shape) -> _Layers:
         if self._layers is None or self._layers.shape != shape:
-            self._layers = None  # Freed before the next ones are made.
-            self._layers = _Layers(shape, self._pool)
+            self.close()
+            self._layers = _Layers(shape, self._pool, self._folder)
         return self._layers
+
+    def close(self) -> None:
+        """Free the layers, so that the next ones fit, and end the peer."""
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +289,7 @@ class _Turns:
 
     @property
     def kinds(self) -> list[Kind]:
-        return self.layers.kinds
+        return self.layers.list_kinds(self.name)
 
     def find(self, turn: int) -> PackedExperts:
         return self.layers.pack(self.name)[turn]
@@ -171,8 +298,19 @@ class _Turns:
         batch = self.batches[turn]
         return self.find(turn).forward(batch.x, batch.ids, batch.weights)
 
-    def run_rival(self, turn: int, kind: Kind) -> torch.Tensor:
-        return self.layers.rivals[kind[0]][turn].forward(self.batches[turn])
+    def time_rival(self, turn: int, kind: Kind) -> float:
+        rival = kind[0]
+        if isinstance(rival, str):
+            return self.layers.kt_kernel(self.name, self.batches).run(turn, kind)
+        layer = self.layers.rivals[rival][turn]
+        return time_torch(kind, lambda: layer.forward(self.batches[turn]))
+
+    def check_rival(self, kind: Kind) -> str:
+        if not isinstance(kind[0], str):
+            return ""  # torch's own result is what ours is checked against.
+        error = self._compare(self.layers.kt_kernel(self.name, self.batches).compute(kind))
+        allowed = KT_LARGEST_ERROR[self.name]
+        return "" if error <= allowed else f"{kind[0]}: relative error {error:.4f} over {allowed}"
 
     def find_idle(self, turn: int) -> int:
         # Of all layers the one that has been out of use the longest when its turn comes.
@@ -190,9 +328,12 @@ class _Turns:
         self.find(turn).multiply_registers(macs)
 
     def measure_error(self) -> float:
+        return self._compare(self.run(0))
+
+    def _compare(self, got: torch.Tensor) -> float:
         torch.set_num_threads(self.layers.pool.num_threads)
         want = self.layers.rivals[torch.float32][0].forward(self.batches[0])
-        return float((self.run(0) - want).norm() / want.norm())
+        return float((got - want).norm() / want.norm())
 
 
 def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> BenchCase:
@@ -212,10 +353,20 @@ def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> Bench
     )
 
 
-def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases, shape by shape and format by format; ``quick`` has fewer of all."""
-    bench = _Bench()
-    for shape in SHAPES[:1] if quick else SHAPES:
-        for name in QUICK_FORMATS if quick else FORMATS:
-            for num_tokens in QUICK_TOKENS if quick else TOKENS:
-                yield _make_case(bench, shape, name, num_tokens)
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases, shape by shape and format by format.
+
+    Args:
+        quick: fewer of all.
+        with_peers: the baseline is kt-kernel where it has the format, installed if need be.
+    """
+    with ExitStack() as stack:
+        folder = None
+        if with_peers:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = _Bench(folder)
+        stack.callback(bench.close)
+        for shape in SHAPES[:1] if quick else SHAPES:
+            for name in QUICK_FORMATS if quick else FORMATS:
+                for num_tokens in QUICK_TOKENS if quick else TOKENS:
+                    yield _make_case(bench, shape, name, num_tokens)

@@ -29,27 +29,39 @@ INSTALL_TIMEOUT_S = 3600.0
 CLOSE_TIMEOUT_S = 10.0
 
 
-def install_peer(name: str, requirements: Sequence[str]) -> Path:
+def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path:
     """Return the interpreter of a venv that has the requirements; made once.
+
+    Args:
+        name: of the venv's folder.
+        requirements: what pip installs, with all that they depend on.
+        bare: what pip installs without, because that would bring gigabytes nobody needs here.
 
     Raises: UnsupportedError (pip failed; the text has its last lines).
     """
-    identity = sha256("\n".join([sys.version, *requirements]).encode()).hexdigest()[:12]
+    wishes = [sys.version, *requirements, *(f"bare {requirement}" for requirement in bare)]
+    identity = sha256("\n".join(wishes).encode()).hexdigest()[:12]
     folder = ROOT.expanduser() / f"{name}-{identity}"
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists():
         return python
-    sys.stderr.write(f"installing {name} into {folder}: {' '.join(requirements)}\n")
+    sys.stderr.write(f"installing {name} into {folder}: {' '.join([*requirements, *bare])}\n")
     venv.create(folder, with_pip=True, clear=True)
-    command = [python, "-m", "pip", "install", "--quiet", *requirements]
+    for wish in (requirements, ["--no-deps", *bare] if bare else []):
+        if wish:
+            _pip_install(name, python, wish)
+    stamp.touch()
+    return python
+
+
+def _pip_install(name: str, python: Path, arguments: Sequence[str]) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
     )
     if result.returncode != 0:
         tail = "\n".join(result.stderr.splitlines()[-5:])
         raise UnsupportedError("bench.install_peer", f"{name} cannot be installed: {tail}")
-    stamp.touch()
-    return python
 
 
 class PeerProcess:
@@ -58,17 +70,22 @@ class PeerProcess:
     Args:
         python: of its venv.
         script: beside this module.
+        arguments: of the script.
         environment: of the process; None = ours.
     """
 
     def __init__(
-        self, python: Path, script: str, *, environment: dict[str, str] | None = None
+        self,
+        python: Path,
+        script: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
     ) -> None:
         path = Path(__file__).parent / script
         self._name = script
         self._log = (python.parents[1] / "log.txt").open("ab")
         self._process = subprocess.Popen(
-            [python, path],
+            [python, path, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -5,17 +5,17 @@ what takes longer, reading the bytes that a call needs or doing its multiply-add
 is measured on an operator that is not in use, in the same rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from tandem.bench.harness import BenchCase, time_call
 
-__all__ = ["Kind", "Turns", "list_kinds", "make_turn_case"]
+__all__ = ["Kind", "Turns", "list_kinds", "make_turn_case", "time_torch"]
 
-Kind = tuple[torch.dtype, int]
-"""Of the rival: its dtype and its threads."""
+Kind = tuple[torch.dtype | str, int]
+"""Of the rival: torch in a dtype, or a peer by its name; and its threads."""
 
 LONG_TOKENS = 256
 """Above, a call takes so long that the rivals are compared by one call each."""
@@ -38,8 +38,12 @@ class Turns(Protocol):
         """Call ours."""
         ...
 
-    def run_rival(self, turn: int, kind: Kind) -> object:
-        """Call the rival, on as many threads as ``kind`` says."""
+    def time_rival(self, turn: int, kind: Kind) -> float:
+        """Return the seconds of one call of the rival, on as many threads as ``kind`` says."""
+        ...
+
+    def check_rival(self, kind: Kind) -> str:
+        """Return what is wrong with the rival's result; nothing where it is right."""
         ...
 
     def find_idle(self, turn: int) -> int:
@@ -63,9 +67,15 @@ class Turns(Protocol):
         ...
 
 
-def list_kinds(dtypes: list[torch.dtype], num_threads: int) -> list[Kind]:
-    """Return each dtype with one thread and with all."""
-    return [(dtype, count) for dtype in dtypes for count in sorted({1, num_threads})]
+def list_kinds(rivals: Iterable[torch.dtype | str], num_threads: int) -> list[Kind]:
+    """Return each rival with one thread and with all."""
+    return [(rival, count) for rival in rivals for count in sorted({1, num_threads})]
+
+
+def time_torch(kind: Kind, call: Callable[[], object]) -> float:
+    """Return the seconds of a call of torch on as many threads as ``kind`` says."""
+    torch.set_num_threads(kind[1])
+    return time_call(call)
 
 
 def make_turn_case(
@@ -82,9 +92,7 @@ def make_turn_case(
         return time_call(lambda: turns.run(turn)) * 1e3
 
     def time_rival(kind: Kind) -> float:
-        turns = find()
-        torch.set_num_threads(kind[1])
-        return time_call(lambda: turns.run_rival(turn, kind)) * 1e3
+        return find().time_rival(turn, kind) * 1e3
 
     def time_ceiling() -> float:
         turns = find()
@@ -100,6 +108,9 @@ def make_turn_case(
         error = turns.measure_error()
         if not error <= largest_error:
             return f"relative error {error:.4f}, at most {largest_error} is allowed"
+        for kind in turns.kinds:
+            if fault := turns.check_rival(kind):
+                return fault
         tries = 1 if num_tokens > LONG_TOKENS else 3
         chosen = min(turns.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
         return "ok"

@@ -24,7 +24,7 @@ BENCHES = {
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
-WITH_PEERS = ("model", "transfer")
+WITH_PEERS = ("model", "moe", "transfer")
 """Those that take ``with_peers=...`` as well."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5

@@ -7,12 +7,14 @@ whole store inside one process. See docs/design/store.md.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.store.client import AsyncStoreClient, Part, PutOptions, PutResult, StoreBuffer
+    from tandem.store.buffers import Part, StoreBuffer
+    from tandem.store.client import AsyncStoreClient
     from tandem.store.config import StoreConfig
     from tandem.store.host import StoreHost
     from tandem.store.master import StoreMaster
     from tandem.store.service import ClientService, HostService, MasterService
     from tandem.store.sync_client import StoreClient
+    from tandem.store.writing import PutOptions, PutResult
 
 __all__ = [
     "AsyncStoreClient",
@@ -31,10 +33,10 @@ __all__ = [
 
 _HOMES = {
     "AsyncStoreClient": "client",
-    "Part": "client",
-    "PutOptions": "client",
-    "PutResult": "client",
-    "StoreBuffer": "client",
+    "Part": "buffers",
+    "PutOptions": "writing",
+    "PutResult": "writing",
+    "StoreBuffer": "buffers",
     "StoreConfig": "config",
     "StoreHost": "host",
     "StoreMaster": "master",

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import NotFoundError, UnsupportedError
-from tandem.store.client import AsyncStoreClient, Piece
+from tandem.store.client import AsyncStoreClient
+from tandem.store.client_edges import Piece
 from tandem.store.config import StoreConfig
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster

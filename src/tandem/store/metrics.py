@@ -53,6 +53,8 @@ class StoreCounters:
     objects_created: int = 0
     objects_removed: int = 0
     objects_evicted: int = 0
+    objects_demoted: int = 0
+    objects_promoted: int = 0
     forced_evictions: int = 0
     puts_waited: int = 0
     puts_expired: int = 0
@@ -60,6 +62,7 @@ class StoreCounters:
     replicas_corrupt: int = 0
     replicas_copied: int = 0
     hosts_lost: int = 0
+    terms: int = 0
     latencies: dict[str, LatencyHistogram] = field(default_factory=dict)
     """By method; from when a request was decoded to its answer."""
 
@@ -73,7 +76,9 @@ _COUNTER_HELP = {
     "misses": "Keys looked up and not found.",
     "objects_created": "Objects that became visible.",
     "objects_removed": "Objects removed by a call.",
-    "objects_evicted": "Objects evicted.",
+    "objects_evicted": "Objects evicted, from all tiers.",
+    "objects_demoted": "Objects evicted from memory that a disk keeps.",
+    "objects_promoted": "Objects read from a disk into memory.",
     "forced_evictions": "Evictions for a put that found no space.",
     "puts_waited": "Times a put waited for space.",
     "puts_expired": "Unfinished puts that ran out of time.",
@@ -81,10 +86,13 @@ _COUNTER_HELP = {
     "replicas_corrupt": "Replicas dropped for a wrong checksum.",
     "replicas_copied": "Replicas made by repair or drain.",
     "hosts_lost": "Hosts that went away.",
+    "terms": "Terms that this master has begun.",
 }
 
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master."),
+    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master; 0 while another leads."),
+    MetricSpec("tandem:store_is_leader", "gauge", (), "1 while this master may serve."),
+    MetricSpec("tandem:store_is_recovering", "gauge", (), "1 while hosts may still bring objects."),
     MetricSpec("tandem:store_objects", "gauge", (), "Objects in the directory."),
     MetricSpec("tandem:store_value_bytes", "gauge", (), "Bytes of their values, each once."),
     MetricSpec("tandem:store_unreadable_objects", "gauge", (), "Objects whose hosts are all lost."),
@@ -101,6 +109,35 @@ METRICS: tuple[MetricSpec, ...] = (
         ("host",),
         "Space of unfinished puts whose writer is not yet proven gone.",
     ),
+    MetricSpec(
+        "tandem:store_disk_degraded",
+        "gauge",
+        ("host",),
+        "1 while the SSD tier takes nothing: full, failing or given up.",
+    ),
+    MetricSpec("tandem:store_disk_capacity_bytes", "gauge", ("host",), "Files it may fill."),
+    MetricSpec("tandem:store_disk_used_bytes", "gauge", ("host",), "Files it has."),
+    MetricSpec("tandem:store_disk_live_bytes", "gauge", ("host",), "Records that can be read."),
+    MetricSpec("tandem:store_disk_objects", "gauge", ("host",), "Objects on the disk."),
+    MetricSpec("tandem:store_disk_queued", "gauge", ("host",), "Objects waiting to be written."),
+    MetricSpec(
+        "tandem:store_disk_events_total",
+        "counter",
+        ("host", "event"),
+        "Since the host started: objects and bytes written and loaded, skipped, evicted; errors.",
+    ),
+    MetricSpec(
+        "tandem:store_disk_write_seconds",
+        "histogram",
+        ("host",),
+        "Time of a round of writes behind, its sync included.",
+    ),
+    MetricSpec(
+        "tandem:store_disk_load_seconds",
+        "histogram",
+        ("host",),
+        "Time to read an object from the disk into memory and check it.",
+    ),
     *(
         MetricSpec(f"tandem:store_{name}_total", "counter", (), text)
         for name, text in _COUNTER_HELP.items()
@@ -114,7 +151,7 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 
 
-def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
+def render_metrics(status: StoreStatus, counters: StoreCounters, is_leader: bool = True) -> bytes:
     """Return the page in the Prometheus text format.
 
     Raises: UnsupportedError if ``prometheus_client`` is not installed.
@@ -134,14 +171,16 @@ def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
         ) from None
 
     values = _collect_values(status, counters)
+    values["tandem:store_is_leader"] = [([], float(is_leader))]
+    histograms = _collect_histograms(status, counters)
 
     class _Page(Collector):
         def collect(self) -> Iterator[Metric]:
             for spec in METRICS:
                 if spec.kind == "histogram":
                     family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-                    for method, histogram in sorted(counters.latencies.items()):
-                        family.add_metric([method], _cumulate(histogram), histogram.sum_s)
+                    for labels, counts, sum_s in histograms[spec.name]:
+                        family.add_metric(labels, _cumulate(counts), sum_s)
                     yield family
                     continue
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -155,10 +194,28 @@ def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
     return generate_latest(registry)
 
 
-def _cumulate(histogram: LatencyHistogram) -> list[tuple[str, float]]:
+def _collect_histograms(
+    status: StoreStatus, counters: StoreCounters
+) -> dict[str, list[tuple[list[str], list[int], float]]]:
+    disks = [(host.name, host.disk) for host in status.hosts if host.disk is not None]
+    return {
+        "tandem:store_call_seconds": [
+            ([method], histogram.counts, histogram.sum_s)
+            for method, histogram in sorted(counters.latencies.items())
+        ],
+        "tandem:store_disk_write_seconds": [
+            ([name], disk.write_counts, disk.write_sum_s) for name, disk in disks
+        ],
+        "tandem:store_disk_load_seconds": [
+            ([name], disk.load_counts, disk.load_sum_s) for name, disk in disks
+        ],
+    }
+
+
+def _cumulate(counts: list[int]) -> list[tuple[str, float]]:
     total = 0
     rows: list[tuple[str, float]] = []
-    for bound, count in zip((*BUCKETS_S, float("inf")), histogram.counts, strict=True):
+    for bound, count in zip((*BUCKETS_S, float("inf")), counts, strict=True):
         total += count
         rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
     return rows
@@ -169,6 +226,7 @@ def _collect_values(
 ) -> dict[str, list[tuple[list[str], float]]]:
     values: dict[str, list[tuple[list[str], float]]] = {
         "tandem:store_epoch": [([], status.epoch)],
+        "tandem:store_is_recovering": [([], float(status.is_recovering))],
         "tandem:store_objects": [([], status.num_objects)],
         "tandem:store_value_bytes": [([], status.total_bytes)],
         "tandem:store_unreadable_objects": [([], status.num_unreadable)],
@@ -184,4 +242,17 @@ def _collect_values(
     values["tandem:store_host_capacity_bytes"] = [([h.name], h.capacity_bytes) for h in hosts]
     values["tandem:store_host_used_bytes"] = [([h.name], h.used_bytes) for h in hosts]
     values["tandem:store_host_quarantined_bytes"] = [([h.name], h.quarantined_bytes) for h in hosts]
+    disks = [(host.name, host.disk) for host in hosts if host.disk is not None]
+    for field_name in ("capacity_bytes", "used_bytes", "live_bytes"):
+        values[f"tandem:store_disk_{field_name}"] = [
+            ([name], getattr(disk, field_name)) for name, disk in disks
+        ]
+    values["tandem:store_disk_degraded"] = [([n], float(d.state != "active")) for n, d in disks]
+    values["tandem:store_disk_objects"] = [([n], d.num_objects) for n, d in disks]
+    values["tandem:store_disk_queued"] = [([n], d.num_queued) for n, d in disks]
+    values["tandem:store_disk_events_total"] = [
+        ([name, event], count)
+        for name, disk in disks
+        for event, count in sorted(disk.counts.items())
+    ]
     return values

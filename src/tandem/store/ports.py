@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import DeadlineError, NotFoundError, PeerLostError, TandemError
-from tandem.store.client import Piece
+from tandem.store.client_edges import Piece
 from tandem.store.messages import Endpoint
 from tandem.store.segment import Segment
 from tandem.transfer import Buffer, Op, Transfer, TransferEngine

@@ -1,0 +1,109 @@
+"""kt-kernel as a peer: run by its own interpreter (see ``peers``); imports nothing of ours.
+
+Packs MoE layers from bfloat16 weights in a file, and runs them on the CPU alone, a layer a call.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from kt_kernel import kt_kernel_ext
+from safetensors.torch import load_file, save_file
+
+CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
+"""Named for AMX; without it they are its AVX-512 kernels."""
+ROWS_STEP = 32
+"""Its buffers hold a multiple of so many rows."""
+
+
+class Layer:
+    """A layer of experts: gate and up [E, F, D], down [E, D, F] in bfloat16, packed as ``kind``."""
+
+    def __init__(self, pool, path, kind, top_k, max_tokens):
+        self.pool = pool
+        self.sources = load_file(path)
+        gate, up, down = (self.sources[name] for name in ("gate", "up", "down"))
+        count, inner, hidden = gate.shape
+        self.top_k = top_k
+        self.on_gpu = torch.zeros(count, dtype=torch.bool)
+        config = kt_kernel_ext.moe.MOEConfig(count, top_k, hidden, inner, self.on_gpu.data_ptr())
+        config.pool = pool.backend_
+        config.max_len = -(-max_tokens // ROWS_STEP) * ROWS_STEP
+        config.gate_proj, config.up_proj = gate.data_ptr(), up.data_ptr()
+        config.down_proj = down.data_ptr()
+        if kind == "bf16":
+            # That class takes a pointer an expert, for each of its NUMA nodes.
+            config.gate_projs = [[expert.data_ptr() for expert in gate]]
+            config.up_projs = [[expert.data_ptr() for expert in up]]
+            config.down_projs = [[expert.data_ptr() for expert in down]]
+        self.experts = getattr(kt_kernel_ext.moe, CLASSES[kind])(config)
+        order = torch.arange(count)
+        pool.submit(self.experts.load_weights_task(order.data_ptr()))
+        pool.sync()
+
+    def forward(self, batch, out):
+        task = self.experts.forward_task(
+            batch["count"].data_ptr(),
+            self.top_k,
+            batch["ids"].data_ptr(),
+            batch["weights"].data_ptr(),
+            batch["x"].data_ptr(),
+            out.data_ptr(),
+            False,
+        )
+        self.pool.submit(task)
+        self.pool.sync()
+
+
+class Peer:
+    """The layers of one shape in one kind, and the batch that each is called with."""
+
+    def __init__(self, threads):
+        config = kt_kernel_ext.WorkerPoolConfig()
+        config.subpool_count = 1
+        config.subpool_numa_map = [0]
+        config.subpool_thread_count = [threads]
+        self.pool = kt_kernel_ext.CPUInfer(config)
+        self.layers, self.batches, self.out = [], [], None
+
+    def load(self, paths, kind, top_k, max_tokens):
+        self.layers = [Layer(self.pool, path, kind, top_k, max_tokens) for path in paths]
+
+    def take(self, paths):
+        """Take a batch for each layer: x [T, D] bfloat16, ids [T, K], weights [T, K] float32."""
+        self.batches = [load_file(path) for path in paths]
+        for batch in self.batches:
+            batch["count"] = torch.tensor([len(batch["x"])], dtype=torch.int32)
+        self.out = torch.zeros_like(self.batches[0]["x"])
+
+    def run(self, turn):
+        """Return the seconds of a call."""
+        begin = time.perf_counter()
+        self.layers[turn].forward(self.batches[turn], self.out)
+        return time.perf_counter() - begin
+
+    def save(self, path):
+        """Write the result of the last call."""
+        save_file({"out": self.out}, path)
+
+
+def main():
+    # Libraries print: answers keep what was standard output to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    peer = Peer(int(sys.argv[1]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        call = request.pop("call")
+        try:
+            answer = {"result": getattr(peer, call)(**request)}
+        except Exception as error:  # noqa: BLE001 - the edge of this process: told to the caller
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

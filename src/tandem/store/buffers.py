@@ -1,0 +1,127 @@
+"""Memory of a client: registered buffers, parts of them, and small values set side by side."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import ShapeError
+from tandem.store import layout
+from tandem.store.client_edges import ClientPort
+
+__all__ = ["Part", "StagedPart", "Staging", "StoreBuffer", "as_bytes", "as_views", "list_parts"]
+
+STAGED_BYTES = 256 * 1024
+"""Smaller values are copied behind their table, which saves a transfer; larger ones are not."""
+
+
+class StoreBuffer:
+    """Registered memory of a client: gets and puts move bytes between it and the store in place."""
+
+    def __init__(self, handle: Any, array: npt.NDArray[np.uint8]) -> None:
+        self.handle = handle
+        self.array = array
+        """The bytes; a view of what was registered."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.array.size
+
+
+class Part(NamedTuple):
+    """A range of a registered buffer; an object may be made of several."""
+
+    buffer: StoreBuffer
+    offset: int = 0
+    length: int = -1
+    """-1: to the end."""
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The bytes.
+
+        Raises: ShapeError if the range leaves the buffer.
+        """
+        length = self.buffer.nbytes - self.offset if self.length < 0 else self.length
+        if not 0 <= self.offset <= self.offset + length <= self.buffer.nbytes:
+            raise ShapeError(
+                "store.part",
+                f"range [{self.offset}, {self.offset + length}) of a buffer of "
+                f"{self.buffer.nbytes} bytes",
+            )
+        return self.buffer.array[self.offset : self.offset + length]
+
+
+class Staging:
+    """Puts small values side by side, each behind room for its table; larger ones stay in place."""
+
+    def __init__(self, port: ClientPort, lent: list[StoreBuffer]) -> None:
+        self._port = port
+        self._lent = lent
+        self._staged: list[tuple[list[Part], list[npt.NDArray[np.uint8]], int, int]] = []
+        self._length = 0
+
+    def add(self, views: "list[npt.NDArray[np.uint8]]") -> list[Part]:
+        """Return the parts of a value; complete after ``close``."""
+        size = sum(view.size for view in views)
+        parts: list[Part] = []
+        if size > STAGED_BYTES:
+            for view in views:
+                if view.size:
+                    buffer = StoreBuffer(self._port.register(view), view)
+                    self._lent.append(buffer)
+                    parts.append(Part(buffer))
+        elif size:
+            at = self._length + layout.table_bytes(size)
+            self._staged.append((parts, views, at, size))
+            self._length = at + size
+        return parts
+
+    def close(self) -> None:
+        """Copy and register what was gathered."""
+        if not self._staged:
+            return
+        array = np.empty(self._length, dtype=np.uint8)
+        buffer = StoreBuffer(self._port.register(array), array)
+        self._lent.append(buffer)
+        for parts, views, at, size in self._staged:
+            np.concatenate(views, out=array[at : at + size])
+            parts.append(StagedPart(buffer, at, size))
+
+
+class StagedPart(Part):
+    """A value with room for its table before it."""
+
+
+def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
+    """View contiguous memory as bytes, without a copy.
+
+    Raises: ShapeError if it is not contiguous, or gives neither a buffer nor DLPack.
+    """
+    try:
+        if isinstance(memory, np.ndarray):
+            if not memory.flags.c_contiguous:
+                raise ShapeError("store.memory", "a strided array: pass a contiguous one")
+            return memory.reshape(-1).view(np.uint8)
+        try:
+            return np.frombuffer(memory, dtype=np.uint8)
+        except TypeError:
+            return as_bytes(np.from_dlpack(memory))
+    except (TypeError, ValueError, AttributeError, BufferError) as error:
+        raise ShapeError(
+            "store.memory", f"{type(memory).__name__} gives no contiguous host memory: {error}"
+        ) from None
+
+
+def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
+    """View a value, or each of a list of such."""
+    if isinstance(value, list | tuple):
+        return [as_bytes(part) for part in value]
+    return [as_bytes(value)]
+
+
+def list_parts(parts: Part | Sequence[Part]) -> list[Part]:
+    """Return one part, or several, as a list."""
+    return [parts] if isinstance(parts, Part) else list(parts)

@@ -1,0 +1,63 @@
+"""What a client asks of the world: a way to the master, and a way for bytes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.store.messages import Endpoint
+
+__all__ = ["ClientPort", "MasterChannel", "Piece"]
+
+T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """One contiguous range to move."""
+
+    memory: Any
+    """A handle that ``ClientPort.register`` returned."""
+    local_offset: int
+    offset: int
+    """In the address space of the host."""
+    length: int
+
+
+class ClientPort(Protocol):
+    """The data path of a client."""
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Any:
+        """Let transfers touch ``memory``; returns the handle for ``Piece``."""
+        ...
+
+    def unregister(self, handle: Any) -> None:
+        """Take memory back. No transfer touches it once this has returned."""
+        ...
+
+    async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        """Write into a host's segment; returns when the host has all bytes."""
+        ...
+
+    async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        """Read from a host's segment."""
+        ...
+
+
+class MasterChannel(Protocol):
+    """The way to the master, over all its lives: the part of ``rpc.RpcClient`` used here."""
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call the present master; PeerLostError if there is none."""
+        ...
+
+    async def wait_connected(self, timeout_s: float) -> object:
+        """Wait for a session. Raises: DeadlineError."""
+        ...

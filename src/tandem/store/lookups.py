@@ -1,0 +1,142 @@
+"""Questions to a master: where an object is, whether it is, and which there are."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tandem.store.index import NO_ROW, Replica
+from tandem.store.messages import (
+    FindObjects,
+    FoundObjects,
+    KeyBytes,
+    KeyList,
+    KeyPage,
+    ListKeys,
+    StageObjects,
+)
+from tandem.store.policies import rank_replicas
+from tandem.store.sessions import Caller, check_present
+
+if TYPE_CHECKING:
+    from tandem.store.master import StoreMaster
+
+__all__ = ["SCAN_KEYS", "Lookups"]
+
+STAGE_SHARE = 4
+"""So small a part of a lease ``stage`` waits at most."""
+SCAN_KEYS = 5_000
+"""Keys looked at in one go by a command that looks at all."""
+
+
+class Lookups:
+    """What one master answers without changing more than leases and loads."""
+
+    def __init__(self, master: "StoreMaster") -> None:
+        self._master = master
+
+    def find(self, _: Caller, request: FindObjects) -> FoundObjects:
+        """Say where objects are, and lease them if asked to."""
+        directory, lease_ms = self._master.directory, self._master.config.lease_ms
+        until_ms = self._master.now_ms() + lease_ms
+        found = FoundObjects(
+            sizes=[], versions=[], checksums=[], places=[], endpoints=[], lease_ms=lease_ms
+        )
+        used: set[int] = set()
+        on_disk = bytearray(len(request.keys))
+        num_missing = 0
+        for i, key in enumerate(request.keys):
+            row = directory.find(key)
+            if row == NO_ROW:
+                num_missing += 1
+                found.sizes.append(-1)
+                found.versions.append(0)
+                found.checksums.append(0)
+                found.places.append([])
+                continue
+            size = directory.size(row)
+            found.sizes.append(size)
+            found.versions.append(directory.version(row))
+            found.checksums.append(directory.checksum(row))
+            places: list[tuple[int, int]] = []
+            if request.lease:
+                directory.touch(row)
+                directory.extend_lease(row, until_ms)
+                places = self._rank(directory.replicas(row), request.machine)
+                used.update(host for host, _ in places)
+                if places:
+                    self._master.hosts[places[0][0]].note_read(size)
+                elif size and directory.num_live(row):
+                    on_disk[i] = self._master.upkeep.load(row) is not None
+            found.places.append(places)
+        self._master.counters.hits += len(request.keys) - num_missing
+        self._master.counters.misses += num_missing
+        return FoundObjects(
+            sizes=found.sizes,
+            versions=found.versions,
+            checksums=found.checksums,
+            places=found.places,
+            endpoints=[self._master.hosts[host].endpoint() for host in sorted(used)],
+            lease_ms=lease_ms,
+            is_recovering=num_missing > 0 and self._master.is_recovering,
+            on_disk=bytes(on_disk) if any(on_disk) else b"",
+        )
+
+    async def stage(self, caller: Caller, request: StageObjects) -> FoundObjects:
+        """As ``find``, after waiting for objects that are read from disks, not for long."""
+        check_present(caller)
+        directory, clock = self._master.directory, self._master.clock
+        # What is read by then is leased anew, and most of that lease is left to the reader.
+        most_ms = min(request.wait_ms, self._master.config.lease_ms // STAGE_SHARE)
+        end_s = clock.now_s() + most_ms / 1e3
+        while (left_s := end_s - clock.now_s()) > 0:
+            rows = [directory.find(key) for key in dict.fromkeys(request.keys)]
+            loads = [
+                load
+                for row in rows
+                if row != NO_ROW
+                and not directory.num_in_memory(row)
+                and directory.size(row)
+                and (load := self._master.upkeep.load(row)) is not None
+            ]
+            if not loads:
+                break
+            await asyncio.wait(loads, timeout=left_s)
+        return self.find(caller, FindObjects(keys=request.keys, machine=request.machine))
+
+    def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:
+        here = [
+            replica for replica in replicas if self._master.hosts[replica.host].caller is not None
+        ]
+        if len(here) <= 1:
+            return [(host, offset) for host, offset in here]
+        offsets = {replica.host: replica.offset for replica in here}
+        ranked = rank_replicas([self._master.hosts[host].view() for host in offsets], machine)
+        return [(host, offsets[host]) for host in ranked]
+
+    def exists(self, _: Caller, request: KeyList) -> KeyBytes:
+        """Say which objects are there and readable."""
+        flags = self._master.directory.exists_many(request.keys)
+        return KeyBytes(flags, 0 in flags and self._master.is_recovering)
+
+    async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
+        """Return a page of keys."""
+        matches = await self.match_prefix(request.prefix)
+        matches = sorted(key for key in matches if key > request.after or not request.after)
+        limit = max(1, min(request.limit, self._master.config.max_batch))
+        page = KeyPage([], [], [], is_last=len(matches) <= limit)
+        for key in matches[:limit]:
+            row = self._master.directory.find(key)
+            if row != NO_ROW:
+                page.keys.append(key)
+                page.sizes.append(self._master.directory.size(row))
+                page.num_replicas.append(self._master.directory.num_live(row))
+        return page
+
+    async def match_prefix(self, prefix: str) -> list[str]:
+        """Return the keys that begin so, in slices that let others be answered."""
+        keys = self._master.directory.list_keys()
+        matches: list[str] = []
+        for begin in range(0, len(keys), SCAN_KEYS):
+            matches += [key for key in keys[begin : begin + SCAN_KEYS] if key.startswith(prefix)]
+            await asyncio.sleep(0)
+        return matches

@@ -1,0 +1,126 @@
+"""Calls of a client to its master, over all the master's lives."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from tandem.core.clock import Clock
+from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
+from tandem.store.client_edges import MasterChannel
+from tandem.store.config import StoreConfig
+from tandem.store.messages import FindObjects, FoundObjects, StageObjects
+
+__all__ = ["MasterCalls"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.02
+
+
+class MasterCalls:
+    """Calls the master, again where that is harmless. Used from one event loop.
+
+    Args:
+        channel: the way to whoever is master.
+        clock: of deadlines.
+        config: limits and intervals.
+        machine: told to the master, so that near replicas come first.
+    """
+
+    def __init__(
+        self, channel: MasterChannel, *, clock: Clock, config: StoreConfig, machine: str
+    ) -> None:
+        self.channel = channel
+        self.clock = clock
+        self.config = config
+        self.machine = machine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def deadline_s(self) -> float:
+        """Return when a call that begins now must be done."""
+        return self.clock.now_s() + self.config.deadline_ms / 1e3
+
+    async def find(
+        self, keys: Sequence[str], deadline_s: float, *, lease: bool = True
+    ) -> FoundObjects:
+        """Ask where objects are, until the master knows what there is."""
+        request = FindObjects(keys=list(keys), machine=self.machine, lease=lease)
+        while True:
+            found = await self.call("find", request, FoundObjects, deadline_s)
+            if not found.is_recovering:
+                return found
+            await asyncio.sleep(RETRY_S)
+
+    async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
+        """Ask where objects are that lie on disks, while they are read into memory."""
+        wait_ms = int(self.left_s(deadline_s) * 1e3)
+        request = StageObjects(keys=list(keys), machine=self.machine, wait_ms=wait_ms)
+        while True:
+            found = await self.call("stage", request, FoundObjects, deadline_s)
+            if not found.is_recovering:
+                return found
+            await asyncio.sleep(RETRY_S)
+
+    async def simple(self, method: str, request: object, response: type[T]) -> T:
+        """Call within the configured deadline."""
+        return await self.call(method, request, response, self.deadline_s())
+
+    async def tell(self, method: str, request: object, response: type[Any]) -> None:
+        """Call once; whether it comes does not matter."""
+        try:
+            await self.channel.call(method, request, response, timeout_s=CALL_TIMEOUT_S)
+        except TandemError as error:
+            logger.debug("event=untold method=%s reason=%s", method, error)
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        extra_s: float = 0.0,
+    ) -> T:
+        """Call the master, again while it is away; every request is harmless when it comes twice.
+
+        Raises: DeadlineError; what the master says.
+        """
+        while True:
+            left_s = self.left_s(deadline_s)
+            try:
+                return await self.channel.call(
+                    method, request, response, timeout_s=min(left_s, CALL_TIMEOUT_S + extra_s)
+                )
+            except (PeerLostError, DeadlineError) as error:
+                logger.debug("event=call_again method=%s reason=%s", method, error)
+                if self.clock.now_s() + RETRY_S >= deadline_s:
+                    raise
+            except CapacityError as error:
+                if error.where != "rpc.send":
+                    raise
+            await asyncio.sleep(RETRY_S)
+            await self.channel.wait_connected(self.left_s(deadline_s))
+
+    def left_s(self, deadline_s: float) -> float:
+        """Return the time left, seconds. Raises: DeadlineError."""
+        left_s = deadline_s - self.clock.now_s()
+        if left_s <= 0:
+            raise DeadlineError(
+                "store.call", f"not done within {self.config.deadline_ms} ms (store.deadline_ms)"
+            )
+        return left_s
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine behind."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """End what runs behind."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,259 @@
+"""Hosts of a master: they join, tell what they hold, leave and are lost."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from tandem.core.errors import ConflictError, NotFoundError, PeerLostError
+from tandem.store import layout
+from tandem.store.host import iterate_records
+from tandem.store.index import NO_ROW, Replica
+from tandem.store.messages import (
+    Ack,
+    DiskReport,
+    DrainHost,
+    HostStage,
+    InventoryDone,
+    InventoryPage,
+    Joined,
+    JoinHost,
+    KeyBytes,
+    SegmentGrown,
+)
+from tandem.store.segment import ExtentHeader
+from tandem.store.sessions import Caller, check_present
+from tandem.store.space import Extent, HostSpace
+
+if TYPE_CHECKING:
+    from tandem.store.master import StoreMaster
+
+__all__ = ["Membership"]
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """The hosts of one master, over all their sessions."""
+
+    def __init__(self, master: "StoreMaster") -> None:
+        self._master = master
+        self._names: dict[str, HostSpace] = {}
+        self._by_session: dict[int, HostSpace] = {}
+        self._num_sessions = 0
+
+    async def drain(self, _: Caller, request: DrainHost) -> Ack:
+        """Have a host emptied. Raises: NotFoundError."""
+        host = self._names.get(request.name)
+        if host is None or host.caller is None:
+            raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")
+        host.is_leaving = True
+        if host.stage is HostStage.ACTIVE:
+            host.stage = HostStage.DRAINING
+        return Ack()
+
+    async def join(self, caller: Caller, request: JoinHost) -> Joined:
+        """Begin a session with a host. Raises: ConflictError if its name is taken."""
+        check_present(caller)
+        host = self._names.get(request.name)
+        if host is not None and host.caller is caller and request.attempt <= host.attempt:
+            return Joined(self._master.epoch, host.number, host.session)  # It came late, or twice.
+        if host is not None and host.caller is not None:
+            if host.segment_id != request.segment_id:
+                raise ConflictError(
+                    "store.join", f"a host {request.name!r} is there already", field="name"
+                )
+            self.lose_host(host)  # The same one, by a new connection.
+        if request.epoch_seen > self._master.epoch:
+            self._master.outbid(request.epoch_seen)
+        if host is None:
+            number = len(self._master.hosts)
+            host = HostSpace(
+                number,
+                request.name,
+                self._master.clock,
+                self._master.order_epoch,
+                self._master.space_freed.set,
+            )
+            self._master.hosts[number] = self._names[request.name] = host
+        elif host.segment_id != request.segment_id:
+            self._forget_segment(host)
+        self._num_sessions += 1
+        self._by_session[self._num_sessions] = host
+        host.begin_session(caller, self._num_sessions, request)
+        self._master.directory.find_host(host.number)
+        logger.info("event=host_joining host=%s session=%d", host.name, host.session)
+        return Joined(self._master.epoch, host.number, host.session)
+
+    def _forget_segment(self, host: HostSpace) -> None:
+        for row in self._master.directory.rows_on_host(host.number):
+            self._master.drop_replica(row, host.number)
+        host.is_known = False
+
+    def _joining(self, caller: Caller, session: int) -> HostSpace:
+        host = self._by_session.get(session)
+        if host is None or host.session != session or host.caller is not caller:
+            raise PeerLostError("store.join", f"session {session} is over: join again")
+        return host
+
+    async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
+        """Take one page of what a joining host holds."""
+        host = self._joining(caller, page.session)
+        if page.page < host.num_pages:
+            return Ack()  # It came twice.
+        if page.page > host.num_pages:
+            raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
+        host.num_pages += 1
+        for offset, header in iterate_records(page.records):
+            if page.is_disk:
+                self._adopt_disk(host, header)
+            else:
+                self._adopt(host, offset, header)
+        return Ack()
+
+    def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
+        """Fit an object that a host reports into the directory, or have it wiped."""
+        directory = self._master.directory
+        row = directory.find(header.key)
+        listed = None
+        if row != NO_ROW:
+            listed = next((r for r in directory.replicas(row) if r.host == host.number), None)
+        is_same = row != NO_ROW and directory.version(row) == header.version
+        length = layout.extent_bytes(len(header.key.encode()), header.size)
+        if is_same and listed is not None and listed.offset == offset:
+            host.confirmed[row] = Extent(offset, length)
+            return
+        if host.is_dropping(offset):
+            return  # Removed since its inventory began.
+        newest = self._master.dropped_versions.get(header.key, -1)
+        is_newer = header.version > (newest if row == NO_ROW else directory.version(row))
+        if (is_newer and not host.is_known) or (is_same and listed is None):
+            replica = Replica(host.number, offset)
+            if is_same:
+                directory.add_replica(row, replica)
+            else:
+                if row != NO_ROW:
+                    self._master.drop_row(row)
+                row = directory.insert(
+                    header.key,
+                    size=header.size,
+                    checksum=header.checksum,
+                    version=header.version,
+                    replicas=[replica],
+                    wanted=header.wanted,
+                )
+                self._set_pins(row, header)
+            # A reader that an earlier master sent there may still be reading.
+            directory.extend_lease(row, self._master.now_ms() + self._master.config.lease_ms)
+            host.confirmed[row] = Extent(offset, length)
+            return
+        host.drop(Extent(offset, length), self._master.now_ms() + self._master.config.lease_ms)
+
+    def _set_pins(self, row: int, header: ExtentHeader) -> None:
+        if header.hard_pin or header.soft_pin_ms:
+            soft = self._master.now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
+            self._master.directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
+
+    def _adopt_disk(self, host: HostSpace, header: ExtentHeader) -> None:
+        """Fit an object that a host has on its disk into the directory, or have it forgotten."""
+        directory = self._master.directory
+        row = directory.find(header.key)
+        newest = self._master.dropped_versions.get(header.key, -1)
+        if row != NO_ROW:
+            newest = directory.version(row)
+        if row != NO_ROW and newest == header.version:
+            if host.number not in directory.disks(row):
+                directory.add_disk(row, host.number)
+        elif header.version > newest and not host.is_disk_known:
+            if row != NO_ROW:
+                self._master.drop_row(row)
+            row = directory.insert(
+                header.key,
+                size=header.size,
+                checksum=header.checksum,
+                version=header.version,
+                replicas=[],
+                wanted=header.wanted,
+                disks=[host.number],
+            )
+            self._set_pins(row, header)
+        else:
+            host.forget(header.key, header.version)
+            return
+        host.confirmed_disk[row] = header.version
+
+    async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
+        """Take news of a host's disk; answers which of the objects stored there it should keep."""
+        host = self._joining(caller, report.session)
+        directory = self._master.directory
+        if host.stage is HostStage.JOINING or report.number < host.disk_number:
+            raise ConflictError("store.disk", f"report {report.number} comes early, or late")
+        if report.number > host.disk_number:
+            host.disk_number, host.disk = report.number, report.status
+            for key, version in report.dropped.items():
+                row = directory.find(key)
+                is_same = row != NO_ROW and directory.version(row) == version
+                if is_same and host.number in directory.disks(row):
+                    self._master.lose_disk(row, host.number)
+        flags = bytearray(len(report.stored))
+        for i, (key, version) in enumerate(report.stored.items()):
+            row = directory.find(key)
+            if row == NO_ROW or directory.version(row) != version or host.is_leaving:
+                continue
+            if host.number not in directory.disks(row):
+                directory.add_disk(row, host.number)
+            flags[i] = 1
+        return KeyBytes(bytes(flags))
+
+    async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
+        """All pages have come; and whether all writers of before are gone."""
+        host = self._joining(caller, request.session)
+        if request.num_pages != host.num_pages:
+            raise ConflictError(
+                "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
+            )
+        if host.stage is HostStage.JOINING:
+            self._settle(host)
+        if request.can_write and host.stage is HostStage.READ_ONLY:
+            host.stage = HostStage.DRAINING if host.is_leaving else HostStage.ACTIVE
+            self._master.space_freed.set()
+        return Ack()
+
+    def _settle(self, host: HostSpace) -> None:
+        """The inventory is complete: what it does not have is not there; the rest is free."""
+        extents: list[Extent] = []
+        for row in self._master.directory.rows_on_host(host.number):
+            extent = host.confirmed.get(row)
+            if extent is None:
+                self._forget_replica(row, host.number)
+            else:
+                extents.append(extent)
+        for row in self._master.directory.rows_on_disk(host.number):
+            if host.confirmed_disk.get(row) != self._master.directory.version(row):
+                self._master.lose_disk(row, host.number)
+        host.is_disk_known = host.disk is not None
+        host.confirmed_disk.clear()
+        host.rebuild(extents)
+        host.is_known = True
+        host.confirmed.clear()
+        host.stage = HostStage.READ_ONLY
+        logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
+
+    def _forget_replica(self, row: int, host: int) -> None:
+        """The copy is not there; nothing to wipe."""
+        self._master.directory.drop_replica(row, host)
+        if not self._master.directory.replicas(row) and not self._master.directory.disks(row):
+            self._master.directory.remove(row)
+
+    async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
+        """More of a host's segment is usable."""
+        self._joining(caller, request.session).grow(request.capacity_bytes)
+        return Ack()
+
+    def lose_host(self, host: HostSpace) -> None:
+        """Its session has ended; its objects may come back with it."""
+        logger.warning("event=host_lost host=%s", host.name)
+        for put in self._master.puts.unfinished.values():
+            put.extents.pop(host.number, None)
+        self._by_session.pop(host.session, None)
+        host.end_session()
+        self._master.directory.lose_host(host.number)
+        self._master.counters.hosts_lost += 1

@@ -1,0 +1,67 @@
+"""Objects that go because somebody says so: an answer only when no restart brings them back."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tandem.store.index import NO_ROW
+from tandem.store.lookups import SCAN_KEYS
+from tandem.store.messages import KeyBytes, KeyList, PrefixRemoval, RemovePrefix
+from tandem.store.sessions import Caller
+
+if TYPE_CHECKING:
+    from tandem.store.master import StoreMaster
+
+__all__ = ["Removals"]
+
+
+class Removals:
+    """The removals of one master."""
+
+    def __init__(self, master: "StoreMaster") -> None:
+        self._master = master
+        self._removing: dict[str, asyncio.Future[Any]] = {}
+        """Keys whose headers are not all gone yet: a request that comes again waits for them."""
+
+    async def remove(self, _: Caller, request: KeyList) -> KeyBytes:
+        """Remove objects; answers when their headers are gone."""
+        return KeyBytes(await asyncio.shield(self._master.spawn(self._remove_keys(request.keys))))
+
+    async def _remove_keys(self, keys: Sequence[str]) -> bytes:
+        flags = bytearray(len(keys))
+        pending: list[asyncio.Future[Any]] = []
+        for i, key in enumerate(keys):
+            row = self._master.directory.find(key)
+            if row != NO_ROW:
+                going = self._master.drop_row(row, wait=True)
+                earlier = self._removing.get(key)
+                gone = asyncio.gather(*going, *([] if earlier is None else [earlier]))
+                self._removing[key] = gone
+                gone.add_done_callback(lambda gone, key=key: self._forget_removal(key, gone))
+                pending.append(gone)
+                self._master.counters.objects_removed += 1
+                flags[i] = 1
+            elif key in self._removing:
+                pending.append(self._removing[key])
+                flags[i] = 1
+        # Only then could no restart bring them back.
+        for gone in pending:
+            await asyncio.shield(gone)
+        return bytes(flags)
+
+    def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
+        if self._removing.get(key) is gone:
+            del self._removing[key]
+
+    async def remove_prefix(self, _: Caller, request: RemovePrefix) -> PrefixRemoval:
+        """Remove all objects whose keys begin so."""
+        return PrefixRemoval(
+            await asyncio.shield(self._master.spawn(self._remove_matches(request.prefix)))
+        )
+
+    async def _remove_matches(self, prefix: str) -> int:
+        matches = await self._master.lookups.match_prefix(prefix)
+        count = 0
+        for begin in range(0, len(matches), SCAN_KEYS):
+            count += sum(await self._remove_keys(matches[begin : begin + SCAN_KEYS]))
+        return count
