@@ -19,6 +19,7 @@ BENCHES = {
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
+    "sampling": "tandem.bench.sampling",
     "store": "tandem.bench.store",
     "transfer": "tandem.bench.transfer",
 }
