@@ -12,9 +12,10 @@
 namespace tandem::transfer {
 namespace {
 
-// Large enough for the bandwidth of any disk at this depth, small enough that its copy is still in a
-// cache when the next one reads it.
+// Large enough for the bandwidth of any disk at this depth. Of what the page cache has, small enough
+// that all blocks stay in a CPU cache: twice as fast here.
 constexpr uint64_t kPartBytes = 1 << 20;
+constexpr uint64_t kCachedPartBytes = 256 << 10;
 constexpr uint32_t kRingDepth = 32;
 constexpr int kNumThreads = 4;
 constexpr std::chrono::seconds kStopTimeout{1};
@@ -40,7 +41,7 @@ Result<std::unique_ptr<FileIo>> FileIo::start(FileBackend backend, OnFailure on_
       refusal = made.error().what;
   }
   const int num_blocks = ring ? static_cast<int>(kRingDepth) : kNumThreads;
-  Result<AlignedBuffer> memory = AlignedBuffer::allocate(num_blocks * kPartBytes, {});
+  Result<AlignedBuffer> memory = AlignedBuffer::allocate(num_blocks * kPartBytes, {.hugepages = true, .numa_node = {}});
   if (!memory.is_ok()) return memory.error();
   std::unique_ptr<FileIo> io(new FileIo(std::move(on_failure), std::move(faults),
                                         std::move(memory.value()), num_blocks));
@@ -138,7 +139,8 @@ bool FileIo::take(Part* part) {
                                  [&](const Piece& piece) { return !is_blocked(piece); });
   if (next == queue_.end() || free_blocks_.empty()) return false;
   const TransferItem& item = next->transfer();
-  const File::Part cut = item.file->cut(next->offset(), next->length, kPartBytes);
+  const File::Part cut = item.file->cut(
+      next->offset(), next->length, item.file->is_direct() ? kPartBytes : kCachedPartBytes);
   part->piece = *next;
   part->piece.length = cut.length;
   part->fd = cut.fd;
