@@ -19,6 +19,8 @@ namespace {
 constexpr size_t kInputBytes = 16 << 10;
 // One system call, and so one hold of the mutex, moves no more: about 100 us.
 constexpr size_t kMaxIoBytes = 512 << 10;
+// What a peer claims to send is no reason to make room for it at once.
+constexpr size_t kPayloadStepBytes = 128 << 10;
 // Steps for one connection before the loop looks at the others.
 constexpr int kStepsPerEvent = 16;
 constexpr int kMaxIov = 64;
@@ -286,22 +288,28 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
     const uint8_t* from = input_.data() + input_begin_;
     if (part > 0) {
       if (to != nullptr) std::memcpy(to, from, part);
+      if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
       input_begin_ += part;
     } else {
-      // What nobody wants, and payloads of control frames, go through scratch.
+      // What nobody wants goes through scratch; other frames' payloads grow as they come.
       part = to != nullptr ? std::min<uint64_t>(left, kMaxIoBytes)
-                           : std::min<uint64_t>(left, sizeof scratch);
+             : is_slice    ? std::min<uint64_t>(left, sizeof scratch)
+                           : std::min<uint64_t>(left, kPayloadStepBytes);
+      if (!is_slice) {
+        incoming_payload_.resize(incoming_done_ + part);
+        to = reinterpret_cast<uint8_t*>(incoming_payload_.data()) + incoming_done_;
+      }
       // With the end of a slice comes the header of the next, and of small ones more than that.
       const size_t behind = to == nullptr || part < left ? 0
                             : size < kInputBytes         ? kInputBytes
                                                          : kHeaderBytes;
       const ssize_t got = receive(to != nullptr ? to : scratch, part, error, behind);
       if (got < 0) return ReadStep::kFailed;
-      if (got == 0) return ReadStep::kWait;
       part = std::min(part, static_cast<size_t>(got));
+      if (!is_slice) incoming_payload_.resize(incoming_done_ + part);
+      if (part == 0) return ReadStep::kWait;
       from = to != nullptr ? to : scratch;
     }
-    if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
     if (incoming_->flags & kFlagHasCrc) incoming_crc_ = crc32c(incoming_crc_, from, part);
     incoming_done_ += part;
     if (incoming_done_ < size && part >= kMaxIoBytes / 2) return ReadStep::kAgain;
