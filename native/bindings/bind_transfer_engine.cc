@@ -188,6 +188,140 @@ CoreBatch submit(TransferCore& core, const std::vector<RequestTuple>& tuples, do
   return submit_prepared(core, prepare(tuples, transport), deadline_s);
 }
 
+// A call of ours that somebody awaits.
+struct CoreCall {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Peer> peer;
+  std::shared_ptr<PendingCall> call;
+
+  CoreCall(std::shared_ptr<Engine> of, std::shared_ptr<Peer> to, std::shared_ptr<PendingCall> made)
+      : engine(std::move(of)), peer(std::move(to)), call(std::move(made)) {}
+  CoreCall(CoreCall&&) = default;
+  ~CoreCall() {
+    if (engine && engine->is_forked()) {
+      new std::shared_ptr<Engine>(std::move(engine));
+      new std::shared_ptr<Peer>(std::move(peer));
+      new std::shared_ptr<PendingCall>(std::move(call));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    call.reset();
+    peer.reset();
+    engine.reset();
+  }
+};
+
+nb::bytes to_bytes(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+nb::bytes call_peer(TransferCore& core, uint64_t segment, nb::bytes payload, double seconds) {
+  std::string request(payload.c_str(), payload.size());
+  return to_bytes(run([&] {
+    return core.engine->call(segment, std::move(request), deadline_of(seconds));
+  }));
+}
+
+CoreCall begin_call(TransferCore& core, uint64_t segment, nb::bytes payload,
+                    std::shared_ptr<CallInbox> inbox, uint64_t tag) {
+  std::string request(payload.c_str(), payload.size());
+  std::shared_ptr<Peer> peer = run([&] { return core.engine->find_peer(segment); });
+  return {core.engine, peer, run([&] {
+            return peer->begin_call(std::move(request), std::move(inbox), tag);
+          })};
+}
+
+// A peer's call in Python's hands.
+struct CoreIncomingCall {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<IncomingCall> call;
+
+  CoreIncomingCall(std::shared_ptr<Engine> of, std::shared_ptr<IncomingCall> taken)
+      : engine(std::move(of)), call(std::move(taken)) {}
+  CoreIncomingCall(CoreIncomingCall&&) = default;
+  ~CoreIncomingCall() {
+    if (engine && engine->is_forked()) {
+      new std::shared_ptr<Engine>(std::move(engine));
+      new std::shared_ptr<IncomingCall>(std::move(call));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    call.reset();
+    engine.reset();
+  }
+};
+
+Error make_refusal(const std::string& code, const std::string& where, const std::string& what) {
+  for (size_t i = 0; i < kCodeNames.size(); ++i)
+    if (kCodeNames[i] == code) return {static_cast<Code>(i), where, what, ""};
+  return {Code::kInternal, where, what, ""};
+}
+
+// Queues an answer: bytes, or (code, where, what) of an error.
+std::shared_ptr<Connection> answer_call(IncomingCall& call, nb::handle answer) {
+  if (nb::isinstance<nb::bytes>(answer)) {
+    const auto bytes = nb::borrow<nb::bytes>(answer);
+    if (bytes.size() <= kMaxCallBytes) return call.answer({bytes.c_str(), bytes.size()});
+    return call.refuse({Code::kInternal, "transfer.serve_calls",
+                        "an answer of " + std::to_string(bytes.size()) + " bytes, at most " +
+                            std::to_string(kMaxCallBytes), ""});
+  }
+  const auto [code, where, what] =
+      nb::cast<std::tuple<std::string, std::string, std::string>>(answer);
+  return call.refuse(make_refusal(code, where, what));
+}
+
+constexpr size_t kMaxCallsTaken = 256;
+
+// Sends the answers, each connection's in one go, and waits for calls.
+nb::list exchange_calls(TransferCore& core, nb::list answers) {
+  Engine& engine = alive(core);
+  std::vector<std::shared_ptr<Connection>> to_flush;
+  for (nb::handle item : answers) {
+    const auto pair = nb::borrow<nb::tuple>(item);
+    auto connection = answer_call(*nb::cast<CoreIncomingCall&>(pair[0]).call, pair[1]);
+    if (connection && std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
+      to_flush.push_back(std::move(connection));
+  }
+  answers.clear();
+  std::vector<std::shared_ptr<IncomingCall>> taken;
+  {
+    const nb::gil_scoped_release release;
+    for (const auto& connection : to_flush) connection->flush();
+    to_flush.clear();
+    taken = engine.take_calls(kMaxCallsTaken);
+  }
+  nb::list calls;
+  for (auto& call : taken)
+    calls.append(nb::cast(CoreIncomingCall(core.engine, std::move(call))));
+  return calls;
+}
+
+void bind_calls(nb::module_& module) {
+  nb::class_<CallInbox>(module, "CallInbox", "Where calls that have ended are collected.")
+      .def(nb::new_([] { return take(CallInbox::create()); }))
+      .def("fileno", &CallInbox::fd, "Readable while something is in it.")
+      .def("take", &CallInbox::take, "The tags of the calls that have ended since the last call.");
+  nb::class_<CoreCall>(module, "CoreCall", "A call that was begun; see TransferEngine.call_async.")
+      .def("take_answer", [](CoreCall& self) { return to_bytes(take(self.call->take_answer())); },
+           "What it ended with, once; raises the error.")
+      .def("abandon", [](CoreCall& self) {
+             const nb::gil_scoped_release release;
+             self.peer->abandon_call(self.call, {Code::kCancelled, "transfer.call",
+                                                 "the call was cancelled", ""});
+           }, "Wait no longer: it was executed once or not at all.");
+  nb::class_<CoreIncomingCall>(module, "CoreIncomingCall", "A peer's call; see tandem.transfer.Call.")
+      .def_prop_ro("peer", [](const CoreIncomingCall& self) { return self.call->peer(); })
+      .def_prop_ro("payload",
+                   [](const CoreIncomingCall& self) { return to_bytes(self.call->payload()); })
+      .def("answer", [](CoreIncomingCall& self, nb::handle answer) {
+             const std::shared_ptr<Connection> connection = answer_call(*self.call, answer);
+             const nb::gil_scoped_release release;
+             if (connection) connection->flush();
+             return connection != nullptr;
+           }, "answer"_a,
+           nb::sig("def answer(self, answer: bytes | tuple[str, str, str]) -> bool"),
+           "Send bytes, or (code, where, what) of an error; False: answered before, or in vain.");
+}
+
 // {(transport, op, "bytes" | "parts"): count}, {(transport, "failovers"): count}
 nb::dict read_counters(const TransferCounters& counters) {
   nb::dict counts;
@@ -298,6 +432,7 @@ void bind_batch(nb::module_& module) {
 void bind_transfer_engine(nb::module_& module) {
   bind_description(module);
   bind_batch(module);
+  bind_calls(module);
   module.def("list_interfaces", &list_interfaces,
              "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
@@ -389,6 +524,13 @@ void bind_transfer_engine(nb::module_& module) {
       .def("use_round_robin", [](TransferCore& core, uint64_t segment) {
              run([&] { return core.engine->find_peer(segment); })->use_round_robin();
            }, "segment"_a, "Give slices to rails in turn, whatever their speed: a baseline.")
+      .def("call", &call_peer, "segment"_a, "payload"_a, "deadline_s"_a)
+      .def("begin_call", &begin_call, "segment"_a, "payload"_a, "inbox"_a, "tag"_a)
+      .def("serve_calls", [](TransferCore& core) { run([&] { return core.engine->serve_calls(); }); })
+      .def("exchange_calls", &exchange_calls, "answers"_a,
+           nb::sig("def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | "
+                   "tuple[str, str, str]]]) -> list[CoreIncomingCall]"),
+           "Send answers and wait for calls; none: the engine is closed.")
       .def("notify", [](TransferCore& core, uint64_t segment, const std::string& name,
                         nb::bytes payload, double seconds) {
              const std::string bytes(payload.c_str(), payload.size());

@@ -19,6 +19,8 @@ void ClientConnection::on_connected() {
   if (!peer) return;
   Hello hello;
   hello.role = role_;
+  // Who speaks less is told so before it meets a frame that it does not know.
+  if (role_ == Role::kCalls) hello.min_version = kCallsVersion;
   hello.session = peer->session_;
   hello.connection_id = id_;
   hello.epoch = peer->epoch_.load();
@@ -116,6 +118,7 @@ Status ClientConnection::on_challenge(std::string_view payload, Peer& peer) {
     return bar({Code::kPeerLost, "transfer.connect",
                 "the peer was restarted: open the segment again", ""});
   has_proved_ = true;
+  version_.store(challenge.version, std::memory_order_release);
   const Digest proof = prove_client(peer.options_.secret, hello_, challenge);
   send({.type = FrameType::kProof}, std::string(as_view(proof)));
   return {};
@@ -138,6 +141,9 @@ Status ClientConnection::on_frame(const Frame& frame, std::string payload) {
     peer->on_ready(self);
     return {};
   }
+  // Past the peer's mutex: a reply is awaited by the microsecond.
+  if (frame.type == FrameType::kReply)
+    return peer->calls_.on_reply(this, frame, std::move(payload));
   const bool is_intact = !carries_slice(frame) || last_is_intact_;
   return peer->on_frame(self, frame, std::move(payload), is_intact);
 }

@@ -18,12 +18,13 @@ namespace {
 // received in place.
 constexpr size_t kInputBytes = 16 << 10;
 // One system call, and so one hold of the mutex, moves no more: about 100 us.
-constexpr size_t kMaxCallBytes = 512 << 10;
+constexpr size_t kMaxIoBytes = 512 << 10;
 // Steps for one connection before the loop looks at the others.
 constexpr int kStepsPerEvent = 16;
 constexpr int kMaxIov = 64;
 // A peer that sends requests and reads no answers is broken or worse.
 constexpr size_t kMaxOutputs = 1 << 16;
+constexpr size_t kMaxOwnedBytes = 2 * kMaxCallBytesInFlight;
 
 Error lost(std::string what) { return {Code::kPeerLost, "transfer.io", std::move(what), ""}; }
 
@@ -88,6 +89,8 @@ void Connection::enqueue(Output output, Frame frame) {
   if (fd_ < 0 || is_write_broken_) return;
   frame.payload_bytes = static_cast<uint32_t>(output.size);
   output.id = frame.id;
+  output.owned_bytes = output.owned.size();
+  owned_bytes_ += output.owned_bytes;
   encode_header(frame, output.header.data());
   outputs_.push_back(std::move(output));
 }
@@ -112,12 +115,13 @@ void Connection::flush() {
   if (fd_ < 0) return;
   is_write_broken_ = true;
   outputs_.clear();
+  owned_bytes_ = 0;
   want_output(false);
 }
 
 // One sendmsg. False on a broken connection.
 bool Connection::flush_locked(Error* error) {
-  if (outputs_.size() > kMaxOutputs) {
+  if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes) {
     *error = lost("the peer reads no answers");
     shutdown(fd_, SHUT_RDWR);
     return false;
@@ -126,12 +130,12 @@ bool Connection::flush_locked(Error* error) {
   int num_iov = 0;
   size_t total = 0;
   for (const Output& output : outputs_) {
-    if (num_iov + 2 > kMaxIov || total >= kMaxCallBytes) break;
+    if (num_iov + 2 > kMaxIov || total >= kMaxIoBytes) break;
     if (output.sent < kHeaderBytes)
       iov[num_iov++] = {const_cast<uint8_t*>(output.header.data()) + output.sent,
                         kHeaderBytes - output.sent};
     const uint64_t done = output.sent > kHeaderBytes ? output.sent - kHeaderBytes : 0;
-    const size_t part = std::min<uint64_t>(output.size - done, kMaxCallBytes - total);
+    const size_t part = std::min<uint64_t>(output.size - done, kMaxIoBytes - total);
     const uint8_t* data = output.borrowed != nullptr
                               ? output.borrowed
                               : reinterpret_cast<const uint8_t*>(output.owned.data());
@@ -161,7 +165,9 @@ bool Connection::flush_locked(Error* error) {
     const uint64_t part = std::min(left, kHeaderBytes + front.size - front.sent);
     front.sent += part;
     left -= part;
-    if (front.sent == kHeaderBytes + front.size) outputs_.pop_front();
+    if (front.sent < kHeaderBytes + front.size) continue;
+    owned_bytes_ -= front.owned_bytes;
+    outputs_.pop_front();
   }
   if (outputs_.empty()) want_output(false);
   return true;
@@ -255,7 +261,7 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
       input_begin_ += part;
     } else {
       // What nobody wants, and payloads of control frames, go through scratch.
-      part = to != nullptr ? std::min<uint64_t>(left, kMaxCallBytes)
+      part = to != nullptr ? std::min<uint64_t>(left, kMaxIoBytes)
                            : std::min<uint64_t>(left, sizeof scratch);
       const ssize_t got = receive(to != nullptr ? to : scratch, part, error);
       if (got < 0) return ReadStep::kFailed;
@@ -266,7 +272,7 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
     if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
     if (incoming_->flags & kFlagHasCrc) incoming_crc_ = crc32c(incoming_crc_, from, part);
     incoming_done_ += part;
-    if (incoming_done_ < size && part >= kMaxCallBytes / 2) return ReadStep::kAgain;
+    if (incoming_done_ < size && part >= kMaxIoBytes / 2) return ReadStep::kAgain;
   }
   const bool is_intact =
       !(incoming_->flags & kFlagHasCrc) || incoming_crc_ == incoming_->payload_crc;
@@ -295,6 +301,7 @@ bool Connection::shut(Error reason) {
   close(fd_);
   fd_ = -1;
   outputs_.clear();
+  owned_bytes_ = 0;
   incoming_.reset();
   sink_ = {};
   on_shut();

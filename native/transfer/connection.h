@@ -68,6 +68,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
     const uint8_t* borrowed = nullptr;
     uint64_t size = 0;  // Of the payload.
     uint64_t sent = 0;  // Header included.
+    size_t owned_bytes = 0;  // As counted when it was queued.
     uint64_t id = 0;
     Registry::Pin pin;  // Of borrowed memory of ours that a peer reads.
   };
@@ -97,6 +98,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   std::mutex read_mutex_;
   int fd_;                       // GUARDED_BY(mutex_)
   std::deque<Output> outputs_;   // GUARDED_BY(mutex_)
+  size_t owned_bytes_ = 0;       // GUARDED_BY(mutex_), of outputs_
   // The slice that is being read. GUARDED_BY(mutex_)
   std::optional<Frame> incoming_;
   Sink sink_;

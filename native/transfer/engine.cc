@@ -483,25 +483,58 @@ void Engine::cancel(const std::shared_ptr<Batch>& batch) {
   batch->wait(kNever);  // Another may be ending it; that takes as long as a system call.
 }
 
+// Whoever waits does the work of the I/O threads meanwhile: no wake-up between the two.
+template <class Predicate>
+void Engine::poll_loops(Predicate is_done) {
+  if (options_.spin_ns == 0) return;
+  for (const auto& loop : loops_) loop->begin_help();
+  // One a thread: what it has learnt about polling on this machine outlasts the call.
+  thread_local AdaptiveSpin spin(options_.spin_ns);
+  spin.wait([&] {
+    for (const auto& loop : loops_) loop->poll();
+    return is_done();
+  });
+  for (const auto& loop : loops_) loop->end_help();
+}
+
 Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
   if (is_forked()) return check_open();
   if (!batch->is_finished()) copier_->help(*batch);
-  if (!batch->is_finished() && options_.spin_ns > 0) {
-    for (const auto& loop : loops_) loop->begin_help();
-    // One a thread: what it has learnt about polling on this machine outlasts the call.
-    thread_local AdaptiveSpin spin(options_.spin_ns);
-    spin.wait([&] {
-      for (const auto& loop : loops_) loop->poll();
-      return batch->is_finished();
-    });
-    for (const auto& loop : loops_) loop->end_help();
-  }
+  if (!batch->is_finished()) poll_loops([&] { return batch->is_finished(); });
   if (!batch->wait(deadline_ns)) {
     abort(batch, {Code::kDeadline, "transfer.wait", "the transfer did not end in time", ""});
     batch->wait(kNever);
   }
   unwatch(*batch);
   return batch->status();
+}
+
+Result<std::string> Engine::call(uint64_t segment, std::string payload, int64_t deadline_ns) {
+  Result<std::shared_ptr<Peer>> peer = find_peer(segment);
+  if (!peer.is_ok()) return peer.error();
+  auto begun = peer.value()->begin_call(std::move(payload), nullptr, 0);
+  if (!begun.is_ok()) return begun.error();
+  const std::shared_ptr<PendingCall>& call = begun.value();
+  if (!call->is_done()) poll_for(*call);
+  if (!call->wait(deadline_ns))
+    peer.value()->abandon_call(call, {Code::kDeadline, "transfer.call",
+                                      "no answer in time: executed once or not at all", ""});
+  return call->take_answer();
+}
+
+void Engine::poll_for(const PendingCall& call) {
+  poll_loops([&] { return call.is_done(); });
+}
+
+Status Engine::serve_calls() {
+  if (Status status = check_open(); !status.is_ok()) return status;
+  return server_->calls()->begin_serving();
+}
+
+std::vector<std::shared_ptr<IncomingCall>> Engine::take_calls(size_t max) {
+  CallQueue& calls = *server_->calls();
+  if (!calls.is_ready()) poll_loops([&] { return calls.is_ready(); });
+  return calls.take(max);
 }
 
 Status Engine::notify(uint64_t segment, const std::string& name, const std::string& payload,

@@ -97,6 +97,16 @@ class Engine {
   // Ends the batch with kCancelled, unless it has ended.
   void cancel(const std::shared_ptr<Batch>& batch);
 
+  // Sends a small request to the peer's handler and waits for its answer. Errors: those of
+  // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
+  Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
+  // Polls, for a bounded time, for what a thread waits for.
+  void poll_for(const PendingCall& call);
+  // Peers' calls are taken with `take_calls` from now on. Errors: kConflict (they are already).
+  Status serve_calls();
+  // Calls of peers, at most `max`; waits for the first. Nothing: the engine is closed.
+  std::vector<std::shared_ptr<IncomingCall>> take_calls(size_t max);
+
   Status notify(uint64_t segment, const std::string& name, const std::string& payload,
                 int64_t deadline_ns);
   Result<std::vector<Notification>> take_notifications(int64_t deadline_ns);
@@ -116,6 +126,8 @@ class Engine {
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
+  template <class Predicate>
+  void poll_loops(Predicate is_done);
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
                                             int64_t deadline_ns,
                                             std::optional<TransportKind> only);

@@ -131,5 +131,63 @@ TEST(engine_close_ends_what_runs) {
   }
 }
 
+TEST(engine_answers_calls_of_many_threads_while_connections_close) {
+  std::mt19937 seeds(3);
+  for (int round = 0; round < 3; ++round) {
+    const auto giver = Engine::create(make_options(kAll)).value();
+    CHECK(giver->serve_calls().is_ok());
+    CHECK(giver->serve_calls().error().code == Code::kConflict);
+    std::atomic<int> num_executed{0};
+    std::thread server([&] {
+      std::vector<std::shared_ptr<IncomingCall>> kept;
+      for (;;) {
+        auto calls = giver->take_calls(16);
+        if (calls.empty()) break;
+        for (auto& call : calls) {
+          num_executed.fetch_add(1);
+          // Answered now, later, or never: by its end.
+          if (call->payload().back() % 4 == 0) {
+            kept.push_back(std::move(call));
+          } else if (const auto connection = call->answer(call->payload() + "!")) {
+            connection->flush();
+          }
+        }
+        if (kept.size() > 3) kept.clear();
+      }
+    });
+    const auto taker = Engine::create(make_options(kAll)).value();
+    std::atomic<int> num_answered{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, seed = seeds()] {
+        std::mt19937 random(seed);
+        uint64_t segment = taker->open(giver->addresses()[0], in_seconds(20)).value();
+        for (int i = 0; i < 200; ++i) {
+          const std::string payload(1 + random() % 3000, static_cast<char>(random()));
+          const int64_t deadline = random() % 8 ? now_ns() + kSecond / 10 : now_ns();
+          Result<std::string> answer = taker->call(segment, payload, deadline);
+          if (answer.is_ok()) {
+            CHECK_EQ(answer.value(), payload + "!");
+            num_answered.fetch_add(1);
+          } else {
+            const Code code = answer.error().code;
+            CHECK(code == Code::kDeadline || code == Code::kInternal);
+          }
+          if (random() % 50 == 0) {
+            CHECK(taker->close_segment(segment).is_ok());
+            segment = taker->open(giver->addresses()[0], in_seconds(20)).value();
+          }
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(num_answered.load() > 100);
+    CHECK(num_executed.load() >= num_answered.load());
+    CHECK((round % 2 ? giver : taker)->close(in_seconds(20)).is_ok());
+    CHECK(giver->close(in_seconds(20)).is_ok());
+    server.join();
+  }
+}
+
 }  // namespace
 }  // namespace tandem::transfer

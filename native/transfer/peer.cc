@@ -23,10 +23,13 @@ Peer::Peer(PeerOptions options, SocketAddress address, std::vector<EventLoop*> l
       session_(random_bytes(kSessionBytes)),
       heard_ns_(now_ns()),
       control_health_(options_.spray.health),
+      calls_health_(options_.spray.health),
       rail_set_(options_.spray) {}
 
 Peer::~Peer() {
   if (control_) control_->shut({Code::kCancelled, "transfer.close", "the segment was closed", ""});
+  if (calls_connection_)
+    calls_connection_->shut({Code::kCancelled, "transfer.close", "the segment was closed", ""});
   for (Rail& rail : rails_)
     if (rail.connection)
       rail.connection->shut({Code::kCancelled, "transfer.close", "the segment was closed", ""});
@@ -62,6 +65,7 @@ void Peer::close() {
     if (state_ == State::kLost) {
       state_ = State::kClosed;
       lost_reason_ = error;
+      calls_.close(error);
     } else {
       give_up(State::kClosed, error, work);
     }
@@ -132,6 +136,39 @@ Status Peer::notify(const std::string& name, const std::string& payload, int64_t
           "no confirmation in time: it was delivered once or not at all", ""};
 }
 
+Result<std::shared_ptr<PendingCall>> Peer::begin_call(std::string payload,
+                                                      std::shared_ptr<CallInbox> inbox,
+                                                      uint64_t tag) {
+  if (payload.size() > kMaxCallBytes)
+    return Error{Code::kConfig, "transfer.call",
+                 std::to_string(payload.size()) + " bytes, at most " +
+                     std::to_string(kMaxCallBytes) + ": bulk bytes are transfers", "payload"};
+  auto call = std::make_shared<PendingCall>(std::move(inbox), tag);
+  const CallClient::Begun begun = calls_.begin(call, std::move(payload));
+  if (!begun.status.is_ok()) return begun.status.error();
+  if (begun.connection) {
+    begun.connection->flush();
+    // From now on an answer is owed: the timer must look whether the peer is silent.
+    if (begun.was_idle) owner_.schedule(now_ns() + options_.lease_ns / 3);
+    return call;
+  }
+  Work work;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ == State::kOpen && version_ < kCallsVersion) {
+      calls_.abandon(call, {});
+      return Error{Code::kUnsupported, "transfer.call",
+                   "the peer speaks version " + std::to_string(version_) + ", which has no calls",
+                   ""};
+    }
+    const int64_t now = now_ns();
+    if (state_ == State::kOpen && is_calls_connect_due(now)) connect_calls(now);
+    work.due_ns = next_due();
+  }
+  finish(std::move(work));
+  return call;
+}
+
 void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
   Work work;
   {
@@ -147,7 +184,15 @@ void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
       for (const auto& [key, waiting] : awaiting_grant_)
         control_->send({.type = FrameType::kGrant, .offset = key});
       send_fences(*control_);
+      version_ = control_->version();
       work.flush(control_);
+    } else if (connection == calls_connection_) {
+      calls_health_.on_connect(now);
+      calls_health_.on_success();
+      // A call that was given up must not be executed after those that follow.
+      send_fences(*calls_connection_);
+      calls_.attach(calls_connection_);
+      work.flush(calls_connection_);
     } else if (connection->role() == Role::kRail &&
                rails_[connection->rail()].connection == connection) {
       rail_set_.on_connect(connection->rail(), now);
@@ -291,6 +336,10 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
   if (connection == control_) {
     control_.reset();
     control_health_.on_disconnect(now);
+  } else if (connection == calls_connection_) {
+    calls_connection_.reset();
+    calls_health_.on_disconnect(now);
+    calls_.detach(connection.get(), reason);
   } else if (connection->role() == Role::kRail &&
              rails_[connection->rail()].connection == connection) {
     rails_[connection->rail()].connection.reset();
@@ -306,7 +355,7 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
   if (connection->is_barred()) {
     // What answers at the control address decides about the peer. A rail's address that leads to
     // somebody else now costs that rail.
-    if (connection->role() == Role::kControl) return give_up(State::kLost, reason, work);
+    if (connection->role() != Role::kRail) return give_up(State::kLost, reason, work);
     rail_set_.terminate(connection->rail());
   }
   // Nobody listens at that address any more, and no other path is left: the process has ended.
@@ -328,6 +377,9 @@ void Peer::give_up(State state, const Error& error, Work& work) {
   };
   if (control_) control_->shut(error);
   control_.reset();
+  if (calls_connection_) calls_connection_->shut(error);
+  calls_connection_.reset();
+  calls_.close(error);
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     if (rails_[r].connection) rails_[r].connection->shut(error);
     rails_[r].connection.reset();

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "transfer/batch.h"
+#include "transfer/call_client.h"
 #include "transfer/connection.h"
 #include "transfer/counters.h"
 #include "transfer/mapping.h"
@@ -86,6 +87,13 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
   Result<Description> describe(int64_t deadline_ns);
   Status notify(const std::string& name, const std::string& payload, int64_t deadline_ns);
+  // Sends a call; it ends by `abandon_call` at the latest. Errors: kConfig (size), kCapacity,
+  // kUnsupported (the peer speaks an older version), kPeerLost.
+  Result<std::shared_ptr<PendingCall>> begin_call(std::string payload,
+                                                  std::shared_ptr<CallInbox> inbox, uint64_t tag);
+  void abandon_call(const std::shared_ptr<PendingCall>& call, Error error) {
+    calls_.abandon(call, std::move(error));
+  }
   // Gives pieces to the best transport of those allowed.
   void submit(std::vector<Piece> pieces);
   // A transport failed: gives the piece to the next one.
@@ -172,11 +180,15 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void give_up(State state, const Error& error, Work& work);
   void connect_control(int64_t now_ns, Work& work);
   void connect_rail(uint32_t rail, int64_t now_ns);
+  void connect_calls(int64_t now_ns);
+  bool is_calls_connect_due(int64_t now_ns) const;
+  void check_calls(int64_t now_ns, Work& work);
   Result<std::shared_ptr<ClientConnection>> make_connection(Role role, uint32_t rail,
                                                             const SocketAddress& remote,
                                                             const SocketAddress& local);
   void make_rails();
   void check_liveness(int64_t now_ns, Work& work);
+  // Without calls.
   bool has_work() const;
   bool has_ready_connection() const;
   int64_t next_due() const;
@@ -208,6 +220,12 @@ class Peer : public std::enable_shared_from_this<Peer> {
   int64_t pinged_ns_ = 0;
   RailHealth control_health_;
   std::shared_ptr<ClientConnection> control_;
+  uint16_t version_ = 0;  // Of the last control connection.
+  CallClient calls_;
+  // Made with the first call, and again when one needs it.
+  std::shared_ptr<ClientConnection> calls_connection_;
+  RailHealth calls_health_;
+  int64_t calls_pinged_ns_ = 0;
   RailSet rail_set_;
   std::vector<Rail> rails_;
   std::deque<Piece> pending_;
@@ -230,6 +248,8 @@ class ClientConnection : public Connection {
   uint32_t id() const { return id_; }
   int64_t begin_ns() const { return begin_ns_; }
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
+  // As agreed on; 0 before.
+  uint16_t version() const { return version_.load(std::memory_order_acquire); }
   // The peer, or we, refused in the handshake: trying again is in vain.
   bool is_barred() const { return is_barred_.load(std::memory_order_acquire); }
   EventLoop* loop() const { return loop_; }
@@ -268,6 +288,7 @@ class ClientConnection : public Connection {
   const uint32_t id_;
   const int64_t begin_ns_;
   std::atomic<bool> is_ready_{false};
+  std::atomic<uint16_t> version_{0};
   std::atomic<bool> is_barred_{false};
   std::string hello_;
   bool has_proved_ = false;

@@ -41,6 +41,36 @@ void Peer::connect_rail(uint32_t index, int64_t now) {
     rail_set_.on_disconnect(index, now);
 }
 
+void Peer::connect_calls(int64_t now) {
+  calls_health_.begin_connect();
+  auto made = make_connection(Role::kCalls, 0, address_, {});
+  if (made.is_ok())
+    calls_connection_ = std::move(made.value());
+  else
+    calls_health_.on_disconnect(now);
+}
+
+bool Peer::is_calls_connect_due(int64_t now) const {
+  return !calls_connection_ && calls_.has_unsent() && calls_health_.is_connect_due(now);
+}
+
+// The peer may live and the connection of calls not: a silent one is given up after the lease, so
+// that its calls end and the next ones take another.
+void Peer::check_calls(int64_t now, Work& work) {
+  const int64_t since_ns = calls_.owed_since_ns();
+  if (since_ns == 0 || !calls_connection_ || !calls_connection_->is_ready()) return;
+  const int64_t silent_ns = now - std::max(since_ns, calls_connection_->heard_ns());
+  const int64_t ping_ns = options_.lease_ns / 3;
+  if (silent_ns >= options_.lease_ns)
+    return take_back(calls_connection_,
+                     {Code::kPeerLost, "transfer.watch", "it was silent for the lease", ""}, work);
+  if (silent_ns >= ping_ns && now - calls_pinged_ns_ >= ping_ns) {
+    calls_pinged_ns_ = now;
+    calls_connection_->send({.type = FrameType::kPing});
+    work.flush(calls_connection_);
+  }
+}
+
 void Peer::make_rails() {
   std::vector<SocketAddress> remotes, locals;
   for (const std::string& text : description_.addresses)
@@ -102,8 +132,10 @@ void Peer::check_liveness(int64_t now, Work& work) {
   if (control_) heard_ns_ = std::max(heard_ns_, control_->heard_ns());
   for (const Rail& rail : rails_)
     if (rail.connection) heard_ns_ = std::max(heard_ns_, rail.connection->heard_ns());
-  if (!has_work() && has_ready_connection()) return;
-  const int64_t silent_ns = now - heard_ns_;
+  if (calls_connection_) heard_ns_ = std::max(heard_ns_, calls_connection_->heard_ns());
+  const int64_t owed_since_ns = calls_.owed_since_ns();
+  if (!has_work() && owed_since_ns == 0 && has_ready_connection()) return;
+  const int64_t silent_ns = now - (has_work() ? heard_ns_ : std::max(heard_ns_, owed_since_ns));
   if (silent_ns >= options_.lease_ns)
     return give_up(State::kLost,
                    {Code::kPeerLost, "transfer.watch",
@@ -127,11 +159,22 @@ int64_t Peer::next_due() const {
     if (rail.connection && !rail.connection->is_ready())
       due = std::min(due, rail.connection->begin_ns() + options_.handshake_timeout_ns);
   due = std::min(due, rail_set_.next_event_ns(!pending_.empty()));
-  if (has_work() || !has_ready_connection()) {
-    const int64_t ping_ns = options_.lease_ns / 3;
+  const int64_t owed_since_ns = calls_.owed_since_ns();
+  if (calls_connection_ && !calls_connection_->is_ready())
+    due = std::min(due, calls_connection_->begin_ns() + options_.handshake_timeout_ns);
+  else if (!calls_connection_ && calls_.has_unsent())
+    due = std::min(due, calls_health_.due_ns());
+  const int64_t ping_ns = options_.lease_ns / 3;
+  if (calls_connection_ && owed_since_ns > 0) {
+    const int64_t heard_ns = std::max(owed_since_ns, calls_connection_->heard_ns());
+    due = std::min({due, std::max(heard_ns, calls_pinged_ns_) + ping_ns,
+                    heard_ns + options_.lease_ns});
+  }
+  if (has_work() || owed_since_ns > 0 || !has_ready_connection()) {
+    const int64_t heard_ns = has_work() ? heard_ns_ : std::max(heard_ns_, owed_since_ns);
     if (control_ && control_->is_ready())
-      due = std::min(due, std::max(heard_ns_, pinged_ns_) + ping_ns);
-    due = std::min(due, heard_ns_ + options_.lease_ns);
+      due = std::min(due, std::max(heard_ns, pinged_ns_) + ping_ns);
+    due = std::min(due, heard_ns + options_.lease_ns);
   }
   return due;
 }
@@ -147,6 +190,10 @@ int64_t Peer::tick(int64_t now) {
     if (control_ && !control_->is_ready() &&
         now >= control_->begin_ns() + options_.handshake_timeout_ns)
       take_back(control_, late, work);
+    if (is_calls_connect_due(now)) connect_calls(now);
+    if (calls_connection_ && !calls_connection_->is_ready() &&
+        now >= calls_connection_->begin_ns() + options_.handshake_timeout_ns)
+      take_back(calls_connection_, late, work);
     for (uint32_t r = 0; r < rails_.size() && state_ == State::kOpen; ++r) {
       // A copy: take_back resets the member.
       const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
@@ -163,6 +210,7 @@ int64_t Peer::tick(int64_t now) {
       }
     }
     if (state_ == State::kOpening || state_ == State::kOpen) check_liveness(now, work);
+    if (state_ == State::kOpen) check_calls(now, work);
     if (state_ == State::kOpen) dispatch(work);
     due = next_due();
   }
@@ -195,6 +243,8 @@ void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
     };
     const Error down{Code::kPeerLost, "transfer.watch", "the network interface went down", ""};
     if (control_ && !is_up && is_on_it(control_->local_address())) take_back(control_, down, work);
+    if (calls_connection_ && !is_up && is_on_it(calls_connection_->local_address()))
+      take_back(calls_connection_, down, work);
     const int64_t now = now_ns();
     for (uint32_t r = 0; r < rails_.size(); ++r) {
       const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
@@ -206,6 +256,7 @@ void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
       if (is_up) rail_set_.retry_now(r, now);
     }
     if (is_up && !control_) control_health_.retry_now(now);
+    if (is_up && !calls_connection_) calls_health_.retry_now(now);
     work.due_ns = is_up ? now : next_due();
   }
   finish(std::move(work));

@@ -101,6 +101,7 @@ void Server::close() {
   }
   for (const auto& connection : connections)
     connection->shut({Code::kConflict, "transfer.close", "the engine was closed", ""});
+  calls_->close();
 }
 
 void Server::admit(int fd) {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "transfer/call_queue.h"
 #include "transfer/connection.h"
 #include "transfer/registry.h"
 #include "transfer/socket_address.h"
@@ -64,6 +65,7 @@ class Server : public std::enable_shared_from_this<Server> {
   // Ends connections that do not get through the handshake; returns when to call again.
   int64_t tick(int64_t now_ns);
   size_t num_connections() const;
+  const std::shared_ptr<CallQueue>& calls() const { return calls_; }
 
  private:
   friend class ServerConnection;
@@ -102,6 +104,7 @@ class Server : public std::enable_shared_from_this<Server> {
   const std::vector<EventLoop*> loops_;
   const Schedule schedule_;
   const std::string cookie_;
+  const std::shared_ptr<CallQueue> calls_ = std::make_shared<CallQueue>();
   std::vector<std::string> addresses_;
   std::vector<std::shared_ptr<Listener>> listeners_;
 
@@ -153,6 +156,7 @@ class ServerConnection : public Connection {
   Registry::Pin write_pin_;
   Status write_status_;
   uint64_t last_slice_id_ = 0;
+  uint64_t last_call_id_ = 0;
 };
 
 }  // namespace tandem::transfer

@@ -18,6 +18,11 @@ Status ServerConnection::check_header(const Frame& frame) {
       return {Code::kCorruption, "transfer.serve", "slices out of order", ""};
     last_slice_id_ = frame.id;
   }
+  if (frame.type == FrameType::kCall && is_ready()) {
+    if (hello_.role != Role::kCalls || frame.id <= last_call_id_)
+      return {Code::kCorruption, "transfer.serve", "a call out of order", ""};
+    last_call_id_ = frame.id;
+  }
   if (is_ready() != is_handshake(frame.type)) return {};
   return {Code::kPermissionDenied, "transfer.accept",
           is_ready() ? "a second handshake" : "a frame before the proof of the secret", ""};
@@ -95,6 +100,14 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
       // Before any later frame of this connection is read: that is the whole point.
       server_->fence(hello_.session, ids);
       send({.type = FrameType::kFenced, .id = frame.id}, std::move(payload));
+      break;
+    }
+    case FrameType::kCall: {
+      // What is waiting for more than its end is answered by who serves, not here.
+      const Status status =
+          server_->calls_->push(weak_from_this(), frame.id, hello_.name, std::move(payload));
+      if (status.is_ok()) return {};
+      answer(FrameType::kReply, frame, status);
       break;
     }
     default:

@@ -25,11 +25,13 @@ Error corrupt(const std::string& what) {
 }
 
 bool is_known(uint8_t type) {
-  return (type >= 1 && type <= 4) || (type >= 16 && type <= 21) || (type >= 32 && type <= 42);
+  return (type >= 1 && type <= 4) || (type >= 16 && type <= 21) || (type >= 32 && type <= 42) ||
+         type == 48 || type == 49;
 }
 
 uint32_t max_payload(const Frame& frame) {
   if (carries_slice(frame)) return kMaxSliceBytes;
+  if (is_call(frame.type)) return kMaxCallBytes;
   return is_handshake(frame.type) ? kMaxHandshakeBytes : kMaxControlBytes;
 }
 
@@ -157,7 +159,7 @@ Result<Hello> decode_hello(std::string_view payload) {
   hello.nonce = in.get_raw(kNonceBytes);
   hello.process = get_process(in);
   hello.name = in.get_text();
-  if (!in.is_done() || role > 1) return corrupt("a malformed hello");
+  if (!in.is_done() || role > 2) return corrupt("a malformed hello");
   return hello;
 }
 

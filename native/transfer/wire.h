@@ -15,7 +15,9 @@
 namespace tandem::transfer {
 
 inline constexpr uint16_t kMinVersion = 1;
-inline constexpr uint16_t kMaxVersion = 1;
+inline constexpr uint16_t kMaxVersion = 2;
+// The first with calls.
+inline constexpr uint16_t kCallsVersion = 2;
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kSessionBytes = 16;
@@ -24,6 +26,11 @@ inline constexpr uint32_t kMaxControlBytes = 4 << 20;
 // Before the peer has proved the secret it may make us hold no more than this.
 inline constexpr uint32_t kMaxHandshakeBytes = 512;
 inline constexpr uint32_t kMaxSliceBytes = 256 << 20;
+// Of a call, and of its answer; what is larger is a transfer.
+inline constexpr uint32_t kMaxCallBytes = 1 << 20;
+// Unanswered: of one opened segment, and of one engine that serves.
+inline constexpr size_t kMaxCallsInFlight = 4096;
+inline constexpr size_t kMaxCallBytesInFlight = 64 << 20;
 
 enum class FrameType : uint8_t {
   kHello = 1,
@@ -47,6 +54,8 @@ enum class FrameType : uint8_t {
   kPing = 40,
   kPong = 41,
   kBye = 42,
+  kCall = 48,
+  kReply = 49,
 };
 
 enum FrameFlags : uint16_t { kFlagNone = 0, kFlagHasCrc = 1 };
@@ -67,6 +76,9 @@ void encode_header(const Frame& frame, uint8_t out[kHeaderBytes]);
 Result<Frame> decode_header(const uint8_t in[kHeaderBytes]);
 
 constexpr bool is_handshake(FrameType type) { return type <= FrameType::kReady; }
+constexpr bool is_call(FrameType type) {
+  return type == FrameType::kCall || type == FrameType::kReply;
+}
 // Whether the payload is the bytes of a slice.
 constexpr bool carries_slice(const Frame& frame) {
   return frame.type == FrameType::kWrite || (frame.type == FrameType::kReadDone && frame.code == 0);
@@ -119,7 +131,7 @@ struct ProcessId {
   uint64_t start_time = 0;  // Clock ticks since boot: tells a reused pid.
 };
 
-enum class Role : uint8_t { kControl = 0, kRail = 1 };
+enum class Role : uint8_t { kControl = 0, kRail = 1, kCalls = 2 };
 
 struct Hello {
   uint16_t min_version = kMinVersion;

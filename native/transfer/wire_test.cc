@@ -77,6 +77,15 @@ TEST(header_round_trip_and_refusals) {
   frame.payload_bytes = kMaxSliceBytes + 1;
   encode_header(frame, bytes);
   CHECK(!decode_header(bytes).is_ok());
+  for (const FrameType type : {FrameType::kCall, FrameType::kReply}) {
+    frame.type = type;
+    frame.payload_bytes = kMaxCallBytes;
+    encode_header(frame, bytes);
+    CHECK(decode_header(bytes).is_ok());
+    frame.payload_bytes = kMaxCallBytes + 1;
+    encode_header(frame, bytes);
+    CHECK(!decode_header(bytes).is_ok());
+  }
   frame.type = FrameType::kHello;
   frame.payload_bytes = kMaxHandshakeBytes + 1;
   encode_header(frame, bytes);

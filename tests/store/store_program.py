@@ -4,13 +4,17 @@ Prints ``ready`` when it is up; ends when its standard input does.
 """
 
 import asyncio
+import errno
+import os
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, PutOptions, StoreConfig
+from tandem.store.disk_files import DiskFolder
 
 
 async def read_end() -> None:
@@ -61,6 +65,18 @@ async def stall_in_put(config: StoreConfig, rpc: RpcConfig, key: str, size: int)
             say(f"put {type(error).__name__}")
 
 
+def fill_disk_while(file: Path) -> None:
+    """Have no room for bucket files for as long as a file is there."""
+    reserve = DiskFolder._reserve
+
+    def reserve_or_fail(folder: DiskFolder, descriptor: int, nbytes: int) -> None:
+        if file.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(folder, descriptor, nbytes)
+
+    DiskFolder._reserve = reserve_or_fail
+
+
 if __name__ == "__main__":
     role, config_json, rpc_json, *rest = sys.argv[1:]
     config = msgspec.json.decode(config_json, type=StoreConfig)
@@ -68,6 +84,9 @@ if __name__ == "__main__":
     if role == "master":
         asyncio.run(serve(MasterService(config, rpc)))
     elif role == "host":
+        asyncio.run(serve(HostService(config, rpc)))
+    elif role == "full_host":
+        fill_disk_while(Path(rest[0]))
         asyncio.run(serve(HostService(config, rpc)))
     else:
         asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1])))

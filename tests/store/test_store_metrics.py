@@ -39,6 +39,8 @@ async def test_the_page_counts_what_was_done(tmp_path):
         name="h1",
         segment_dir=str(tmp_path / "segments"),
         segment_bytes=2**20,
+        ssd_dir=str(tmp_path / "ssd"),
+        ssd_bytes=2**22,
         recovery_ms=0,
         metrics_port=1,
     )
@@ -57,6 +59,9 @@ async def test_the_page_counts_what_was_done(tmp_path):
             await client.put("key", b"value")
             await client.get("key")
             await client.get_many(["key", "none"])
+            async with asyncio.timeout(20):
+                while not (await client.status()).hosts[0].disk.num_objects:
+                    await asyncio.sleep(0.01)
             page = await asyncio.to_thread(read_page, master.metrics_address)
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 await asyncio.to_thread(read_page, master.metrics_address, "/secret")

@@ -1,9 +1,11 @@
-"""llama.cpp as a peer: run by its own interpreter (see ``peers``); imports nothing of ours.
+"""llama.cpp or its fork ik_llama.cpp as a peer, by argument; imports nothing of ours.
 
-Writes a qwen3_moe checkpoint as GGUF, quantised by the ``gguf`` package from the very same weights,
-and runs it through llama.cpp's C interface: batches of several sequences, greedy.
+Run by its own interpreter (see ``peers``). Writes a qwen3_moe checkpoint as GGUF, quantised by the
+``gguf`` package from the very same weights, and runs it through the C interface that both have:
+batches of several sequences, greedy. The fork repacks the weights as it loads them.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -11,8 +13,16 @@ import time
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
+
+IS_FORK = sys.argv[1] == "ik_llama.cpp"
+if IS_FORK:
+    from ik_llama_cpp import _ctypes_api as llama_cpp
+
+    # The binding leaves it out.
+    llama_cpp.llama_print_system_info = llama_cpp._lib.llama_print_system_info
+else:
+    import llama_cpp
 
 DECODE_STEPS = 8
 
@@ -106,12 +116,22 @@ def add_tensor(writer, name, tensor, kind):
     writer.add_tensor(name, data, raw_dtype=quantised)
 
 
+def find_isa():
+    """Return what the library was built for, of what makes a difference here."""
+    describe = llama_cpp.llama_print_system_info
+    if IS_FORK:
+        describe.restype = ctypes.c_char_p
+    return "AVX-512" if b"AVX512 = 1" in describe() else "AVX2"
+
+
 class Model:
     """A loaded GGUF; one context for all measurements."""
 
     def __init__(self, path, threads, context_len, num_sequences):
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
+        if IS_FORK:
+            params.repack_tensors, params.use_mmap = True, False
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, path
         params = llama_cpp.llama_context_default_params()
@@ -127,7 +147,10 @@ class Model:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
 
     def clear(self):
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        if IS_FORK:
+            llama_cpp.llama_kv_cache_clear(self.context)
+        else:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
     def run(self, rows):
         """Decode (token, position, sequence, wants logits) rows in one call."""
@@ -141,7 +164,8 @@ class Model:
             batch.logits[i] = wants_logits
         code = llama_cpp.llama_decode(self.context, batch)
         assert code == 0, code
-        llama_cpp.llama_synchronize(self.context)
+        # Waits for the result, where it is not there yet.
+        self.logits(next(i for i, row in enumerate(rows) if row[3]))
 
     def logits(self, row):
         pointer = llama_cpp.llama_get_logits_ith(self.context, row)
@@ -191,7 +215,7 @@ def main():
                 result = write_gguf(**request)
             elif call == "load":
                 model = Model(**request)
-                result = model.vocab_size
+                result = find_isa()
             elif call == "prefill":
                 result = model.prefill(**request)[0]
             else:

@@ -2,9 +2,9 @@
 
 The shape is Qwen3-30B-A3B's with six of its 48 layers and a vocabulary of 32,000, random weights:
 large enough that no cache holds it, small enough for a laptop. Ours is whole engine steps; the
-rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp in the format
-nearest to ours, from the very same weights. Before a time counts, logits must be near
-transformers', as far as the format's own error; llama.cpp's as well.
+rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
+ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
+must be near transformers', as far as the format's own error; the peer's as well.
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -45,8 +45,15 @@ in everything else, on both sides: 0.03 is seen between two that are right."""
 PEER_LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.6}
 """The same of llama.cpp, which has q4_0, without minimum, in attention as well."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
-LLAMA_REQUIREMENTS = ("llama-cpp-python==0.3.36", "gguf")
+PEERS = {
+    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
+}
+"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
+``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
 DECODE_CONTEXT = 128
+SPARE = 64
+"""Tokens of context a sequence, for what is decoded in a measurement."""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
 SHAPE = {
     "hidden_size": 2048,
@@ -72,22 +79,24 @@ QUICK_SHAPE = SHAPE | {
 
 
 class _LlamaCpp:
-    """llama.cpp in one type, in a process of its own, with the better of one and all threads."""
+    """llama.cpp or its fork in one type, in a process of its own."""
 
-    def __init__(self, folder: Path, kind: str, threads: int, num_sequences: int) -> None:
-        self.name = f"llama.cpp {kind}"
-        python = install_peer("llama-cpp", LLAMA_REQUIREMENTS)
-        self._process = PeerProcess(python, "llama_cpp_peer.py")
+    def __init__(
+        self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
+    ) -> None:
+        python = install_peer(peer.replace(".", "-"), PEERS[peer])
+        self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
         path = folder / f"{kind}.gguf"
         if not path.exists():
             self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
-        self._process.call(
+        isa = self._process.call(
             "load",
             path=str(path),
             threads=threads,
-            context_len=max(PREFILLS) // num_sequences if num_sequences > 1 else max(PREFILLS),
+            context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
             num_sequences=num_sequences,
         )
+        self.name = f"{peer} {kind} {isa}"
 
     def score(self, prompt: list[int]) -> torch.Tensor:
         return torch.tensor(self._process.call("score", prompt=prompt))
@@ -102,12 +111,11 @@ class _LlamaCpp:
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
-    def __init__(self, folder: Path, shape: dict[str, int], *, with_peers: bool) -> None:
+    def __init__(self, folder: Path, shape: dict[str, int]) -> None:
         self._folder = folder
         self._shape = shape
-        self._with_peers = with_peers
         self._ours: tuple[str, EngineDriver] | None = None
-        self._llama: tuple[tuple[str, int], _LlamaCpp] | None = None
+        self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
@@ -140,15 +148,13 @@ class _Bench:
             self._ours = (weight_format, driver)
         return self._ours[1]
 
-    def llama(self, weight_format: str, batch: int) -> _LlamaCpp | None:
-        """The peer of a format, loaded; None without peers, or where it has no such type."""
-        kind = LLAMA_TYPES.get(weight_format)
-        if not self._with_peers or kind is None:
-            return None
-        key = (kind, batch)
+    def llama(self, peer: str, weight_format: str, batch: int) -> _LlamaCpp:
+        """A peer in the type nearest to a format, loaded."""
+        kind = LLAMA_TYPES[weight_format]
+        key = (peer, kind, batch)
         if self._llama is None or self._llama[0] != key:
             self.close()
-            self._llama = (key, _LlamaCpp(self.folder, kind, self.threads, batch))
+            self._llama = (key, _LlamaCpp(self.folder, peer, kind, self.threads, batch))
         return self._llama[1]
 
     def close(self) -> None:
@@ -156,8 +162,14 @@ class _Bench:
             self._llama[1].close()
             self._llama = None
 
-    def case(self, weight_format: str, phase: Phase, tokens: int, batch: int) -> BenchCase:
+    def case(
+        self, weight_format: str, phase: Phase, tokens: int, batch: int, peer: str | None
+    ) -> BenchCase:
+        """Make a case against a peer by name, or against transformers."""
         prompts: list[list[int]] = []
+
+        def find_peer() -> _LlamaCpp | None:
+            return None if peer is None else self.llama(peer, weight_format, batch)
 
         def check() -> str:
             generator = torch.Generator().manual_seed(tokens * batch)
@@ -170,24 +182,26 @@ class _Bench:
             if not error < LARGEST_ERROR[weight_format]:
                 return f"logits differ by {error:.4f}"
             self.ours(weight_format).measure(phase, prompts)
-            peer = self.llama(weight_format, batch)
-            if peer is not None:
-                error = _compare(peer.score(prompts[0][:64]), want)
+            rival = find_peer()
+            if rival is not None:
+                error = _compare(rival.score(prompts[0][:64]), want)
                 if not error < PEER_LARGEST_ERROR[weight_format]:
-                    return f"logits of {peer.name} differ by {error:.4f}"
+                    return f"logits of {rival.name} differ by {error:.4f}"
             return "ok"
 
         def measure_rival() -> float:
-            peer = self.llama(weight_format, batch)
-            if peer is not None:
-                return peer.measure(phase, prompts)
+            rival = find_peer()
+            if rival is not None:
+                return rival.measure(phase, prompts)
             return self.rival.measure(phase, prompts, self.threads)
 
         def name_rival() -> str:
-            peer = self.llama(weight_format, batch)
-            return self.rival_name if peer is None else peer.name
+            rival = find_peer()
+            return self.rival_name if rival is None else rival.name
 
         words = f"tokens={tokens}" if phase == "prefill" else f"batch={batch}"
+        if peer is not None:
+            words += f" peer={peer}"
         is_decode = phase == "decode"
         return BenchCase(
             name=f"format={weight_format} phase={phase} {words}",
@@ -220,20 +234,23 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 
     Args:
         quick: a tiny model and the ends of the ranges.
-        with_peers: the baseline is llama.cpp where it has the format, installed if need be.
+        with_peers: the baselines are llama.cpp and its fork where they have the format, installed
+            if need be, each with cases of its own.
     """
     disable_progress_bar()
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        bench = _Bench(Path(scratch), QUICK_SHAPE if quick else SHAPE, with_peers=with_peers)
+        bench = _Bench(Path(scratch), QUICK_SHAPE if quick else SHAPE)
         stack.callback(bench.close)
         if not quick:
             _check_memory()
         for weight_format in FORMATS:
-            for batch in BATCHES[::2] if quick else BATCHES:
-                yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch)
-            for tokens in PREFILLS[:1] if quick else PREFILLS:
-                yield bench.case(weight_format, "prefill", tokens, 1)
+            has_peers = with_peers and weight_format in LLAMA_TYPES
+            for peer in PEERS if has_peers else [None]:
+                for batch in BATCHES[::2] if quick else BATCHES:
+                    yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
+                for tokens in PREFILLS[:1] if quick else PREFILLS:
+                    yield bench.case(weight_format, "prefill", tokens, 1, peer)
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:

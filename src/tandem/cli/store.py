@@ -18,6 +18,7 @@ from tandem.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from tandem.store import StoreClient
+    from tandem.store.messages import DiskStatus
 
 __all__ = ["app"]
 
@@ -157,15 +158,26 @@ def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> Non
         f"{status.num_unreadable} unreadable, {status.num_under_replicated} with too few "
         f"replicas, {status.num_unfinished} puts unfinished\n"
     )
-    columns = ("host", "machine", "stage", "capacity", "used", "objects", "quarantined")
+    columns = (
+        "host", "machine", "stage", "capacity", "used", "objects", "quarantined", "ssd",
+        "ssd capacity", "ssd used", "ssd objects", "ssd queued",
+    )  # fmt: skip
     rows = [
         (
             row.name, row.machine, row.stage.value, row.capacity_bytes, row.used_bytes,
-            row.num_objects, row.quarantined_bytes,
+            row.num_objects, row.quarantined_bytes, *_disk_columns(row.disk),
         )
         for row in status.hosts
     ]  # fmt: skip
     print_table(columns, rows)
+
+
+def _disk_columns(disk: "DiskStatus | None") -> tuple[object, ...]:
+    if disk is None:
+        return ("none", "", "", "", "")
+    return (
+        disk.state.value, disk.capacity_bytes, disk.used_bytes, disk.num_objects, disk.num_queued,
+    )  # fmt: skip
 
 
 @app.command("drain")

@@ -100,6 +100,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     segment_dir: Annotated[
         str, Meta(description="tmpfs folder of the segment files, closed to others (0700).")
     ] = "/dev/shm/tandem"  # noqa: S108 - made 0700 and checked before use
+    ssd_dir: Annotated[
+        str, Meta(description="Folder of a host's SSD tier, its own alone (0700); empty = none.")
+    ] = ""
+    ssd_bytes: Annotated[
+        int, Meta(ge=2**22, le=2**50, description="Files that the SSD tier may fill.")
+    ] = 2**36
     strategy: Annotated[
         Literal["random", "most_free"], Meta(description="How hosts are chosen for new objects.")
     ] = "random"
@@ -161,6 +167,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "store.configure",
                 f"segment_dir {self.segment_dir!r} is not an absolute path",
                 field="store.segment_dir",
+            )
+        if self.ssd_dir and not Path(self.ssd_dir).is_absolute():
+            raise ConfigError(
+                "store.configure",
+                f"ssd_dir {self.ssd_dir!r} is not an absolute path",
+                field="store.ssd_dir",
             )
         if self.secret is not None and len(self.secret.encode()) < 16:
             raise ConfigError(

@@ -51,6 +51,6 @@ class Eviction:
         victims = self._master.directory.pick_victims(now_ms, num_bytes, host.number)
         if not victims:
             self._barren_until_ms[host.number] = now_ms + BARREN_MS
-        for row in victims:
-            self._master.drop_row(row)
-        self._master.counters.objects_evicted += len(victims)
+        num_kept = sum(self._master.evict_row(row) for row in victims)
+        self._master.counters.objects_demoted += num_kept
+        self._master.counters.objects_evicted += len(victims) - num_kept

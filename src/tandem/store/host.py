@@ -5,8 +5,9 @@ The logic alone: what it does to the world goes through ``HostPort`` (the data p
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 from tandem.core.errors import (
@@ -14,17 +15,24 @@ from tandem.core.errors import (
     ConflictError,
     CorruptionError,
     NotFoundError,
+    PeerLostError,
     TandemError,
 )
+from tandem.store import layout
+from tandem.store.disk import DiskTier
 from tandem.store.messages import (
     Ack,
     CloseWriter,
+    DiskReport,
     Endpoint,
     ExtentRecords,
+    ForgetObjects,
     InventoryDone,
     InventoryPage,
     Joined,
     JoinHost,
+    KeyBytes,
+    LoadObject,
     Opened,
     OpenWriter,
     Order,
@@ -46,6 +54,9 @@ PAGE_OBJECTS = 4_000
 """Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 0.25
+REPORT_GAP_S = 0.02
+"""Between two reports about the disk: what happens meanwhile goes into one."""
+REPORT_PERIOD_S = 2.0
 
 
 class HostPort(Protocol):
@@ -87,13 +98,27 @@ class StoreHost:
         machine: hosts and clients with the same one are near each other.
         segment: owned by the caller, who closes it last.
         port: the data path to that segment.
+        disk: its SSD tier, opened and started by the caller, who closes it after this.
     """
 
-    def __init__(self, name: str, machine: str, segment: Segment, port: HostPort) -> None:
+    def __init__(
+        self,
+        name: str,
+        machine: str,
+        segment: Segment,
+        port: HostPort,
+        disk: DiskTier | None = None,
+    ) -> None:
         self.name = name
         self.machine = machine
         self.segment = segment
         self.port = port
+        self.disk = disk
+        self._reporting: asyncio.Task[None] | None = None
+        self._disk_changed = asyncio.Event()
+        if disk is not None:
+            disk.on_change = self._disk_changed.set
+        self._forgetting: set[asyncio.Task[None]] = set()
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
@@ -114,6 +139,8 @@ class StoreHost:
             ("close_writer", self._close_writer, CloseWriter, Ack),
             ("pull", self._pull, PullObject, Ack),
             ("verify", self._verify, VerifyExtent, Ack),
+            ("forget", self._forget, ForgetObjects, Ack),
+            ("load", self._load, LoadObject, Ack),
         ]
 
     def on_master(self, master: Caller) -> None:
@@ -130,6 +157,9 @@ class StoreHost:
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
 
     def on_grown(self, usable_bytes: int) -> None:
         """Tell the master that more of the segment is usable; call on the loop."""
@@ -139,8 +169,9 @@ class StoreHost:
         self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
 
     async def aclose(self) -> None:
-        """Stop joining and pulling."""
-        tasks = [task for task in (self._joining, *self._pulls.values()) if task is not None]
+        """Stop joining, pulling and reporting."""
+        running = (self._joining, self._reporting, *self._pulls.values(), *self._forgetting)
+        tasks = [task for task in running if task is not None]
         self.on_master_lost()
         for task in tasks:
             task.cancel()
@@ -178,8 +209,10 @@ class StoreHost:
                 capacity_bytes=capacity_bytes,
                 address=self.port.address,
                 read_base=self.port.read_base,
-                epoch_seen=self.segment.epoch,
+                epoch_seen=self._epoch_seen(),
                 attempt=self._num_attempts,
+                disk_id="" if self.disk is None else self.disk.disk_id,
+                disk=None if self.disk is None else self.disk.status(),
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,
@@ -193,8 +226,8 @@ class StoreHost:
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
         num_pages = 0
-        async for records in self._list_inventory():
-            page = InventoryPage(joined.session, num_pages, records)
+        async for records, is_disk in self._list_inventory():
+            page = InventoryPage(joined.session, num_pages, records, is_disk)
             await master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
             num_pages += 1
         can_write = await self._close_writers(old_writers)
@@ -202,6 +235,9 @@ class StoreHost:
             done = InventoryDone(joined.session, num_pages, can_write)
             await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
             self.is_joined.set()
+            if self.disk is not None and self._reporting is None:
+                reporting = self._report_disk(self.disk, master, joined.session)
+                self._reporting = asyncio.get_running_loop().create_task(reporting)
             if can_write:
                 break
             await asyncio.sleep(RETRY_S)
@@ -209,17 +245,86 @@ class StoreHost:
         if self.segment.usable_bytes > capacity_bytes:
             await self._tell_grown(SegmentGrown(joined.session, self.segment.usable_bytes))
 
-    async def _list_inventory(self) -> AsyncIterator[ExtentRecords]:
-        records = ExtentRecords()
+    def _epoch_seen(self) -> int:
+        """Return an epoch that no master must be below.
+
+        A new segment beside an old disk is a machine that started anew, and perhaps a master that
+        has forgotten its epoch: it must not give versions that the disk has already.
+        """
+        if self.disk is None or self.segment.epoch:
+            return self.segment.epoch
+        newest = max((r.header.version for r in self.disk.index.list_records()), default=-1)
+        return (newest >> layout.VERSION_BITS) + 1 if newest >= 0 else 0
+
+    async def _list_inventory(self) -> AsyncIterator[tuple[ExtentRecords, bool]]:
         self.num_objects = 0
+        on_disk: list[ExtentHeader] = []
+        if self.disk is not None:
+            # What changes from here on is told after the inventory.
+            on_disk = [record.header for record in self.disk.index.list_records()]
+            self.disk.take_changes()
+        records = ExtentRecords()
         for offset, header in self.segment.scan():
             self.num_objects += 1
             append_record(records, offset, header)
             if len(records.keys) == PAGE_OBJECTS:
-                yield records
+                yield records, False
                 records = ExtentRecords()
         if records.keys:
-            yield records
+            yield records, False
+        for begin in range(0, len(on_disk), PAGE_OBJECTS):
+            records = ExtentRecords()
+            for header in on_disk[begin : begin + PAGE_OBJECTS]:
+                append_record(records, 0, header)
+            yield records, True
+
+    # The disk.
+
+    async def _report_disk(self, disk: DiskTier, master: Caller, session: int) -> None:
+        """Tell the master what changes on the disk, for as long as the session lasts."""
+        number = 0
+        while True:
+            with contextlib.suppress(TimeoutError):  # Then the status alone.
+                await asyncio.wait_for(self._disk_changed.wait(), REPORT_PERIOD_S)
+            self._disk_changed.clear()
+            stored, dropped = disk.take_changes()
+            report = DiskReport(
+                session=session,
+                number=number,
+                dropped=dropped,
+                stored=stored,
+                status=disk.status(),
+            )
+            number += 1
+            if not await self._tell_disk(disk, master, report):
+                return
+            await asyncio.sleep(REPORT_GAP_S)
+
+    async def _tell_disk(self, disk: DiskTier, master: Caller, report: DiskReport) -> bool:
+        """Make one report arrive; False if this session takes none any more."""
+        while True:
+            try:
+                answer = await master.call(
+                    "disk_report", report, KeyBytes, timeout_s=CALL_TIMEOUT_S
+                )
+            except (ConflictError, PeerLostError) as error:
+                logger.debug("event=disk_report_refused host=%s reason=%s", self.name, error)
+                return False
+            except TandemError as error:
+                logger.debug("event=disk_report_failed host=%s reason=%s", self.name, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            unwanted = {
+                key: version
+                for (key, version), flag in zip(report.stored.items(), answer.flags, strict=True)
+                if not flag
+            }
+            if unwanted:  # Removed, or evicted, while they were written.
+                forgetting = disk.forget(list(unwanted), list(unwanted.values()))
+                task = asyncio.get_running_loop().create_task(forgetting)
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
+            return True
 
     async def _close_writers(self, bases: set[int]) -> bool:
         ended = [base for base in sorted(bases) if await self.port.close_writer(base)]
@@ -261,22 +366,34 @@ class StoreHost:
         for offset, header in iterate_records(order.records):
             self.segment.seal(offset, header)
             self.num_objects += 1
+            if self.disk is not None:
+                self.disk.on_sealed(offset, header)
         return Ack()
 
     async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
         self._obey(order)
         for offset in order.offsets:
-            if self.segment.has_object(offset):
-                self.num_objects -= 1
-            self.segment.wipe(offset)
+            self._wipe_object(offset)
         # Only pulls have to be waited for: they would write into space that is free then.
         for offset in order.offsets:
             pull = self._pulls.get(offset)
             if pull is not None:
                 pull.cancel()
                 await asyncio.gather(pull, return_exceptions=True)
-                self.segment.wipe(offset)
+                self._wipe_object(offset)
         return Ack()
+
+    def _wipe_object(self, offset: int) -> None:
+        if not self.segment.has_object(offset):
+            self.segment.wipe(offset)  # Checks the offset.
+            return
+        if self.disk is not None:
+            try:
+                self.disk.on_wiped(offset, self.segment.read_header(offset).key)
+            except CorruptionError as error:
+                logger.warning("event=extent_dropped reason=%s", error)
+        self.num_objects -= 1
+        self.segment.wipe(offset)
 
     async def _repin(self, _: Caller, order: RepinExtents) -> Ack:
         self._obey(order)
@@ -300,9 +417,21 @@ class StoreHost:
     async def _pull(self, _: Caller, order: PullObject) -> Ack:
         self._obey(order)
         ((offset, header),) = iterate_records(order.records)
+        return await self._fill(offset, header, self._pull_object(order, offset, header))
+
+    async def _load(self, _: Caller, order: LoadObject) -> Ack:
+        self._obey(order)
+        ((offset, header),) = iterate_records(order.records)
+        return await self._fill(offset, header, self._load_object(offset, header))
+
+    async def _fill(
+        self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
+    ) -> Ack:
+        """Bring an object into an extent; ends when that is wiped, or the call is cancelled."""
         if offset in self._pulls:
+            work.close()
             raise ConflictError("store.pull", f"a pull to offset {offset} is under way")
-        task = asyncio.get_running_loop().create_task(self._pull_object(order, offset, header))
+        task = asyncio.get_running_loop().create_task(work)
         self._pulls[offset] = task
         try:
             await asyncio.shield(task)
@@ -314,6 +443,20 @@ class StoreHost:
         finally:
             if self._pulls.get(offset) is task:
                 del self._pulls[offset]
+        return Ack()
+
+    async def _load_object(self, offset: int, header: ExtentHeader) -> None:
+        if self.disk is None:
+            raise NotFoundError("store.load", f"{self.name} has no disk")
+        await self.disk.load(header, offset)
+        self.segment.seal(offset, header)
+        self.num_objects += 1
+        self.disk.on_loaded(offset, header)
+
+    async def _forget(self, _: Caller, order: ForgetObjects) -> Ack:
+        self._obey(order)
+        if self.disk is not None:
+            await self.disk.forget(order.keys, order.versions)
         return Ack()
 
     async def _pull_object(self, order: PullObject, offset: int, header: ExtentHeader) -> None:
@@ -331,6 +474,8 @@ class StoreHost:
             )
         self.segment.seal(offset, header)
         self.num_objects += 1
+        if self.disk is not None:
+            self.disk.on_sealed(offset, header)
 
     async def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
         self._obey(order)

@@ -19,6 +19,8 @@ __all__ = ["NO_ROW", "Directory", "Replica"]
 NO_ROW = -1
 MAX_REPLICAS = 255
 _FREE_HOST = 0xFFFF
+_DISK = 0x8000
+"""Marks, in the column of hosts, a copy on the host's disk."""
 _ALIVE, _HARD = 1, 2
 _VICTIM_BATCH = 16_384
 """Eviction candidates found by one pass over the columns."""
@@ -46,6 +48,9 @@ class Directory:
         self._flags = array("B")
         self._wanted = array("B")
         self._live = array("B")
+        self._memory = array("B")
+        """Replicas in memory that are there; ``_live`` counts hosts, whatever the tier."""
+        self._num_disks = array("B")
         self._first = array("i")
         self._spare_rows = array("i")
         self._replica_host = array("H")
@@ -102,8 +107,12 @@ class Directory:
         return self._wanted[row]
 
     def num_live(self, row: int) -> int:
-        """Return how many replicas are on hosts that are there."""
+        """Return how many hosts that are there have it, in memory or on a disk."""
         return self._live[row]
+
+    def num_in_memory(self, row: int) -> int:
+        """Return how many replicas are in the memory of hosts that are there."""
+        return self._memory[row]
 
     def is_hard_pinned(self, row: int) -> bool:
         """Whether it is never evicted."""
@@ -114,11 +123,22 @@ class Directory:
         return self._soft_until_ms.get(row, 0)
 
     def replicas(self, row: int) -> list[Replica]:
-        """Return all replicas, those on lost hosts included."""
+        """Return all replicas in memory, those on lost hosts included."""
         found: list[Replica] = []
         at = self._first[row]
         while at >= 0:
-            found.append(Replica(self._replica_host[at], self._replica_offset[at]))
+            if self._replica_host[at] < _DISK:
+                found.append(Replica(self._replica_host[at], self._replica_offset[at]))
+            at = self._replica_next[at]
+        return found
+
+    def disks(self, row: int) -> list[int]:
+        """Return the hosts that have it on their disk, lost ones included."""
+        found: list[int] = []
+        at = self._first[row] if self._num_disks[row] else -1
+        while at >= 0:
+            if self._replica_host[at] >= _DISK:
+                found.append(self._replica_host[at] - _DISK)
             at = self._replica_next[at]
         return found
 
@@ -127,18 +147,22 @@ class Directory:
         return list(self._rows)
 
     def rows_on_host(self, host: int) -> list[int]:
-        """Return the rows that have a replica on ``host``."""
+        """Return the rows that have a replica in the memory of ``host``."""
         return self._rows_on_host(host).tolist()
 
+    def rows_on_disk(self, host: int) -> list[int]:
+        """Return the rows that are on the disk of ``host``."""
+        return self._rows_on_host(host | _DISK).tolist()
+
     def list_under_replicated(self, limit: int) -> list[int]:
-        """Return up to ``limit`` rows that are readable but have fewer replicas than wanted."""
-        live, wanted = _view(self._live), _view(self._wanted)
-        return np.flatnonzero((live > 0) & (live < wanted))[:limit].tolist()
+        """Return up to ``limit`` rows in memory that fewer hosts have than wanted."""
+        memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
+        return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
 
     def count_under_replicated(self) -> int:
-        """Return how many readable objects have fewer replicas than wanted."""
-        live, wanted = _view(self._live), _view(self._wanted)
-        return int(np.count_nonzero((live > 0) & (live < wanted)))
+        """Return how many objects in memory fewer hosts have than wanted."""
+        memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
+        return int(np.count_nonzero((memory > 0) & (live < wanted)))
 
     @property
     def num_unreadable(self) -> int:
@@ -156,14 +180,15 @@ class Directory:
         version: int,
         replicas: Sequence[Replica],
         wanted: int = 1,
+        disks: Sequence[int] = (),
     ) -> int:
         """Add an object; it counts as just used.
 
         Returns: its row.
-        REQUIRES: the key is absent, there is a replica, and no two are on one host.
+        REQUIRES: the key is absent, there is a replica or a disk, and no two are on one host.
         """
         assert key not in self._rows, key
-        assert replicas, key
+        assert replicas or disks, key
         row = self._take_row()
         self._rows[key] = row
         self._keys[row] = key
@@ -173,12 +198,14 @@ class Directory:
         self._lease_until_ms[row] = 0
         self._flags[row] = _ALIVE
         self._wanted[row] = min(wanted, MAX_REPLICAS)
-        self._live[row] = 0
+        self._live[row] = self._memory[row] = self._num_disks[row] = 0
         self._first[row] = -1
         self._num_unreadable += 1
         self.total_bytes += size
         for replica in reversed(replicas):
             self.add_replica(row, replica)
+        for host in disks:
+            self.add_disk(row, host)
         self.touch(row)
         return row
 
@@ -187,6 +214,8 @@ class Directory:
         replicas = self.replicas(row)
         for replica in replicas:
             self.drop_replica(row, replica.host)
+        for host in self.disks(row):
+            self.drop_disk(row, host)
         self._num_unreadable -= 1
         del self._rows[self._keys[row]]
         self._keys[row] = None
@@ -199,8 +228,16 @@ class Directory:
 
     def add_replica(self, row: int, replica: Replica) -> None:
         """Add a copy. REQUIRES: none of the object's is on that host."""
-        first = self._first[row]
-        assert first < 0 or all(r.host != replica.host for r in self.replicas(row)), replica
+        assert not self._has(row, replica.host), replica
+        self._chain(row, replica.host, replica.offset)
+
+    def add_disk(self, row: int, host: int) -> None:
+        """Add a copy on a disk. REQUIRES: none of the object's is on that one."""
+        assert not self._has(row, host | _DISK), host
+        self._chain(row, host | _DISK, 0)
+        self._num_disks[row] += 1
+
+    def _chain(self, row: int, tag: int, offset: int) -> None:
         if self._spare_replicas:
             at = self._spare_replicas.pop()
         else:
@@ -209,23 +246,48 @@ class Directory:
             self._replica_offset.append(0)
             self._replica_next.append(0)
             self._replica_row.append(0)
-        self._replica_host[at] = replica.host
-        self._replica_offset[at] = replica.offset
+        self._replica_host[at] = tag
+        self._replica_offset[at] = offset
         self._replica_row[at] = row
         self._replica_next[at] = self._first[row]
         self._first[row] = at
-        if replica.host not in self._lost_hosts:
-            if self._live[row] == 0:
-                self._num_unreadable -= 1
-            self._live[row] += 1
+        if tag & ~_DISK in self._lost_hosts:
+            return
+        if tag < _DISK:
+            self._memory[row] += 1
+        if self._is_on_other_tier(row, tag):
+            return
+        if self._live[row] == 0:
+            self._num_unreadable -= 1
+        self._live[row] += 1
+
+    def _has(self, row: int, tag: int) -> bool:
+        at = self._first[row]
+        while at >= 0 and self._replica_host[at] != tag:
+            at = self._replica_next[at]
+        return at >= 0
+
+    def _is_on_other_tier(self, row: int, tag: int) -> bool:
+        """Whether the host of this copy has one on its other tier as well."""
+        return (tag >= _DISK or self._num_disks[row] > 0) and self._has(row, tag ^ _DISK)
 
     def drop_replica(self, row: int, host: int) -> Replica | None:
-        """Forget the copy on ``host`` and return it; None if there is none.
+        """Forget the copy in the memory of ``host`` and return it; None if there is none.
 
-        An object without replicas stays, unreadable, until it is removed.
+        An object without copies stays, unreadable, until it is removed.
         """
+        return self._unchain(row, host)
+
+    def drop_disk(self, row: int, host: int) -> bool:
+        """Forget the copy on the disk of ``host``; returns whether there was one."""
+        if not self._num_disks[row] or self._unchain(row, host | _DISK) is None:
+            return False
+        self._num_disks[row] -= 1
+        return True
+
+    def _unchain(self, row: int, tag: int) -> Replica | None:
         before, at = -1, self._first[row]
-        while at >= 0 and self._replica_host[at] != host:
+        while at >= 0 and self._replica_host[at] != tag:
             before, at = at, self._replica_next[at]
         if at < 0:
             return None
@@ -235,31 +297,41 @@ class Directory:
             self._replica_next[before] = self._replica_next[at]
         self._replica_host[at] = _FREE_HOST
         self._spare_replicas.append(at)
-        if host not in self._lost_hosts:
-            self._live[row] -= 1
-            if self._live[row] == 0:
-                self._num_unreadable += 1
-        return Replica(host, self._replica_offset[at])
+        if tag & ~_DISK not in self._lost_hosts:
+            if tag < _DISK:
+                self._memory[row] -= 1
+            if not self._is_on_other_tier(row, tag):
+                self._live[row] -= 1
+                if self._live[row] == 0:
+                    self._num_unreadable += 1
+        return Replica(tag, self._replica_offset[at])
 
     def lose_host(self, host: int) -> None:
-        """Count the replicas on ``host`` as out of reach, without forgetting them."""
+        """Count the copies on ``host`` as out of reach, without forgetting them."""
         if host in self._lost_hosts:
             return
         self._lost_hosts.add(host)
-        rows = self._rows_on_host(host)
+        in_memory, rows = self._rows_of_host(host)
         live = _view(self._live)
+        _view(self._memory)[in_memory] -= 1
         live[rows] -= 1
         self._num_unreadable += int(np.count_nonzero(live[rows] == 0))
 
     def find_host(self, host: int) -> None:
-        """Count the replicas on ``host`` as readable again."""
+        """Count the copies on ``host`` as readable again."""
         if host not in self._lost_hosts:
             return
         self._lost_hosts.remove(host)
-        rows = self._rows_on_host(host)
+        in_memory, rows = self._rows_of_host(host)
         live = _view(self._live)
         self._num_unreadable -= int(np.count_nonzero(live[rows] == 0))
+        _view(self._memory)[in_memory] += 1
         live[rows] += 1
+
+    def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the rows in its memory, and those on any tier."""
+        in_memory, on_disk = self._rows_on_host(host), self._rows_on_host(host | _DISK)
+        return in_memory, np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
 
     def touch(self, row: int) -> None:
         """Note a use, for LRU."""
@@ -357,7 +429,7 @@ class Directory:
         row = len(self._size)
         columns = (
             self._size, self._version, self._checksum, self._lease_until_ms, self._used_tick,
-            self._flags, self._wanted, self._live, self._first,
+            self._flags, self._wanted, self._live, self._memory, self._num_disks, self._first,
         )  # fmt: skip
         for column in columns:
             column.append(0)

@@ -11,6 +11,7 @@ __all__ = [
     "CHUNK_BYTES",
     "GRANULE_BYTES",
     "HEADER_BYTES",
+    "VERSION_BITS",
     "count_chunks",
     "extent_bytes",
     "table_bytes",
@@ -24,6 +25,8 @@ CHUNK_BYTES = 64 * 1024
 """Bytes under one checksum: the least that a range costs to check."""
 HEADER_BYTES = 64
 ALIGNMENT = 64
+VERSION_BITS = 40
+"""Of an object's version, for counting within an epoch; the epoch stands above."""
 MAX_VALUE_BYTES = 2**40
 
 

@@ -5,15 +5,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tandem.store.index import NO_ROW, Replica
-from tandem.store.messages import FindObjects, FoundObjects, KeyBytes, KeyList, KeyPage, ListKeys
+from tandem.store.messages import (
+    FindObjects,
+    FoundObjects,
+    KeyBytes,
+    KeyList,
+    KeyPage,
+    ListKeys,
+    StageObjects,
+)
 from tandem.store.policies import rank_replicas
-from tandem.store.sessions import Caller
+from tandem.store.sessions import Caller, check_present
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
 
 __all__ = ["SCAN_KEYS", "Lookups"]
 
+STAGE_SHARE = 4
+"""So small a part of a lease ``stage`` waits at most."""
 SCAN_KEYS = 5_000
 """Keys looked at in one go by a command that looks at all."""
 
@@ -32,8 +42,9 @@ class Lookups:
             sizes=[], versions=[], checksums=[], places=[], endpoints=[], lease_ms=lease_ms
         )
         used: set[int] = set()
+        on_disk = bytearray(len(request.keys))
         num_missing = 0
-        for key in request.keys:
+        for i, key in enumerate(request.keys):
             row = directory.find(key)
             if row == NO_ROW:
                 num_missing += 1
@@ -54,6 +65,8 @@ class Lookups:
                 used.update(host for host, _ in places)
                 if places:
                     self._master.hosts[places[0][0]].note_read(size)
+                elif size and directory.num_live(row):
+                    on_disk[i] = self._master.upkeep.load(row) is not None
             found.places.append(places)
         self._master.counters.hits += len(request.keys) - num_missing
         self._master.counters.misses += num_missing
@@ -65,7 +78,30 @@ class Lookups:
             endpoints=[self._master.hosts[host].endpoint() for host in sorted(used)],
             lease_ms=lease_ms,
             is_recovering=num_missing > 0 and self._master.is_recovering,
+            on_disk=bytes(on_disk) if any(on_disk) else b"",
         )
+
+    async def stage(self, caller: Caller, request: StageObjects) -> FoundObjects:
+        """As ``find``, after waiting for objects that are read from disks, not for long."""
+        check_present(caller)
+        directory, clock = self._master.directory, self._master.clock
+        # What is read by then is leased anew, and most of that lease is left to the reader.
+        most_ms = min(request.wait_ms, self._master.config.lease_ms // STAGE_SHARE)
+        end_s = clock.now_s() + most_ms / 1e3
+        while (left_s := end_s - clock.now_s()) > 0:
+            rows = [directory.find(key) for key in dict.fromkeys(request.keys)]
+            loads = [
+                load
+                for row in rows
+                if row != NO_ROW
+                and not directory.num_in_memory(row)
+                and directory.size(row)
+                and (load := self._master.upkeep.load(row)) is not None
+            ]
+            if not loads:
+                break
+            await asyncio.wait(loads, timeout=left_s)
+        return self.find(caller, FindObjects(keys=request.keys, machine=request.machine))
 
     def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:
         here = [

@@ -23,6 +23,7 @@ from tandem.store.membership import Membership
 from tandem.store.messages import (
     Ack,
     CommitPut,
+    DiskReport,
     DrainHost,
     ExtentRecords,
     FindObjects,
@@ -43,6 +44,7 @@ from tandem.store.messages import (
     RepinExtents,
     ReportBadReplica,
     SegmentGrown,
+    StageObjects,
     StartedPut,
     StartPut,
     StoreStatus,
@@ -76,8 +78,6 @@ class Term(Protocol):
 
 
 TICK_S = 0.05
-VERSION_BITS = 40
-"""Of a version, for counting within an epoch; the epoch stands above."""
 
 
 class StoreMaster:
@@ -121,7 +121,7 @@ class StoreMaster:
         self.removals = Removals(self)
         self.eviction = Eviction(self)
         self.membership = Membership(self)
-        self._upkeep = Upkeep(self)
+        self.upkeep = Upkeep(self)
         self._running: asyncio.Task[None] | None = None
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -130,6 +130,7 @@ class StoreMaster:
             ("start_put", self.puts.start, StartPut, StartedPut),
             ("commit_put", self.commits.commit, CommitPut, KeyBytes),
             ("find", self.lookups.find, FindObjects, FoundObjects),
+            ("stage", self.lookups.stage, StageObjects, FoundObjects),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
             ("remove", self.removals.remove, KeyList, KeyBytes),
             ("remove_prefix", self.removals.remove_prefix, RemovePrefix, PrefixRemoval),
@@ -142,6 +143,7 @@ class StoreMaster:
             ("inventory", self.membership.inventory, InventoryPage, Ack),
             ("inventory_done", self.membership.inventory_done, InventoryDone, Ack),
             ("grown", self.membership.grown, SegmentGrown, Ack),
+            ("disk_report", self.membership.disk_report, DiskReport, KeyBytes),
         ]
 
     def start(self) -> None:
@@ -177,7 +179,7 @@ class StoreMaster:
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
         self._counter += 1
-        return self.epoch << VERSION_BITS | self._counter
+        return self.epoch << layout.VERSION_BITS | self._counter
 
     def order_epoch(self) -> int:
         """Return the epoch that orders bear. Raises: PeerLostError after the end of the term."""
@@ -217,31 +219,56 @@ class StoreMaster:
 
         Returns: if ``wait``, what is done when all headers are gone.
         """
+        directory = self.directory
+        key, version = directory.key(row), directory.version(row)
         length = self.extent_of(row, 0).length
-        free_at_ms = self.directory.lease_until_ms(row)
+        free_at_ms = directory.lease_until_ms(row)
         if self.is_recovering:
-            self.dropped_versions[self.directory.key(row)] = self.directory.version(row)
-        pending: list[asyncio.Future[None]] = []
-        copied = self._upkeep.abandon(self.directory.key(row), wait=wait)
-        if copied is not None:
-            pending.append(copied)
-        for replica in self.directory.remove(row):
-            done = self.hosts[replica.host].drop(
-                Extent(replica.offset, length), free_at_ms, wait=wait
-            )
+            self.dropped_versions[key] = version
+        pending = self.upkeep.abandon(key, version, wait=wait)
+        on_disk = set(directory.disks(row))
+        wiped: dict[int, asyncio.Future[None]] = {}
+        for replica in directory.remove(row):
+            host = self.hosts[replica.host]
+            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=wait)
             if done is not None:
+                wiped[replica.host] = done
                 pending.append(done)
+                if host.disk is not None:
+                    on_disk.add(replica.host)  # Or it is on its way there.
+        for number in sorted(on_disk):
+            forgotten = self.hosts[number].forget(key, version, after=wiped.get(number))
+            if wait:
+                pending.append(forgotten)
         return pending
 
+    def evict_row(self, row: int) -> bool:
+        """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
+        if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
+            self.drop_row(row)
+            return False
+        free_at_ms = self.directory.lease_until_ms(row)
+        for replica in self.directory.replicas(row):
+            self.directory.drop_replica(row, replica.host)
+            self.hosts[replica.host].drop(self.extent_of(row, replica.offset), free_at_ms)
+        return True
+
     def drop_replica(self, row: int, host: int) -> None:
-        """Give up one copy of an object, and the object if that was the last."""
-        if len(self.directory.replicas(row)) <= 1:
+        """Give up one copy in memory, and the object if that was the last of any kind."""
+        if len(self.directory.replicas(row)) <= 1 and not self.directory.disks(row):
             self.drop_row(row)
             return
         free_at_ms = self.directory.lease_until_ms(row)
         replica = self.directory.drop_replica(row, host)
         if replica is not None:
             self.hosts[host].drop(self.extent_of(row, replica.offset), free_at_ms)
+
+    def lose_disk(self, row: int, host: int) -> None:
+        """The copy on a disk is gone already, and the object if that was the last."""
+        self.directory.drop_disk(row, host)
+        if not self.directory.replicas(row) and not self.directory.disks(row):
+            self.drop_row(row)
+            self.counters.objects_evicted += 1
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Run a coroutine that its caller's going does not end."""
@@ -283,7 +310,8 @@ class StoreMaster:
             self.eviction.evict_over_watermark(now_ms)
             if self.puts.num_waiting:
                 self.space_freed.set()  # A lease or a pin may have ended: they try again.
-            self._upkeep.step(now_ms)
+            self.upkeep.begin_loads(now_ms)
+            self.upkeep.step(now_ms)
             if self.dropped_versions and not self.is_recovering:
                 self.dropped_versions.clear()
 
@@ -362,6 +390,7 @@ class StoreMaster:
                     used_bytes=host.used_bytes,
                     num_objects=len(self.directory.rows_on_host(host.number)),
                     quarantined_bytes=host.quarantined_bytes,
+                    disk=host.disk,
                 )
                 for host in self.hosts.values()
             ],

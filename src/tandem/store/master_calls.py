@@ -9,7 +9,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
 from tandem.store.client_edges import MasterChannel
 from tandem.store.config import StoreConfig
-from tandem.store.messages import FindObjects, FoundObjects
+from tandem.store.messages import FindObjects, FoundObjects, StageObjects
 
 __all__ = ["MasterCalls"]
 
@@ -50,6 +50,16 @@ class MasterCalls:
         request = FindObjects(keys=list(keys), machine=self.machine, lease=lease)
         while True:
             found = await self.call("find", request, FoundObjects, deadline_s)
+            if not found.is_recovering:
+                return found
+            await asyncio.sleep(RETRY_S)
+
+    async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
+        """Ask where objects are that lie on disks, while they are read into memory."""
+        wait_ms = int(self.left_s(deadline_s) * 1e3)
+        request = StageObjects(keys=list(keys), machine=self.machine, wait_ms=wait_ms)
+        while True:
+            found = await self.call("stage", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
             await asyncio.sleep(RETRY_S)

@@ -9,12 +9,14 @@ from tandem.store.host import iterate_records
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
+    DiskReport,
     DrainHost,
     HostStage,
     InventoryDone,
     InventoryPage,
     Joined,
     JoinHost,
+    KeyBytes,
     SegmentGrown,
 )
 from tandem.store.segment import ExtentHeader
@@ -101,7 +103,10 @@ class Membership:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
         host.num_pages += 1
         for offset, header in iterate_records(page.records):
-            self._adopt(host, offset, header)
+            if page.is_disk:
+                self._adopt_disk(host, header)
+            else:
+                self._adopt(host, offset, header)
         return Ack()
 
     def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
@@ -135,14 +140,68 @@ class Membership:
                     replicas=[replica],
                     wanted=header.wanted,
                 )
-                if header.hard_pin or header.soft_pin_ms:
-                    soft = self._master.now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
-                    directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
+                self._set_pins(row, header)
             # A reader that an earlier master sent there may still be reading.
             directory.extend_lease(row, self._master.now_ms() + self._master.config.lease_ms)
             host.confirmed[row] = Extent(offset, length)
             return
         host.drop(Extent(offset, length), self._master.now_ms() + self._master.config.lease_ms)
+
+    def _set_pins(self, row: int, header: ExtentHeader) -> None:
+        if header.hard_pin or header.soft_pin_ms:
+            soft = self._master.now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
+            self._master.directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
+
+    def _adopt_disk(self, host: HostSpace, header: ExtentHeader) -> None:
+        """Fit an object that a host has on its disk into the directory, or have it forgotten."""
+        directory = self._master.directory
+        row = directory.find(header.key)
+        newest = self._master.dropped_versions.get(header.key, -1)
+        if row != NO_ROW:
+            newest = directory.version(row)
+        if row != NO_ROW and newest == header.version:
+            if host.number not in directory.disks(row):
+                directory.add_disk(row, host.number)
+        elif header.version > newest and not host.is_disk_known:
+            if row != NO_ROW:
+                self._master.drop_row(row)
+            row = directory.insert(
+                header.key,
+                size=header.size,
+                checksum=header.checksum,
+                version=header.version,
+                replicas=[],
+                wanted=header.wanted,
+                disks=[host.number],
+            )
+            self._set_pins(row, header)
+        else:
+            host.forget(header.key, header.version)
+            return
+        host.confirmed_disk[row] = header.version
+
+    async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
+        """Take news of a host's disk; answers which of the objects stored there it should keep."""
+        host = self._joining(caller, report.session)
+        directory = self._master.directory
+        if host.stage is HostStage.JOINING or report.number < host.disk_number:
+            raise ConflictError("store.disk", f"report {report.number} comes early, or late")
+        if report.number > host.disk_number:
+            host.disk_number, host.disk = report.number, report.status
+            for key, version in report.dropped.items():
+                row = directory.find(key)
+                is_same = row != NO_ROW and directory.version(row) == version
+                if is_same and host.number in directory.disks(row):
+                    self._master.lose_disk(row, host.number)
+        flags = bytearray(len(report.stored))
+        for i, (key, version) in enumerate(report.stored.items()):
+            row = directory.find(key)
+            if row == NO_ROW or directory.version(row) != version or host.is_leaving:
+                continue
+            if host.number not in directory.disks(row):
+                directory.add_disk(row, host.number)
+            flags[i] = 1
+        return KeyBytes(bytes(flags))
 
     async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
         """All pages have come; and whether all writers of before are gone."""
@@ -167,6 +226,11 @@ class Membership:
                 self._forget_replica(row, host.number)
             else:
                 extents.append(extent)
+        for row in self._master.directory.rows_on_disk(host.number):
+            if host.confirmed_disk.get(row) != self._master.directory.version(row):
+                self._master.lose_disk(row, host.number)
+        host.is_disk_known = host.disk is not None
+        host.confirmed_disk.clear()
         host.rebuild(extents)
         host.is_known = True
         host.confirmed.clear()
@@ -176,7 +240,7 @@ class Membership:
     def _forget_replica(self, row: int, host: int) -> None:
         """The copy is not there; nothing to wipe."""
         self._master.directory.drop_replica(row, host)
-        if not self._master.directory.replicas(row):
+        if not self._master.directory.replicas(row) and not self._master.directory.disks(row):
             self._master.directory.remove(row)
 
     async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:

@@ -13,10 +13,14 @@ __all__ = [
     "CloseWriter",
     "CommitPut",
     "CommitStatus",
+    "DiskReport",
+    "DiskState",
+    "DiskStatus",
     "DrainHost",
     "Endpoint",
     "ExtentRecords",
     "FindObjects",
+    "ForgetObjects",
     "FoundObjects",
     "HostStage",
     "HostStatus",
@@ -29,6 +33,7 @@ __all__ = [
     "KeyPage",
     "LeaderAnswer",
     "ListKeys",
+    "LoadObject",
     "OpenWriter",
     "Opened",
     "Order",
@@ -40,6 +45,7 @@ __all__ = [
     "ReportBadReplica",
     "SealExtents",
     "SegmentGrown",
+    "StageObjects",
     "StartPut",
     "StartStatus",
     "StartedPut",
@@ -143,6 +149,16 @@ class FoundObjects(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int
     is_recovering: bool = False
     """Hosts may still come back to a new master: a miss may be none."""
+    on_disk: bytes = b""
+    """One byte per key if one of them is 1: it is on a disk only; ``stage`` brings it to memory."""
+
+
+class StageObjects(msgspec.Struct, frozen=True, kw_only=True):
+    """As ``FindObjects``, and waits for objects to be read from disks, at most so long."""
+
+    keys: list[str]
+    machine: str = ""
+    wait_ms: int = 0
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -221,6 +237,39 @@ class HostStage(StrEnum):
     LOST = "lost"
 
 
+class DiskState(StrEnum):
+    """What becomes of the SSD tier of a host."""
+
+    ACTIVE = "active"
+    FULL = "full"
+    """The file system has no room; nothing is written until it has."""
+    FAILING = "failing"
+    """Writing fails; it is tried again, ever more rarely."""
+    FAILED = "failed"
+    """It hung; it is not used until the host starts anew, and empty then."""
+
+
+class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The SSD tier of a host."""
+
+    state: DiskState = DiskState.ACTIVE
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    """Of files."""
+    live_bytes: int = 0
+    """Of records that can be read."""
+    num_objects: int = 0
+    num_queued: int = 0
+    """Waiting to be written."""
+    counts: dict[str, int] = {}
+    """Since the host started: written, loaded, skipped, evicted, corrupt, errors ..."""
+    write_counts: list[int] = []
+    """Latencies of rounds of writes, by bucket of the histogram."""
+    write_sum_s: float = 0.0
+    load_counts: list[int] = []
+    load_sum_s: float = 0.0
+
+
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A host as the master sees it."""
 
@@ -232,6 +281,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_objects: int
     quarantined_bytes: int
     """Of unfinished writes whose writer is not yet proven gone."""
+    disk: DiskStatus | None = None
+    """None: it has none."""
 
 
 class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,6 +325,9 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     epoch_seen: int
     attempt: int
     """Rises with each join of the process: tells a new one from one that comes late or twice."""
+    disk_id: str = ""
+    """Of the folder of its SSD tier; empty without one."""
+    disk: DiskStatus | None = None
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -304,6 +358,8 @@ class InventoryPage(msgspec.Struct, frozen=True):
     session: int
     page: int
     records: ExtentRecords
+    is_disk: bool = False
+    """These are on the disk; offsets mean nothing."""
 
 
 class InventoryDone(msgspec.Struct, frozen=True):
@@ -312,6 +368,19 @@ class InventoryDone(msgspec.Struct, frozen=True):
     session: int
     num_pages: int
     can_write: bool
+
+
+class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What has changed on a host's disk. Answered by a byte for each stored object: 0 = forget."""
+
+    session: int
+    number: int
+    """Rises within the session: a report may come twice, or late."""
+    dropped: dict[str, int] = {}
+    """Versions by key. These are gone,"""
+    stored: dict[str, int] = {}
+    """then these were written."""
+    status: DiskStatus
 
 
 class SegmentGrown(msgspec.Struct, frozen=True):
@@ -376,6 +445,20 @@ class PullObject(Order, frozen=True, kw_only=True):
     records: ExtentRecords
     """One, with the offset here."""
     timeout_ms: int
+
+
+class ForgetObjects(Order, frozen=True, kw_only=True):
+    """Forget objects on the disk, up to these versions; answered when no restart shows them."""
+
+    keys: list[str]
+    versions: list[int]
+
+
+class LoadObject(Order, frozen=True, kw_only=True):
+    """Read an object from the disk and seal it in memory."""
+
+    records: ExtentRecords
+    """One, with its offset in the segment."""
 
 
 class VerifyExtent(Order, frozen=True, kw_only=True):

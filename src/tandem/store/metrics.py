@@ -53,6 +53,8 @@ class StoreCounters:
     objects_created: int = 0
     objects_removed: int = 0
     objects_evicted: int = 0
+    objects_demoted: int = 0
+    objects_promoted: int = 0
     forced_evictions: int = 0
     puts_waited: int = 0
     puts_expired: int = 0
@@ -74,7 +76,9 @@ _COUNTER_HELP = {
     "misses": "Keys looked up and not found.",
     "objects_created": "Objects that became visible.",
     "objects_removed": "Objects removed by a call.",
-    "objects_evicted": "Objects evicted.",
+    "objects_evicted": "Objects evicted, from all tiers.",
+    "objects_demoted": "Objects evicted from memory that a disk keeps.",
+    "objects_promoted": "Objects read from a disk into memory.",
     "forced_evictions": "Evictions for a put that found no space.",
     "puts_waited": "Times a put waited for space.",
     "puts_expired": "Unfinished puts that ran out of time.",
@@ -104,6 +108,35 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         ("host",),
         "Space of unfinished puts whose writer is not yet proven gone.",
+    ),
+    MetricSpec(
+        "tandem:store_disk_degraded",
+        "gauge",
+        ("host",),
+        "1 while the SSD tier takes nothing: full, failing or given up.",
+    ),
+    MetricSpec("tandem:store_disk_capacity_bytes", "gauge", ("host",), "Files it may fill."),
+    MetricSpec("tandem:store_disk_used_bytes", "gauge", ("host",), "Files it has."),
+    MetricSpec("tandem:store_disk_live_bytes", "gauge", ("host",), "Records that can be read."),
+    MetricSpec("tandem:store_disk_objects", "gauge", ("host",), "Objects on the disk."),
+    MetricSpec("tandem:store_disk_queued", "gauge", ("host",), "Objects waiting to be written."),
+    MetricSpec(
+        "tandem:store_disk_events_total",
+        "counter",
+        ("host", "event"),
+        "Since the host started: objects and bytes written and loaded, skipped, evicted; errors.",
+    ),
+    MetricSpec(
+        "tandem:store_disk_write_seconds",
+        "histogram",
+        ("host",),
+        "Time of a round of writes behind, its sync included.",
+    ),
+    MetricSpec(
+        "tandem:store_disk_load_seconds",
+        "histogram",
+        ("host",),
+        "Time to read an object from the disk into memory and check it.",
     ),
     *(
         MetricSpec(f"tandem:store_{name}_total", "counter", (), text)
@@ -139,14 +172,15 @@ def render_metrics(status: StoreStatus, counters: StoreCounters, is_leader: bool
 
     values = _collect_values(status, counters)
     values["tandem:store_is_leader"] = [([], float(is_leader))]
+    histograms = _collect_histograms(status, counters)
 
     class _Page(Collector):
         def collect(self) -> Iterator[Metric]:
             for spec in METRICS:
                 if spec.kind == "histogram":
                     family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-                    for method, histogram in sorted(counters.latencies.items()):
-                        family.add_metric([method], _cumulate(histogram), histogram.sum_s)
+                    for labels, counts, sum_s in histograms[spec.name]:
+                        family.add_metric(labels, _cumulate(counts), sum_s)
                     yield family
                     continue
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -160,10 +194,28 @@ def render_metrics(status: StoreStatus, counters: StoreCounters, is_leader: bool
     return generate_latest(registry)
 
 
-def _cumulate(histogram: LatencyHistogram) -> list[tuple[str, float]]:
+def _collect_histograms(
+    status: StoreStatus, counters: StoreCounters
+) -> dict[str, list[tuple[list[str], list[int], float]]]:
+    disks = [(host.name, host.disk) for host in status.hosts if host.disk is not None]
+    return {
+        "tandem:store_call_seconds": [
+            ([method], histogram.counts, histogram.sum_s)
+            for method, histogram in sorted(counters.latencies.items())
+        ],
+        "tandem:store_disk_write_seconds": [
+            ([name], disk.write_counts, disk.write_sum_s) for name, disk in disks
+        ],
+        "tandem:store_disk_load_seconds": [
+            ([name], disk.load_counts, disk.load_sum_s) for name, disk in disks
+        ],
+    }
+
+
+def _cumulate(counts: list[int]) -> list[tuple[str, float]]:
     total = 0
     rows: list[tuple[str, float]] = []
-    for bound, count in zip((*BUCKETS_S, float("inf")), histogram.counts, strict=True):
+    for bound, count in zip((*BUCKETS_S, float("inf")), counts, strict=True):
         total += count
         rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
     return rows
@@ -190,4 +242,17 @@ def _collect_values(
     values["tandem:store_host_capacity_bytes"] = [([h.name], h.capacity_bytes) for h in hosts]
     values["tandem:store_host_used_bytes"] = [([h.name], h.used_bytes) for h in hosts]
     values["tandem:store_host_quarantined_bytes"] = [([h.name], h.quarantined_bytes) for h in hosts]
+    disks = [(host.name, host.disk) for host in hosts if host.disk is not None]
+    for field_name in ("capacity_bytes", "used_bytes", "live_bytes"):
+        values[f"tandem:store_disk_{field_name}"] = [
+            ([name], getattr(disk, field_name)) for name, disk in disks
+        ]
+    values["tandem:store_disk_degraded"] = [([n], float(d.state != "active")) for n, d in disks]
+    values["tandem:store_disk_objects"] = [([n], d.num_objects) for n, d in disks]
+    values["tandem:store_disk_queued"] = [([n], d.num_queued) for n, d in disks]
+    values["tandem:store_disk_events_total"] = [
+        ([name, event], count)
+        for name, disk in disks
+        for event, count in sorted(disk.counts.items())
+    ]
     return values

@@ -172,6 +172,14 @@ def _prepare_scratch(reads: Sequence[ObjectRead]) -> npt.NDArray[np.uint8]:
     return scratch
 
 
+def _list_on_disk(reads: Sequence[ObjectRead], found: FoundObjects) -> list[ObjectRead]:
+    return [
+        read
+        for read, flag in zip(reads, found.on_disk or bytes(len(reads)), strict=True)
+        if flag and not read.is_settled
+    ]
+
+
 class ObjectReader:
     """The gets of one client."""
 
@@ -186,6 +194,8 @@ class ObjectReader:
             left = [read for read in reads if not read.is_settled]
             if not left:
                 return
+            if attempt and self._calls.clock.now_s() >= deadline_s:
+                break
             await asyncio.sleep(RETRY_S * attempt)  # Hosts and masters come back.
             sent_s = self._calls.clock.now_s()
             found = await self._calls.find([read.key for read in left], deadline_s)
@@ -193,12 +203,45 @@ class ObjectReader:
             endpoints = {endpoint.host: endpoint for endpoint in found.endpoints}
             for i, read in enumerate(left):
                 read.locate(found, i)
-            await self._read_replicas(left, endpoints, lease_end_s, deadline_s)
+            on_disk = _list_on_disk(left, found)
+            await asyncio.gather(
+                self._read_replicas(
+                    [read for read in left if read.places], endpoints, lease_end_s, deadline_s
+                ),
+                self._read_staged(on_disk, deadline_s),
+            )
         for read in reads:
             if not read.is_settled:
                 read.error = read.last_error or PeerLostError(
                     "store.get", f"all hosts of {read.key!r} are lost"
                 )
+
+    async def _read_staged(self, reads: Sequence[ObjectRead], deadline_s: float) -> None:
+        """Read what lies on disks, as it comes into memory."""
+        while reads:
+            sent_s = self._calls.clock.now_s()
+            try:
+                found = await self._calls.stage([read.key for read in reads], deadline_s)
+            except DeadlineError:
+                for read in reads:
+                    read.last_error = DeadlineError(
+                        "store.get",
+                        f"{read.key!r} is on a disk and was not read within "
+                        f"{self._calls.config.deadline_ms} ms: the memory of its host may be full "
+                        "of leased or pinned objects, or the disk slow (`tandem store stat`)",
+                    )
+                return
+            lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
+            endpoints = {endpoint.host: endpoint for endpoint in found.endpoints}
+            for i, read in enumerate(reads):
+                read.locate(found, i)
+            left = _list_on_disk(reads, found)
+            await self._read_replicas(
+                [read for read in reads if read.places], endpoints, lease_end_s, deadline_s
+            )
+            if len(left) == len(reads):
+                await asyncio.sleep(RETRY_S)
+            reads = left
 
     async def _read_replicas(
         self,

@@ -32,7 +32,7 @@ from tandem.core.errors import (
 from tandem.store import layout
 from tandem.store.checksum import check_value
 
-__all__ = ["ExtentHeader", "Segment"]
+__all__ = ["ExtentHeader", "Segment", "check_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Segment:
             system cannot hold it); PermissionDeniedError (folder or file open to others).
         """
         capacity_bytes = _check_capacity(capacity_bytes)
-        _check_folder(path.parent)
+        check_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _check_file(path, descriptor)
@@ -292,6 +292,10 @@ class Segment:
                 return header, extent
         raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
 
+    def list_offsets(self) -> list[int]:
+        """Return where objects begin at this moment."""
+        return (np.flatnonzero(self._starts) * layout.GRANULE_BYTES).tolist()
+
     def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
         """Yield all objects in order of offset; wipes those whose header is broken or overlaps."""
         end = 0
@@ -365,7 +369,8 @@ def _data_offset(capacity_bytes: int) -> int:
     return FILE_HEAD_BYTES + (starts + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Make a folder that is ours alone, or check that it is. Raises: PermissionDeniedError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if (

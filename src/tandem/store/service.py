@@ -14,7 +14,13 @@ from typing import Any, Self
 import msgspec
 
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    InternalError,
+    UnsupportedError,
+)
 from tandem.rpc import (
     Auth,
     Identity,
@@ -33,6 +39,8 @@ from tandem.rpc.endpoint import parse_endpoint
 from tandem.store.campaign import Campaign
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
+from tandem.store.disk import DiskTier
+from tandem.store.disk_files import DiskFolder
 from tandem.store.host import StoreHost
 from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.metrics import render_metrics
@@ -278,6 +286,7 @@ class HostService:
         self._name = name
         self._machine = machine
         self.host: StoreHost
+        self._folder: DiskFolder | None = None
 
     async def __aenter__(self) -> Self:
         config = self._config
@@ -288,7 +297,13 @@ class HostService:
         self._segment = opened
         self._engine = _make_engine(config, self._urls[0], self._name, config.listen)
         port = TransferHostPort(self._engine, opened)
-        self.host = StoreHost(self._name, self._machine, opened, port)
+        try:
+            disk = await self._open_disk(opened)
+        except BaseException:
+            await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+            await asyncio.to_thread(opened.close, remove=not self._is_kept)
+            raise
+        self.host = StoreHost(self._name, self._machine, opened, port, disk)
         table = MethodTable()
         for name, handler, request, response in self.host.methods():
             table.register(name, handler, request, response)
@@ -307,9 +322,36 @@ class HostService:
         opened.reserve_rest(tell_grown)
         return self
 
+    async def _open_disk(self, segment: Segment) -> DiskTier | None:
+        """Open the SSD tier; a disk that cannot be read leaves a host of memory alone."""
+        config = self._config
+        self._folder = None
+        if not config.ssd_dir:
+            return None
+        mark = Path(config.segment_dir) / f"{_file_name(self._name)}.ssd-condemned"
+        try:
+            self._folder = await asyncio.to_thread(
+                DiskFolder.open, Path(config.ssd_dir), self._engine, mark=mark
+            )
+            disk = DiskTier(
+                self._folder, segment, capacity_bytes=config.ssd_bytes, clock=MonotonicClock()
+            )
+            await disk.open()
+        except (InternalError, CapacityError):
+            logger.exception("event=disk_unusable path=%s", config.ssd_dir)
+            if self._folder is not None:
+                self._folder.condemn()  # What is removed meanwhile must not come back.
+            return None
+        disk.start()
+        return disk
+
     async def __aexit__(self, *_: object) -> None:
         await self.host.aclose()
         await self._channel.aclose()
+        if self.host.disk is not None:
+            await self.host.disk.aclose()
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.close)
         await asyncio.to_thread(self._engine.close, deadline_s=2.0)
         await asyncio.to_thread(self._segment.close, remove=not self._is_kept)
 

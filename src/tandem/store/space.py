@@ -23,7 +23,9 @@ from tandem.store import layout
 from tandem.store.messages import (
     Ack,
     CloseWriter,
+    DiskStatus,
     Endpoint,
+    ForgetObjects,
     HostStage,
     JoinHost,
     Opened,
@@ -70,6 +72,13 @@ class _Drop:
     done: asyncio.Future[None] | None
 
 
+@dataclass(slots=True, eq=False)
+class _Forget:
+    key: str
+    version: int
+    done: asyncio.Future[None]
+
+
 class HostSpace:
     """A host, over all its sessions with this master. Used from one event loop.
 
@@ -104,6 +113,15 @@ class HostSpace:
         self.session = -1
         self.attempt = -1
         self.num_pages = 0
+        self.disk: DiskStatus | None = None
+        """Of its SSD tier, as it told last; None without one."""
+        self.disk_id = ""
+        self.disk_number = -1
+        """Of its last report in this session."""
+        self.is_disk_known = False
+        """As ``is_known``, of its disk."""
+        self.confirmed_disk: dict[int, int] = {}
+        """Versions by row: what the inventory under way has shown to be on the disk."""
         self.confirmed: dict[int, Extent] = {}
         """By row: what the inventory under way has shown to be there."""
         self.allocator: SegmentAllocator | None = None
@@ -124,6 +142,8 @@ class HostSpace:
         """Heap of (free_at_ms, offset): wiped, waiting for readers."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_wiping = False
+        self._to_forget: list[_Forget] = []
+        self._is_forgetting = False
         self._load_bytes = 0.0
         self._load_at_s = 0.0
 
@@ -188,6 +208,10 @@ class HostSpace:
         self.stage = HostStage.JOINING
         self.num_pages = 0
         self.confirmed.clear()
+        self.disk, self.disk_number = join.disk, -1
+        if join.disk_id != self.disk_id:
+            self.disk_id, self.is_disk_known = join.disk_id, False
+        self.confirmed_disk.clear()
 
     def end_session(self) -> None:
         """The host is gone, or has gone and come back: what was under way there is over."""
@@ -204,6 +228,10 @@ class HostSpace:
         for drop in self._to_wipe:
             self._finish(drop)
         self._to_wipe.clear()
+        self._is_forgetting = False
+        for forget in self._to_forget:
+            _settle(forget.done)
+        self._to_forget.clear()
         # A reader's lease outlives the session; what was not wiped is found by the next inventory.
         leased = {offset for _, offset in self._leased}
         for offset in [offset for offset in self._drops if offset not in leased]:
@@ -266,11 +294,14 @@ class HostSpace:
 
     # Taking space.
 
-    def allocate(self, length: int) -> Extent | None:
-        """Take a range, if there is one."""
-        if not self.is_writable:
+    def allocate(self, length: int, *, is_load: bool = False) -> Extent | None:
+        """Take a range, if there is one; on a host that is drained only to load from its disk."""
+        if self.stage is not HostStage.ACTIVE and not (
+            is_load and self.stage is HostStage.DRAINING
+        ):
             return None
-        assert self.allocator is not None
+        if self.allocator is None:
+            return None
         offsets = self.allocator.allocate([length])
         return None if offsets is None else Extent(offsets[0], length)
 
@@ -307,6 +338,51 @@ class HostSpace:
             self._is_wiping = True
             self.spawn(self._wipe())
         return done
+
+    def forget(
+        self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None
+    ) -> asyncio.Future[None]:
+        """Have the host forget what its disk has of a key, up to a version.
+
+        Args:
+            key: of the object.
+            version: and all below.
+            after: not before this is done: a copy in memory could be written to the disk anew.
+
+        Returns: done when no restart shows it any more, or the host is gone.
+        """
+        forget = _Forget(key, version, asyncio.get_running_loop().create_future())
+        if after is None or after.done():
+            self._queue_forget(forget, self.session)
+        else:
+            session = self.session
+            after.add_done_callback(lambda _: self._queue_forget(forget, session))
+        return forget.done
+
+    def _queue_forget(self, forget: _Forget, session: int) -> None:
+        if self.caller is None or session != self.session or self.disk is None:
+            _settle(forget.done)
+            return
+        self._to_forget.append(forget)
+        if not self._is_forgetting:
+            self._is_forgetting = True
+            self.spawn(self._send_forgets())
+
+    async def _send_forgets(self) -> None:
+        while self._to_forget:
+            batch = self._to_forget[:WIPE_BATCH]
+            keys = [forget.key for forget in batch]
+            versions = [forget.version for forget in batch]
+            try:
+                await self.order("forget", ForgetObjects, Ack, keys=keys, versions=versions)
+            except TandemError as error:
+                logger.debug("event=forget_failed host=%s reason=%s", self.name, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            del self._to_forget[: len(batch)]
+            for forget in batch:
+                _settle(forget.done)
+        self._is_forgetting = False
 
     def is_dropping(self, offset: int) -> bool:
         """Whether the object there has been dropped, and its space is not free yet."""
@@ -352,8 +428,8 @@ class HostSpace:
         return dropped
 
     def _finish(self, dropped: _Drop) -> None:
-        if dropped.done is not None and not dropped.done.done():
-            dropped.done.set_result(None)
+        if dropped.done is not None:
+            _settle(dropped.done)
 
     # Writers.
 
@@ -441,6 +517,11 @@ def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:
     offsets = np.array([extent.offset for extent in extents], dtype=np.uint64)
     lengths = np.array([extent.length for extent in extents], dtype=np.uint64)
     allocator.rebuild(offsets, lengths)
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _retrieve(future: "asyncio.Future[int]") -> None:

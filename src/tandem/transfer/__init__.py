@@ -14,12 +14,16 @@ from tandem.transfer.config import TransferConfig, TransportName
 if TYPE_CHECKING:
     from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer, TransferStatus
     from tandem.transfer.buffer import Buffer, RemoteBuffer
+    from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler
     from tandem.transfer.engine import Notification, TransferEngine
     from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = [
+    "MAX_CALL_BYTES",
     "Batch",
     "Buffer",
+    "Call",
+    "CallHandler",
     "FileSegment",
     "Notification",
     "Op",
@@ -34,8 +38,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "MAX_CALL_BYTES": "calls",
     "Batch": "batch",
     "Buffer": "buffer",
+    "Call": "calls",
+    "CallHandler": "calls",
     "FileSegment": "segment",
     "Notification": "engine",
     "Op": "batch",

@@ -7,6 +7,7 @@ the parent: in the child every call raises ConflictError; make a new engine ther
 
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from tandem._native import (
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
+from tandem.transfer.calls import CallHandler, await_call, start_serving
 from tandem.transfer.config import TransferConfig, TransportName
 from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
@@ -97,7 +99,11 @@ class TransferEngine:
         self._segments: dict[int, str] = {}
         self._is_closed = False
         self.local_segment = Segment(self, 0, "")
-        self._finalizer = weakref.finalize(self, _shut_down, self.core, self._held, 1.0)
+        # Of the handler of calls, if there is one.
+        self._threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self.core, self._held, self._threads, 1.0
+        )
 
     def __repr__(self) -> str:
         return f"TransferEngine(name={self.name!r}, addresses={self.core.addresses})"
@@ -310,6 +316,43 @@ class TransferEngine:
         """Take what peers have sent, in order per peer; waits for something until the deadline."""
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
 
+    def serve_calls(self, handler: CallHandler) -> None:
+        """Answer peers' calls: ``handler`` gets them in batches, on one thread, until the close.
+
+        Args:
+            handler: see ``CallHandler``. It must not block for long: it holds up all callers.
+
+        Raises: ConflictError (there is a handler already, the engine is closed).
+        """
+        self._check_open()
+        self._threads.append(start_serving(self.core, handler))
+
+    def call(self, segment: Segment, payload: bytes, *, deadline_s: float | None = None) -> bytes:
+        """Send a small request to the peer's handler and wait for the answer, without the GIL.
+
+        Any number of threads may call at once; their calls share a connection and wait for nothing
+        but their own answers. A call that returns was executed exactly once.
+
+        Args:
+            segment: as opened by this engine.
+            payload: at most ``MAX_CALL_BYTES``, as the answer.
+            deadline_s: from now; None = ``deadline_ms`` of the configuration.
+
+        Raises: what the handler raised; UnsupportedError (the peer serves no calls); CapacityError
+            (too many unanswered); ConfigError (size); NotFoundError (segment). PeerLostError,
+            DeadlineError, CancelledError (closed meanwhile): it was executed once or not at all,
+            and will not be after a call that is made from now on.
+        """
+        return self.core.call(self._id_of(segment), payload, self._deadline(deadline_s))
+
+    async def call_async(
+        self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
+    ) -> bytes:
+        """Like ``call``, without blocking the event loop. Cancelling it abandons the call."""
+        return await await_call(
+            self.core, self._id_of(segment), payload, self._deadline(deadline_s)
+        )
+
     @property
     def quota_rates(self) -> list[float]:
         """Bytes per second that each NIC gives this process now; infinity = it is not held."""
@@ -329,7 +372,7 @@ class TransferEngine:
             return
         self._is_closed = True
         self._finalizer.detach()
-        _shut_down(self.core, self._held, self._deadline(deadline_s))
+        _shut_down(self.core, self._held, self._threads, self._deadline(deadline_s))
 
     def _request(self, transfer: Transfer) -> tuple[int, int, int, int, int, int]:
         local = transfer.local
@@ -351,6 +394,11 @@ class TransferEngine:
             transfer.offset,
             transfer.length,
         )
+
+    def _id_of(self, segment: Segment) -> int:
+        if segment._engine is not self:
+            raise NotFoundError("transfer.call", f"{segment!r} belongs to another engine")
+        return segment.id
 
     def _add(
         self, memory: HostMemory | SharedArray, name: str, location: str, remote: Remote
@@ -377,7 +425,10 @@ class TransferEngine:
 
 
 def _shut_down(
-    core: TransferCore, held: dict[int, HostMemory | SharedArray], deadline_s: float
+    core: TransferCore,
+    held: dict[int, HostMemory | SharedArray],
+    threads: list[threading.Thread],
+    deadline_s: float,
 ) -> None:
     try:
         core.close(deadline_s)
@@ -386,3 +437,7 @@ def _shut_down(
         raise
     finally:
         held.clear()
+        for thread in threads:
+            # A handler may close its own engine.
+            if thread is not threading.current_thread():
+                thread.join(deadline_s)

@@ -1,0 +1,921 @@
+"""A host's SSD tier: objects written behind, read back into memory, evicted by whole buckets.
+
+Everything a disk does to the world goes through ``DiskPort``, so that the simulator runs this very
+class. All calls from one event loop; nothing here waits for a disk but the tasks that need it, and
+a disk that fails, fills or hangs costs copies, never a put. See docs/design/store_ssd.md.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem._native import crc32c
+from tandem.core.clock import Clock
+from tandem.core.errors import (
+    CapacityError,
+    CorruptionError,
+    DeadlineError,
+    InternalError,
+    NotFoundError,
+    TandemError,
+)
+from tandem.store import bucket as form
+from tandem.store import layout
+from tandem.store.bucket import Grave, Record
+from tandem.store.disk_index import Bucket, DiskIndex
+from tandem.store.messages import DiskState, DiskStatus
+from tandem.store.metrics import LatencyHistogram
+from tandem.store.segment import ExtentHeader, Segment
+
+__all__ = ["DiskBuffer", "DiskPort", "DiskTier"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PIECE_BYTES = 4 * 2**20
+"""Of one read or write; large enough for the bandwidth of any disk at the depth below."""
+NUM_PIECES = 12
+"""Buffers of that size, made when they are needed."""
+ROUND_BYTES = 32 * 2**20
+"""Written between two syncs; a copy counts only after the sync."""
+MAX_QUEUED = 200_000
+"""Objects waiting to be written, some 40 bytes each; beyond it a scan finds them later."""
+MIN_BUCKET_BYTES = 2**20
+MAX_BUCKET_BYTES = 256 * 2**20
+BUCKETS_OF_CAPACITY = 32
+"""A bucket is the grain of eviction: so small a share of the disk, within the bounds above."""
+SCAN_PERIOD_S = 10.0
+SCAN_SLICE = 500
+FULL_PAUSE_S = 2.0
+MAX_PAUSE_S = 60.0
+HANG_S = 20.0
+"""A disk that takes longer for one piece is given up until the process starts again."""
+CLOSE_S = 2.0
+COMPACT_GRAVES = 100_000
+OFF_LOOP_BYTES = 256 * 1024
+GRAVES = "removed"
+COUNTS = (
+    "written", "written_bytes", "loaded", "loaded_bytes", "skipped", "evicted", "corrupt", "errors",
+)  # fmt: skip
+
+
+class DiskBuffer(Protocol):
+    """Aligned memory that a disk reads and writes."""
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """Its bytes."""
+        ...
+
+
+class DiskPort(Protocol):
+    """The files of one folder, which no other process uses. Buckets have numbers, notes names.
+
+    Each raises CapacityError for want of space, other errors of tandem for what fails otherwise.
+    """
+
+    @property
+    def folder_id(self) -> bytes:
+        """16 random bytes, those of the folder."""
+        ...
+
+    def make_buffer(self, nbytes: int) -> DiskBuffer:
+        """Make memory that ``read`` and ``write`` take."""
+        ...
+
+    async def list_buckets(self) -> list[tuple[int, int]]:
+        """Return (number, bytes) of each bucket file."""
+        ...
+
+    async def make_bucket(self, number: int, nbytes: int) -> None:
+        """Make a bucket file whose space is reserved."""
+        ...
+
+    async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        """Write the first bytes of ``buffer``; they are durable after ``sync``."""
+        ...
+
+    async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        """Read into ``buffer``."""
+        ...
+
+    async def sync(self, number: int) -> None:
+        """Return when what was written to a bucket survives the machine."""
+        ...
+
+    async def cut_bucket(self, number: int, nbytes: int) -> None:
+        """Shorten the file."""
+        ...
+
+    async def drop_bucket(self, number: int) -> None:
+        """Remove the file; reads that have begun go on."""
+        ...
+
+    async def read_note(self, name: str) -> bytes:
+        """Return a small file; empty if it is not there."""
+        ...
+
+    async def write_note(self, name: str, data: bytes) -> None:
+        """Replace a small file, whole or not at all; durable on return."""
+        ...
+
+    async def append_note(self, name: str, data: bytes) -> None:
+        """Append to a small file; durable on return."""
+        ...
+
+    async def drop_note(self, name: str) -> None:
+        """Remove a small file if it is there."""
+        ...
+
+    def condemn(self) -> None:
+        """Remember, elsewhere than on this disk, that its content is not to be believed again."""
+        ...
+
+
+class DiskTier:
+    """What a host has on its disk.
+
+    Args:
+        port: the files; the caller closes it last.
+        segment: the host's memory.
+        capacity_bytes: of bucket files.
+        clock: of pauses and latencies.
+        on_change: called when there is something to tell the master.
+    """
+
+    def __init__(
+        self,
+        port: DiskPort,
+        segment: Segment,
+        *,
+        capacity_bytes: int,
+        clock: Clock,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.state = DiskState.ACTIVE
+        self.on_change = on_change
+        self.index = DiskIndex()
+        self.stored: dict[str, int] = {}
+        """Versions by key: written since the master was told."""
+        self.dropped: dict[str, int] = {}
+        """Gone since the master was told."""
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.write_latency = LatencyHistogram()
+        self.load_latency = LatencyHistogram()
+        wanted = capacity_bytes // BUCKETS_OF_CAPACITY // form.ALIGNMENT * form.ALIGNMENT
+        self._bucket_bytes = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
+        self._port = port
+        self._segment = segment
+        self._clock = clock
+        self._graves: list[Grave] = []
+        self._grave_lock = asyncio.Lock()
+        self._num_listed = 0
+        """Entries in the file of graves, those of buckets that are gone included."""
+        self._next_number = 1
+        self._open: Bucket | None = None
+        self._queue: OrderedDict[int, int] = OrderedDict()
+        """Versions by offset: sealed, to be written."""
+        self._is_behind = True
+        """There may be objects in memory that are neither queued nor written."""
+        self._scanned_s = -SCAN_PERIOD_S
+        self._offsets: dict[str, int] = {}
+        """Where objects that are on the disk lie in memory as well."""
+        self._flight: dict[str, Record] = {}
+        """Of the round under way: on their way to the disk, or there without being counted."""
+        self._doubtful: dict[str, Record] = {}
+        """Of rounds that failed: perhaps on the disk, and found by the next start."""
+        self._round_ended = asyncio.Event()
+        self._round_ended.set()
+        self._work = asyncio.Event()
+        self._pause_s = 0.0
+        self._free_buffers: list[DiskBuffer] = []
+        self._buffers = asyncio.Semaphore(NUM_PIECES)
+        self._busy: dict[int, asyncio.Task[Any]] = {}
+        """By identity of a buffer: what the disk does with it, whoever waits for that."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._running: asyncio.Task[None] | None = None
+
+    # Life.
+
+    async def open(self) -> None:
+        """Read what is on the disk. Torn records are left out, damaged buckets removed.
+
+        Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
+        """
+        self._graves = form.parse_graves(await self._port.read_note(GRAVES))
+        dead = set(self._graves)
+        for number, nbytes in sorted(await self._port.list_buckets()):
+            self._next_number = max(self._next_number, number + 1)
+            try:
+                records, used = await self._read_bucket(number, nbytes)
+            except CorruptionError as error:
+                logger.warning("event=bucket_dropped reason=%s", error)
+                await self._port.drop_bucket(number)
+                continue
+            self.index.add_bucket(number, nbytes)
+            for record in records:
+                if Grave(record.header.version, number) not in dead:
+                    older = self.index.add(record)
+                    if older is not None:
+                        self._graves.append(Grave(older.header.version, older.bucket))
+            if used < nbytes:
+                await self._seal(self.index.buckets[number], used)
+        for number in self.index.pick_dead(-1):
+            await self._remove_bucket(number)
+        await self._compact_graves()
+        while self.index.file_bytes > self.capacity_bytes:
+            victim = self.index.pick_victim(-1)
+            assert victim is not None
+            await self._evict(victim)
+        self.stored.clear()
+        self.dropped.clear()
+        logger.info(
+            "event=disk_opened objects=%d buckets=%d file_bytes=%d",
+            len(self.index), len(self.index.buckets), self.index.file_bytes,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to write behind."""
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Stop; what is not written stays in memory alone."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=CLOSE_S)
+        for task in list(self._tasks):
+            task.cancel()
+
+    def status(self) -> DiskStatus:
+        """Return what the master shows of this disk."""
+        return DiskStatus(
+            state=self.state,
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.index.file_bytes,
+            live_bytes=self.index.live_bytes,
+            num_objects=len(self.index),
+            num_queued=len(self._queue) + max(len(self._flight), not self._round_ended.is_set()),
+            counts=dict(self.counts),
+            write_counts=list(self.write_latency.counts),
+            write_sum_s=self.write_latency.sum_s,
+            load_counts=list(self.load_latency.counts),
+            load_sum_s=self.load_latency.sum_s,
+        )
+
+    @property
+    def disk_id(self) -> str:
+        """Names the folder over all starts."""
+        return self._port.folder_id.hex()
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the disk has been given up."""
+        return self.state is DiskState.FAILED
+
+    # What the host tells.
+
+    def on_sealed(self, offset: int, header: ExtentHeader) -> None:
+        """An object has become complete in memory: write it behind."""
+        if self.is_failed:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self._is_behind = True
+            return
+        self._queue[offset] = header.version
+        self._work.set()
+
+    def on_loaded(self, offset: int, header: ExtentHeader) -> None:
+        """An object of the disk has become complete in memory."""
+        record = self.index.find(header.key)
+        if record is not None and record.header.version == header.version:
+            self._offsets[header.key] = offset
+
+    def on_wiped(self, offset: int, key: str) -> None:
+        """An object is gone from memory, for whatever reason."""
+        self._queue.pop(offset, None)
+        if self._offsets.get(key) == offset:
+            del self._offsets[key]
+
+    def take_changes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was written and what has gone since the last call, versions by key."""
+        changes = self.stored, self.dropped
+        self.stored, self.dropped = {}, {}
+        return changes
+
+    # Reading.
+
+    async def load(self, header: ExtentHeader, offset: int) -> None:
+        """Read an object into the segment, where its extent has been taken, and check it.
+
+        Raises: NotFoundError if this version is not here; CorruptionError if it is damaged, or
+            the disk cannot read it: it is forgotten then.
+        """
+        record = self.index.find(header.key)
+        if record is None or record.header.version != header.version or self.is_failed:
+            raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
+        begin_s = self._clock.now_s()
+        self.index.touch(record.bucket)
+        try:
+            await self._read_record(record, offset)
+            is_good = await self._check(offset, record.header)
+        except (DeadlineError, NotFoundError):
+            raise  # It hangs; or the bucket was evicted meanwhile.
+        except TandemError as error:
+            self.counts["errors"] += 1
+            logger.warning("event=record_unreadable key=%s reason=%s", header.key, error)
+            is_good = False
+        if not is_good:
+            self.counts["corrupt"] += 1
+            logger.error("event=record_corrupt key=%s bucket=%d", header.key, record.bucket)
+            await self._forget_record(record)
+            raise CorruptionError("store.load", f"{header.key!r} is damaged on the disk")
+        self.load_latency.observe(self._clock.now_s() - begin_s)
+        self.counts["loaded"] += 1
+        self.counts["loaded_bytes"] += header.size
+
+    async def _read_record(self, record: Record, offset: int) -> None:
+        key_bytes = len(record.header.key.encode())
+        table_at = layout.table_offset(key_bytes)
+        end = layout.value_offset(key_bytes, record.header.size) + record.header.size
+        buffer = await self._take_buffer()
+        try:
+            for at in range(0, record.length, PIECE_BYTES):
+                nbytes = min(PIECE_BYTES, record.length - at)
+                reading = self._port.read(record.bucket, record.position + at, buffer, nbytes)
+                await self._bounded(reading, buffer)
+                if at == 0:
+                    head = bytes(buffer.array[:table_at])
+                    if form.parse_record(head, record.bucket, record.position) != record:
+                        raise CorruptionError("store.load", "another record lies there")
+                first, last = max(at, table_at), min(at + nbytes, end)
+                if first < last:
+                    target = self._segment.data[offset + first : offset + last]
+                    await _copy(target, buffer.array[first - at : last - at])
+        finally:
+            self._give_buffer(buffer)
+
+    async def _check(self, offset: int, header: ExtentHeader) -> bool:
+        if header.size > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(self._segment.is_intact, offset, header)
+        return self._segment.is_intact(offset, header)
+
+    async def _forget_record(self, record: Record) -> None:
+        if self.index.is_live(record):
+            self.index.remove(record.header.key, record.header.version)
+            self._note_gone(record)
+            await self._bury([record])
+
+    # Forgetting.
+
+    async def forget(self, keys: Sequence[str], versions: Sequence[int]) -> None:
+        """Forget objects up to these versions; on return no restart brings them back."""
+        if self.is_failed:
+            return
+        for key, version in zip(keys, versions, strict=True):
+            flying = self._flight.get(key)
+            if flying is not None and flying.header.version <= version:
+                await self._round_ended.wait()
+        gone: list[Record] = []
+        for key, version in zip(keys, versions, strict=True):
+            record = self.index.remove(key, version)
+            if record is not None:
+                gone.append(record)
+                self._offsets.pop(key, None)
+                self.stored.pop(key, None)
+            record = self._doubtful.get(key)
+            if record is not None and record.header.version <= version:
+                gone.append(self._doubtful.pop(key))
+        await self._bury(gone)
+
+    async def _bury(self, records: Iterable[Record]) -> None:
+        """Note durably that records are dead. A disk that cannot loses their buckets instead."""
+        graves = [Grave(record.header.version, record.bucket) for record in records]
+        if not graves or self.is_failed:
+            return
+        self._graves += graves
+        try:
+            async with self._grave_lock:
+                await self._bounded(self._port.append_note(GRAVES, form.pack_graves(graves)))
+                self._num_listed += len(graves)
+                if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
+                    await self._compact_graves()
+        except TandemError as error:
+            if self.is_failed:
+                return
+            self.counts["errors"] += 1
+            logger.warning("event=graves_unwritten reason=%s", error)
+            # Removing a file needs no space.
+            for number in {grave.bucket for grave in graves} & set(self.index.buckets):
+                await self._give_up_bucket(number)
+        finally:
+            self._work.set()  # A bucket may be dead altogether.
+
+    async def _compact_graves(self) -> None:
+        self._graves = self.index.keep_graves(self._graves)
+        await self._port.write_note(GRAVES, form.pack_graves(self._graves))
+        self._num_listed = len(self._graves)
+
+    def _note_gone(self, record: Record) -> None:
+        self.stored.pop(record.header.key, None)
+        self._offsets.pop(record.header.key, None)
+        self.dropped[record.header.key] = record.header.version
+        self.on_change()
+
+    # Writing behind.
+
+    async def _run(self) -> None:
+        while not self.is_failed:
+            await self._wait_for_work()
+            if self.is_failed:
+                return
+            self._work.clear()
+            try:
+                for number in self.index.pick_dead(-1 if self._open is None else self._open.number):
+                    await self._remove_bucket(number)
+                if self._is_behind and not self._queue:
+                    await self._scan()
+                if self._queue:
+                    await self._write_round()
+                    self._set_state(DiskState.ACTIVE)
+                    self._pause_s = 0.0
+            except CapacityError as error:
+                self._set_state(DiskState.FULL, error)
+                self._pause_s = FULL_PAUSE_S
+            except TandemError as error:
+                if self.is_failed:
+                    return
+                self.counts["errors"] += 1
+                self._set_state(DiskState.FAILING, error)
+                self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
+            if self.state is not DiskState.ACTIVE:
+                self._is_behind = True  # Of the round that failed; a scan finds them again.
+                await asyncio.sleep(self._pause_s)
+                self._work.set()
+
+    async def _wait_for_work(self) -> None:
+        if self._queue:
+            return
+        left_s = self._scanned_s + SCAN_PERIOD_S - self._clock.now_s()
+        if not self._is_behind:
+            await self._work.wait()
+        elif left_s > 0:
+            try:
+                await asyncio.wait_for(self._work.wait(), left_s)
+            except TimeoutError:
+                return
+
+    def _set_state(self, state: DiskState, error: TandemError | None = None) -> None:
+        if state is not self.state:
+            self.state = state
+            level = logging.INFO if error is None else logging.WARNING
+            logger.log(level, "event=disk_state state=%s reason=%s", state.value, error)
+            self.on_change()
+
+    async def _scan(self) -> None:
+        """Queue what is in memory and not on the disk."""
+        if self._clock.now_s() - self._scanned_s < SCAN_PERIOD_S:
+            return
+        self._scanned_s = self._clock.now_s()
+        self._is_behind = False
+        # Not ``scan``: that repairs, while this runs beside seals and wipes.
+        for count, offset in enumerate(self._segment.list_offsets()):
+            if count % SCAN_SLICE == 0:
+                await asyncio.sleep(0)
+            if not self._segment.has_object(offset):
+                continue
+            try:
+                header = self._segment.read_header(offset)
+            except CorruptionError:
+                continue
+            record = self.index.find(header.key)
+            if record is None or record.header.version < header.version:
+                self.on_sealed(offset, header)
+            elif record.header.version == header.version:
+                self._offsets[header.key] = offset
+
+    async def _write_round(self) -> None:
+        """Write some of the queue, and sync; only then it counts."""
+        self._round_ended.clear()
+        begin_s = self._clock.now_s()
+        writer = _Writer(self, self._open)
+        taken: tuple[int, int] | None = None
+        try:
+            while self._queue and writer.num_bytes < ROUND_BYTES:
+                taken = offset, version = self._queue.popitem(last=False)
+                header = self._current(offset, version)
+                if header is None:
+                    continue
+                length = form.record_bytes(len(header.key.encode()), header.size)
+                if form.HEAD_BYTES + length > self.capacity_bytes:
+                    self.counts["skipped"] += 1
+                    continue
+                if not await self._check(offset, header):
+                    continue  # Rotten, or wiped meanwhile: not to be kept for long.
+                if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
+                    await self._count(writer)
+                    opened = await self._begin_bucket(form.HEAD_BYTES + length)
+                    writer = _Writer(self, opened)
+                assert writer.bucket is not None
+                record = Record(writer.bucket.number, writer.at, header)
+                self._flight[header.key] = record
+                await writer.add(record, offset)
+                if self._current(offset, version) is None:
+                    writer.torn.append(record)  # Wiped while it was copied.
+            await self._count(writer)
+        except BaseException:
+            # Whatever of this is on the disk is not to come back unless the master wants it.
+            self._doubtful |= self._flight
+            for record, place in writer.placed:
+                self._queue.setdefault(place, record.header.version)
+            if taken is not None:
+                self._queue.setdefault(*taken)
+            await writer.abandon()
+            await self._abandon_bucket()
+            raise
+        finally:
+            self._flight.clear()
+            self._round_ended.set()
+            self.write_latency.observe(self._clock.now_s() - begin_s)
+
+    def _current(self, offset: int, version: int) -> ExtentHeader | None:
+        """Return the header at ``offset`` if it is that of this version and is to be written."""
+        if not self._segment.has_object(offset):
+            return None
+        try:
+            header = self._segment.read_header(offset)
+        except CorruptionError:
+            return None
+        record = self.index.find(header.key)
+        is_there = record is not None and record.header.version >= version
+        return None if header.version != version or is_there else header
+
+    async def _count(self, writer: "_Writer") -> None:
+        """Sync what was written; from now on these are copies."""
+        await writer.finish()
+        bucket = writer.bucket
+        if not writer.placed or bucket is None:
+            return
+        await self._bounded(self._port.sync(bucket.number))
+        if bucket.number not in self.index.buckets:
+            raise InternalError("store.disk", f"bucket {bucket.number} was given up meanwhile")
+        dead: list[Record] = list(writer.torn)
+        for record, offset in writer.placed:
+            if record in writer.torn:
+                continue
+            older = self.index.add(record)
+            if older is not None:
+                dead.append(older)
+            if older is record:
+                continue
+            self.stored[record.header.key] = record.header.version
+            self._offsets[record.header.key] = offset
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += record.header.size
+        bucket.used_bytes = max(bucket.used_bytes, writer.at)
+        if dead:
+            await self._bury(dead)
+        # Not before: who forgets a key waits until older records of it are buried as well.
+        for record, _ in writer.placed:
+            self._flight.pop(record.header.key, None)
+        writer.placed.clear()
+        writer.torn.clear()
+        self.on_change()
+
+    # Buckets.
+
+    async def _begin_bucket(self, least_bytes: int) -> Bucket:
+        """Seal the open bucket and make another, evicting where there is no room."""
+        if self._open is not None:
+            sealing, self._open = self._open, None
+            await self._seal(sealing, sealing.used_bytes)
+        nbytes = max(self._bucket_bytes, least_bytes)
+        nbytes = max(
+            min(nbytes, self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT), least_bytes
+        )
+        while self.index.file_bytes + nbytes > self.capacity_bytes:
+            victim = self.index.pick_victim(-1)
+            if victim is None:
+                raise CapacityError("store.disk", f"a bucket of {nbytes} bytes does not fit")
+            await self._evict(victim)
+        number = self._next_number
+        self._next_number += 1
+        try:
+            await self._bounded(self._port.make_bucket(number, nbytes))
+        except CapacityError:
+            # Others fill the file system: go on with what we have of it, but do not give that up
+            # piece by piece while nothing comes of it.
+            victim = self.index.pick_victim(-1)
+            if victim is None or self.state is DiskState.FULL:
+                raise
+            await self._evict(victim)
+            await self._bounded(self._port.make_bucket(number, nbytes))
+        opened = self._open = self.index.add_bucket(number, nbytes)
+        buffer = await self._take_buffer()
+        try:
+            head = form.pack_head(number, nbytes, self._port.folder_id)
+            buffer.array[: len(head)] = np.frombuffer(head, np.uint8)
+            await self._bounded(self._port.write(number, 0, buffer, len(head)), buffer)
+        except BaseException:
+            await self._abandon_bucket()
+            raise
+        finally:
+            self._give_buffer(buffer)
+        return opened
+
+    async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
+        """Write the index of a bucket that takes no more, and give back what it has not used."""
+        listed = [record for record in bucket.records if self.index.is_live(record)]
+        data = form.pack_index(bucket.number, listed)
+        await self._bounded(self._port.write_note(_index_name(bucket.number), data))
+        await self._bounded(self._port.cut_bucket(bucket.number, used_bytes))
+        self.index.resize_bucket(bucket.number, used_bytes)
+        for key in [k for k, r in self._doubtful.items() if r.bucket == bucket.number]:
+            del self._doubtful[key]  # The index does not have it, and is what a start believes.
+
+    async def _abandon_bucket(self) -> None:
+        """After a failure nothing more is written to the open bucket."""
+        bucket, self._open = self._open, None
+        if bucket is None or self.is_failed or bucket.number not in self.index.buckets:
+            return
+        try:
+            await self._seal(bucket, bucket.used_bytes)
+        except TandemError as error:
+            logger.warning("event=bucket_unsealed bucket=%d reason=%s", bucket.number, error)
+
+    async def _evict(self, number: int) -> None:
+        """Give up a bucket. What of it is in memory too is written anew: that is what is hot."""
+        lost = self.index.drop_bucket(number)
+        # A disk not much larger than the memory would do nothing but rewrite that.
+        forwards = self.capacity_bytes >= 2 * self._segment.capacity_bytes
+        for record in lost:
+            offset = self._offsets.pop(record.header.key, -1)
+            self.stored.pop(record.header.key, None)
+            self.dropped[record.header.key] = record.header.version
+            if offset >= 0 and forwards:
+                self.on_sealed(offset, record.header)
+        self.counts["evicted"] += len(lost)
+        await self._remove_files(number)
+        self.on_change()
+
+    async def _remove_bucket(self, number: int) -> None:
+        assert not self.index.drop_bucket(number), number
+        await self._remove_files(number)
+
+    async def _remove_files(self, number: int) -> None:
+        await self._bounded(self._port.drop_bucket(number))
+        await self._bounded(self._port.drop_note(_index_name(number)))
+        for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
+            del self._doubtful[key]
+        self._graves = [grave for grave in self._graves if grave.bucket != number]
+
+    async def _give_up_bucket(self, number: int) -> None:
+        if self._open is not None and self._open.number == number:
+            self._open = None
+        try:
+            await self._evict(number)
+        except TandemError:
+            self._fail()
+
+    async def _read_bucket(self, number: int, nbytes: int) -> tuple[list[Record], int]:
+        """Return the records of a bucket, and where they end.
+
+        Raises: CorruptionError if it has no head of its own.
+        """
+        buffer = await self._take_buffer()
+        try:
+            if nbytes < form.HEAD_BYTES:
+                raise CorruptionError("store.disk", f"bucket {number} has {nbytes} bytes")
+            await self._port.read(number, 0, buffer, form.HEAD_BYTES)
+            form.parse_head(bytes(buffer.array[: form.HEAD_BYTES]), number, self._port.folder_id)
+            data = await self._port.read_note(_index_name(number))
+            if data:
+                try:
+                    records = form.parse_index(data, number)
+                except CorruptionError as error:
+                    logger.warning("event=bucket_index_dropped reason=%s", error)
+                else:
+                    ends = [record.position + record.length for record in records]
+                    if max(ends, default=form.HEAD_BYTES) <= nbytes:
+                        return records, max(ends, default=form.HEAD_BYTES)
+            return await self._scan_bucket(number, nbytes, buffer)
+        finally:
+            self._give_buffer(buffer)
+
+    async def _scan_bucket(
+        self, number: int, nbytes: int, buffer: DiskBuffer
+    ) -> tuple[list[Record], int]:
+        """Read a bucket without index, values included: what is torn ends it or is left out."""
+        records: list[Record] = []
+        position = form.HEAD_BYTES
+        window = _Window(self._port, number, nbytes, buffer)
+        while position + form.ALIGNMENT <= nbytes:
+            try:
+                head = await window.view(position, min(2**16 + 2**12, nbytes - position))
+                record = form.parse_record(bytes(head), number, position)
+                if position + record.length > nbytes:
+                    break
+                if await self._is_whole(record, window):
+                    records.append(record)
+            except CorruptionError:
+                break
+            position += record.length
+        return records, position
+
+    async def _is_whole(self, record: Record, window: "_Window") -> bool:
+        header = record.header
+        key_bytes = len(header.key.encode())
+        table_at = record.position + layout.table_offset(key_bytes)
+        num_chunks = layout.count_chunks(header.size)
+        table = np.empty(4 * num_chunks, np.uint8)
+        await window.copy(table_at, table)
+        if num_chunks and crc32c(table) != header.checksum:
+            return False
+        value_at = record.position + layout.value_offset(key_bytes, header.size)
+        expected = table.view("<u4")
+        for i in range(num_chunks):
+            at = i * layout.CHUNK_BYTES
+            chunk = np.empty(min(layout.CHUNK_BYTES, header.size - at), np.uint8)
+            await window.copy(value_at + at, chunk)
+            if crc32c(chunk) != int(expected[i]):
+                return False
+        return True
+
+    # Buffers and bounds.
+
+    async def _take_buffer(self) -> DiskBuffer:
+        await self._buffers.acquire()
+        return self._free_buffers.pop() if self._free_buffers else self._make_buffer()
+
+    def _make_buffer(self) -> DiskBuffer:
+        return self._port.make_buffer(PIECE_BYTES)
+
+    def _give_buffer(self, buffer: DiskBuffer) -> None:
+        task = self._busy.pop(id(buffer), None)
+        if task is not None and not task.done():
+            task.add_done_callback(lambda _: self._give_buffer(buffer))
+            return
+        self._free_buffers.append(buffer)
+        self._buffers.release()
+
+    async def _bounded(self, work: Coroutine[Any, Any, T], buffer: DiskBuffer | None = None) -> T:
+        """Wait for a disk, but not for one that hangs: the kernel gives nothing back of that.
+
+        What is under way is never cancelled, since that would wait for the disk as well.
+
+        Raises: DeadlineError when the disk has been given up; what the work raises.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        if buffer is not None:
+            self._busy[id(buffer)] = task
+        done, _ = await asyncio.wait([task], timeout=HANG_S)
+        if not done:
+            self._fail()
+            raise DeadlineError("store.disk", f"the disk has not answered for {HANG_S} s")
+        return task.result()
+
+    def _note_end(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever waits sees it; nobody may.
+
+    def _fail(self) -> None:
+        """Give the disk up: nothing of it is believed any more, now or after a restart."""
+        if self.is_failed:
+            return
+        self._port.condemn()
+        for record in self.index.list_records():
+            self.dropped[record.header.key] = record.header.version
+        self.stored.clear()
+        self.index = DiskIndex()
+        self._queue.clear()
+        self._offsets.clear()
+        self._round_ended.set()
+        self._set_state(DiskState.FAILED, InternalError("store.disk", "the disk hangs"))
+        self._work.set()
+
+
+class _Writer:
+    """Packs records side by side and writes them in pieces, one being filled meanwhile."""
+
+    def __init__(self, tier: DiskTier, bucket: Bucket | None) -> None:
+        self._tier = tier
+        self.bucket = bucket
+        self.at = 0 if bucket is None else bucket.used_bytes
+        """Where the next record goes."""
+        self._begin = self.at
+        """Where the next piece goes."""
+        self.num_bytes = 0
+        self.placed: list[tuple[Record, int]] = []
+        self.torn: list[Record] = []
+        self._buffer: DiskBuffer | None = None
+        self._fill = 0
+        self._writes: list[asyncio.Task[None]] = []
+
+    async def add(self, record: Record, offset: int) -> None:
+        """Copy an object behind the last."""
+        self.placed.append((record, offset))
+        head = np.frombuffer(form.pack_record(record), np.uint8)
+        key_bytes = len(record.header.key.encode())
+        end = layout.value_offset(key_bytes, record.header.size) + record.header.size
+        data = self._tier._segment.data
+        at = 0
+        while at < record.length:
+            if self._fill == PIECE_BYTES:
+                await self._push()
+            if self._buffer is None:
+                self._buffer = await self._tier._take_buffer()
+            nbytes = min(PIECE_BYTES - self._fill, record.length - at)
+            room = self._buffer.array[self._fill : self._fill + nbytes]
+            copied = max(0, min(nbytes, end - at))
+            await _copy(room[:copied], data[offset + at : offset + at + copied])
+            room[copied:] = 0
+            if at < len(head):
+                part = head[at : at + nbytes]
+                room[: len(part)] = part
+            self._fill += nbytes
+            at += nbytes
+        self.at += record.length
+        self.num_bytes += record.length
+
+    async def _push(self) -> None:
+        buffer, nbytes = self._buffer, self._fill
+        if buffer is None:
+            return
+        self._buffer, self._fill = None, 0
+        assert self.bucket is not None
+        writing = self._write(self.bucket.number, self._begin, buffer, nbytes)
+        self._begin += nbytes
+        self._writes.append(asyncio.get_running_loop().create_task(writing))
+        if len(self._writes) > NUM_PIECES // 3:
+            await asyncio.gather(*self._writes)
+
+    async def _write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        try:
+            writing = self._tier._port.write(number, at, buffer, nbytes)
+            await self._tier._bounded(writing, buffer)
+        finally:
+            self._tier._give_buffer(buffer)
+
+    async def finish(self) -> None:
+        """Write what is left, and wait for all of it."""
+        await self._push()
+        await asyncio.gather(*self._writes)
+
+    async def abandon(self) -> None:
+        """Wait for what is under way; nothing is raised."""
+        if self._buffer is not None:
+            self._tier._give_buffer(self._buffer)
+            self._buffer = None
+        await asyncio.gather(*self._writes, return_exceptions=True)
+
+
+class _Window:
+    """A piece of a bucket in memory, moved along as it is read."""
+
+    def __init__(self, port: DiskPort, number: int, nbytes: int, buffer: DiskBuffer) -> None:
+        self._port, self._number, self._nbytes, self._buffer = port, number, nbytes, buffer
+        self._begin = self._end = 0
+
+    async def view(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return bytes, fewer than a piece."""
+        if at < self._begin or at + nbytes > self._end:
+            self._begin = at // form.ALIGNMENT * form.ALIGNMENT
+            length = min(PIECE_BYTES, self._nbytes - self._begin)
+            self._end = self._begin  # In case the read fails.
+            await self._port.read(self._number, self._begin, self._buffer, length)
+            self._end = self._begin + length
+        return self._buffer.array[at - self._begin : at - self._begin + nbytes]
+
+    async def copy(self, at: int, target: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes out."""
+        step = PIECE_BYTES // 2
+        for begin in range(0, target.size, step):
+            part = target[begin : begin + step]
+            part[:] = await self.view(at + begin, part.size)
+
+
+async def _copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    if target.size > OFF_LOOP_BYTES:
+        # Whoever gives up waits for the thread: it writes into memory that others will be given.
+        task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+    else:
+        np.copyto(target, source)
+
+
+def _index_name(number: int) -> str:
+    return f"{number:016x}.index"

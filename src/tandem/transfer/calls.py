@@ -1,0 +1,156 @@
+"""Calls: small requests that a peer's handler answers, for where a round trip is the cost.
+
+Owns the Python side of both ends: the thread that hands calls to the handler in batches, and the
+futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A call that was
+answered was executed exactly once; one that failed was executed once or not at all.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from tandem._native import CallInbox, CoreIncomingCall, TransferCore
+from tandem.core.errors import ConfigError, DeadlineError, TandemError
+
+__all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "await_call", "start_serving"]
+
+MAX_CALL_BYTES = 1 << 20
+"""Of a request, and of its answer; what is larger is a transfer."""
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """A peer's call, as its handler sees it.
+
+    One that is dropped without an answer is refused with InternalError, so that no caller waits in
+    vain. ``peer`` is how the caller named itself: any holder of the secret may use any name.
+    """
+
+    __slots__ = ("_core", "payload", "peer")
+
+    def __init__(self, core: CoreIncomingCall) -> None:
+        self._core = core
+        self.peer = core.peer
+        self.payload = core.payload
+
+    def reply(self, payload: bytes) -> bool:
+        """Answer, from any thread; False if it was answered before or its caller is gone.
+
+        Raises: ConfigError (more than MAX_CALL_BYTES).
+        """
+        if len(payload) > MAX_CALL_BYTES:
+            raise ConfigError(
+                "transfer.reply",
+                f"{len(payload)} bytes, at most {MAX_CALL_BYTES}: bulk bytes are transfers",
+                field="payload",
+            )
+        return self._core.answer(payload)
+
+    def fail(self, error: TandemError) -> bool:
+        """Let the caller see an error, from any thread; False as for ``reply``."""
+        return self._core.answer(_describe(error))
+
+
+CallHandler = Callable[[list[Call]], Sequence[bytes | TandemError | None]]
+"""Takes the calls that have come, in order per peer, and gives an answer for each: bytes, an error,
+or None for one that it keeps and answers later. What it raises is every caller's error."""
+
+
+def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
+    """Hand calls to the handler on a thread of their own, until the engine is closed.
+
+    Raises: ConflictError (there is a handler already, the engine is closed).
+    """
+    core.serve_calls()
+    # A daemon: a handler that hangs must not keep the process from ending.
+    thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve(core: TransferCore, handler: CallHandler) -> None:
+    answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]] = []
+    while taken := core.exchange_calls(answers):
+        answers = _handle(handler, [Call(core_call) for core_call in taken])
+        # What the handler dropped must be answered now, not after the next call.
+        del taken
+
+
+def _handle(
+    handler: CallHandler, calls: list[Call]
+) -> list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]:
+    try:
+        answers = handler(calls)
+        if len(answers) != len(calls):
+            raise RuntimeError(f"{len(answers)} answers to {len(calls)} calls")  # noqa: TRY301
+        return [
+            (call._core, answer if isinstance(answer, bytes) else _describe(answer))
+            for call, answer in zip(calls, answers, strict=True)
+            if answer is not None
+        ]
+    except TandemError as error:
+        described = _describe(error)
+    except Exception as error:
+        logger.exception("the handler of calls raised")
+        described = ("internal", "transfer.serve_calls", f"the handler raised {error!r:.200}")
+    return [(call._core, described) for call in calls]
+
+
+def _describe(error: TandemError) -> tuple[str, str, str]:
+    return error.code, error.where, error.what
+
+
+class _LoopCalls:
+    """The calls that one event loop awaits; holds no reference to the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.inbox = CallInbox()
+        self.waiting: dict[int, asyncio.Future[None]] = {}
+        self.tags = itertools.count(1)
+        loop.add_reader(self.inbox.fileno(), self._wake)
+
+    def _wake(self) -> None:
+        for tag in self.inbox.take():
+            ended = self.waiting.get(tag)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+
+_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+async def await_call(
+    core: TransferCore, segment_id: int, payload: bytes, deadline_s: float
+) -> bytes:
+    """Call without blocking the loop; see ``TransferEngine.call_async``."""
+    loop = asyncio.get_running_loop()
+    calls = _loops.get(loop)
+    if calls is None:
+        calls = _loops[loop] = _LoopCalls(loop)
+    tag = next(calls.tags)
+    ended = calls.waiting[tag] = loop.create_future()
+    timer = loop.call_later(deadline_s, _expire, ended)
+    try:
+        pending = core.begin_call(segment_id, payload, calls.inbox, tag)
+        try:
+            await ended
+        except BaseException:
+            pending.abandon()
+            raise
+        return pending.take_answer()
+    finally:
+        timer.cancel()
+        del calls.waiting[tag]
+
+
+def _expire(ended: "asyncio.Future[None]") -> None:
+    if not ended.done():
+        ended.set_exception(
+            DeadlineError("transfer.call", "no answer in time: executed once or not at all")
+        )

@@ -1,0 +1,212 @@
+"""A disk that lies: writes are lost or torn unless they were synced, and fills and fails."""
+
+import asyncio
+import itertools
+import random
+
+import numpy as np
+
+from tandem.core.errors import CapacityError, InternalError, NotFoundError
+
+SECTOR = 4096
+
+
+class MemoryBuffer:
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.zeros(nbytes, np.uint8)
+
+
+class _File:
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self.durable = bytearray(nbytes)
+        self.unsynced: list[tuple[int, bytes]] = []
+
+
+class MemoryPort:
+    """The ``DiskPort`` of one life: what a dead process still asks for never happens."""
+
+    def __init__(self, disk: "MemoryDisk") -> None:
+        self._disk, self.life = disk, disk.life
+
+    @property
+    def folder_id(self) -> bytes:
+        return self._disk.folder_id
+
+    def condemn(self) -> None:
+        if self.life == self._disk.life:
+            self._disk.is_condemned = True
+
+    def __getattr__(self, name: str):
+        method = getattr(self._disk, name)
+        if not asyncio.iscoroutinefunction(method):
+            return method
+
+        async def call(*arguments):
+            while self.life != self._disk.life:
+                await asyncio.sleep(3600)
+            return await method(*arguments)
+
+        return call
+
+
+class MemoryDisk:
+    """Survives the tiers that use it, each by a ``MemoryPort`` of its own."""
+
+    def __init__(self, seed: int, *, room_bytes: int = 2**40) -> None:
+        self.random = random.Random(seed)
+        self.folder_id = bytes(self.random.randbytes(16))
+        self.room_bytes = room_bytes
+        self.fail_rate = 0.0
+        self.slow_s = 0.0005
+        self.is_hung = False
+        self.is_condemned = False
+        self.steps = 0
+        self.crash_at = -1
+        self.files: dict[int, _File] = {}
+        self.notes: dict[str, bytes] = {}
+        self._flying: dict[int, tuple[_File, int, bytes]] = {}
+        self._ids = itertools.count()
+        self.life = 0
+
+    # What happens to it.
+
+    def lose_power(self) -> None:
+        """Keep what was synced, and of the rest whatever sectors chance has it."""
+        self.life += 1
+        for file in self.files.values():
+            for at, data in file.unsynced:
+                for begin in range(0, len(data), SECTOR):
+                    if self.random.random() < 0.5:
+                        part = data[begin : begin + SECTOR]
+                        end = min(at + begin + len(part), len(file.durable))
+                        file.durable[at + begin : end] = part[: max(0, end - at - begin)]
+            file.unsynced.clear()
+            file.data = bytearray(file.durable)
+        self._flying.clear()
+        self.is_hung = False
+
+    def lose_process(self) -> None:
+        """Keep what was written, and of what is under way the first bytes, or none."""
+        self.life += 1
+        for file, at, data in self._flying.values():
+            self._put(file, at, data[: self.random.randrange(len(data) + 1)])
+        self._flying.clear()
+        self.is_hung = False
+
+    def rot(self) -> None:
+        """Flip a bit of some file."""
+        files = [file for _, file in sorted(self.files.items()) if file.data]
+        if files:
+            file = self.random.choice(files)
+            at = self.random.randrange(len(file.data))
+            bit = 1 << self.random.randrange(8)
+            file.data[at] ^= bit
+            file.durable[at] ^= bit if at < len(file.durable) else 0
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(len(file.data) for file in self.files.values())
+
+    async def _step(self) -> None:
+        self.steps += 1
+        if self.steps == self.crash_at:
+            self.is_hung = True  # Whoever is here is dead from now on.
+        life = self.life
+        await asyncio.sleep(self.random.expovariate(1 / self.slow_s))
+        while self.is_hung or life != self.life:
+            await asyncio.sleep(1.0)  # For ever, for a process that is dead.
+        if self.random.random() < self.fail_rate:
+            raise InternalError("world.disk", "input/output error")
+
+    def _put(self, file: _File, at: int, data: bytes) -> None:
+        file.data[at : at + len(data)] = data
+        file.unsynced.append((at, data))
+
+    def _file(self, number: int) -> _File:
+        if number not in self.files:
+            raise NotFoundError("world.disk", f"no bucket {number}")
+        return self.files[number]
+
+    # The port.
+
+    def make_buffer(self, nbytes: int) -> MemoryBuffer:
+        return MemoryBuffer(nbytes)
+
+    async def list_buckets(self) -> list[tuple[int, int]]:
+        await self._step()
+        return [(number, len(file.data)) for number, file in self.files.items()]
+
+    async def make_bucket(self, number: int, nbytes: int) -> None:
+        await self._step()
+        assert number not in self.files
+        if self.used_bytes + nbytes > self.room_bytes:
+            raise CapacityError("world.disk", "no space left on device")
+        self.files[number] = _File(nbytes)
+
+    async def write(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
+        file = self._file(number)
+        assert at % SECTOR == 0
+        assert nbytes % SECTOR == 0
+        assert at + nbytes <= len(file.data)
+        data = bytes(buffer.array[:nbytes])
+        name = next(self._ids)
+        self._flying[name] = (file, at, data)
+        life = self.life
+        await self._step()
+        if life == self.life:
+            del self._flying[name]
+            assert bytes(buffer.array[:nbytes]) == data, "a buffer was used while it was written"
+            self._put(file, at, data)
+
+    async def read(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
+        file = self._file(number)
+        await self._step()
+        if at + nbytes > len(file.data):
+            raise InternalError("world.disk", "the file has become shorter")
+        buffer.array[:nbytes] = np.frombuffer(bytes(file.data[at : at + nbytes]), np.uint8)
+
+    async def sync(self, number: int) -> None:
+        file = self._file(number)
+        await self._step()
+        for at, data in file.unsynced:
+            file.durable[at : at + len(data)] = data
+        file.unsynced.clear()
+
+    async def cut_bucket(self, number: int, nbytes: int) -> None:
+        file = self._file(number)
+        await self._step()
+        del file.data[nbytes:]
+        del file.durable[nbytes:]
+
+    async def drop_bucket(self, number: int) -> None:
+        await self._step()
+        self.files.pop(number, None)
+
+    async def read_note(self, name: str) -> bytes:
+        await self._step()
+        return self.notes.get(name, b"")
+
+    async def write_note(self, name: str, data: bytes) -> None:
+        await self._step()
+        self.notes[name] = bytes(data)
+
+    async def append_note(self, name: str, data: bytes) -> None:
+        before = self.notes.get(name, b"")
+        self.notes[name] = before + bytes(data[: self.random.randrange(len(data) + 1)])
+        await self._step()
+        self.notes[name] = before + bytes(data)
+
+    async def drop_note(self, name: str) -> None:
+        await self._step()
+        self.notes.pop(name, None)
+
+    def condemn(self) -> None:
+        self.is_condemned = True
+
+    def empty(self) -> None:
+        """What a start does with a folder that was condemned."""
+        if self.is_condemned:
+            self.files.clear()
+            self.notes.clear()
+            self.is_condemned = False

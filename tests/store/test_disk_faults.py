@@ -1,0 +1,414 @@
+"""The SSD tier of one host, killed at every step it takes on its disk.
+
+Goal: what was told to be stored is there and bit-exact after any crash, what was forgotten is not,
+and a full, failing, rotten or hanging disk costs copies only. Method: a scripted day of puts,
+loads, removals and evictions on a disk that loses what was not synced; the day ends at each step.
+"""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from disk_world import MemoryDisk, MemoryPort
+from store_world import LoopClock, run_virtual
+
+from tandem.core.errors import CorruptionError, NotFoundError, TandemError
+from tandem.store import disk as disk_module
+from tandem.store import layout
+from tandem.store.checksum import checksum_table, make_table
+from tandem.store.disk import DiskTier
+from tandem.store.messages import DiskState
+from tandem.store.segment import ExtentHeader, Segment
+
+CAPACITY = 4 * 2**20
+SEGMENT = 2**20
+
+
+class Bench:
+    """A segment, a tier, and a note of what was said about each object."""
+
+    def __init__(self, disk: MemoryDisk, *, capacity: int = CAPACITY) -> None:
+        self.disk = disk
+        self.segment = Segment.make_anonymous(SEGMENT)
+        self.capacity = capacity
+        self.values: dict[tuple[str, int], bytes] = {}
+        self.headers: dict[str, ExtentHeader] = {}
+        self.at: dict[str, int] = {}
+        self.told: dict[str, int] = {}
+        self.forgotten: set[tuple[str, int]] = set()
+        self.doomed: set[str] = set()
+        """A forget, or an eviction, of these has begun."""
+        self.versions = itertools.count(1)
+        self._free = 0
+        self.tier: DiskTier | None = None
+
+    def stop(self) -> None:
+        """Nothing of an earlier life goes on."""
+        if self.tier is not None:
+            for task in [*self.tier._tasks, self.tier._running]:
+                if task is not None:
+                    task.cancel()
+
+    async def start(self) -> DiskTier:
+        self.stop()
+        self.disk.empty()
+        self.tier = DiskTier(
+            MemoryPort(self.disk), self.segment, capacity_bytes=self.capacity, clock=LoopClock()
+        )
+        await self.tier.open()
+        self.tier.start()
+        return self.tier
+
+    def put(self, key: str, size: int) -> None:
+        if key in self.at:
+            self.wipe(key)
+        version = next(self.versions)
+        value = np.random.default_rng(version).integers(0, 256, size, np.uint8)
+        table = make_table([value])
+        header = ExtentHeader(key, size, version, checksum_table(table), 1, False, 0)
+        length = layout.extent_bytes(len(key), size)
+        if self._free + length > SEGMENT:
+            self._free = 0  # Around the corner, over what was wiped before.
+        offset, self._free = self._free, self._free + length
+        for other, at in list(self.at.items()):
+            old = layout.extent_bytes(len(other), self.headers[other].size)
+            if at < offset + length and offset < at + old:
+                self.wipe(other)
+        data = self.segment.data[offset : offset + length]
+        table_at = layout.table_offset(len(key))
+        data[table_at : table_at + len(table)] = np.frombuffer(table, np.uint8)
+        value_at = layout.value_offset(len(key), size)
+        data[value_at : value_at + size] = value
+        self.segment.seal(offset, header)
+        self.values[key, version] = value.tobytes()
+        self.headers[key], self.at[key] = header, offset
+        self.told.pop(key, None)
+        self.tier.on_sealed(offset, header)
+
+    def wipe(self, key: str) -> None:
+        offset = self.at.pop(key)
+        self.segment.wipe(offset)
+        self.tier.on_wiped(offset, key)
+
+    async def forget(self, key: str) -> None:
+        if key in self.at:
+            self.wipe(key)
+        version = self.headers[key].version
+        self.doomed.add(key)
+        self.told.pop(key, None)
+        await self.tier.forget([key], [version])
+        self.forgotten |= {(key, v) for k, v in self.values if k == key and v <= version}
+        self.doomed.discard(key)
+
+    def listen(self) -> None:
+        stored, dropped = self.tier.take_changes()
+        for key in dropped:
+            self.told.pop(key, None)
+        for key, version in stored.items():
+            if self.headers[key].version == version:
+                self.told[key] = version
+
+    async def settle(self) -> None:
+        for _ in range(400):
+            await asyncio.sleep(0.05)
+            if not self.tier.status().num_queued:
+                break
+        self.listen()
+
+    async def read(self, key: str, version: int) -> bytes:
+        """Load into a segment of its own, at 0."""
+        record = self.tier.index.find(key)
+        if record is None or record.header.version != version:
+            raise NotFoundError("test.read", key)
+        shelf, mine = Segment.make_anonymous(SEGMENT), self.tier._segment
+        self.tier._segment = shelf
+        try:
+            await self.tier.load(record.header, 0)
+        finally:
+            self.tier._segment = mine
+        at = layout.value_offset(len(key), record.header.size)
+        return shelf.data[at : at + record.header.size].tobytes()
+
+    async def check(self, *, must_have: bool = True) -> int:
+        """Compare all that the disk shows with what was written; returns how many there are."""
+        for record in self.tier.index.list_records():
+            name = (record.header.key, record.header.version)
+            assert name not in self.forgotten, f"{name} was forgotten"
+            assert await self.read(*name) == self.values[name]
+        if must_have:
+            for key, version in self.told.items():
+                if key not in self.doomed:
+                    assert await self.read(key, version) == self.values[key, version]
+        return len(self.tier.index)
+
+
+async def play(bench: Bench) -> None:
+    """A day: enough for several buckets, an eviction, removals in every state."""
+    await bench.start()
+    sizes = (0, 10, 5000, 70_000, 150_000)
+    for i in range(16):
+        bench.put(f"a{i % 11}", sizes[i % 5])
+        if i % 4 == 3:
+            await asyncio.sleep(0.002)
+            bench.listen()
+        if i % 5 == 4:
+            await bench.forget(f"a{i % 11}")
+    await bench.settle()
+    for i in range(40):
+        bench.put(f"b{i}", sizes[(i + 3) % 5])
+        if i % 8 == 7:
+            bench.listen()
+            await bench.settle()
+            await bench.forget(f"b{i - 3}")
+    await bench.settle()
+    await bench.check()
+
+
+@pytest.mark.parametrize("is_power_lost", [False, True])
+def test_a_crash_at_a_sample_of_steps(is_power_lost):
+    whole = MemoryDisk(1)
+    run_virtual(lambda: play(Bench(whole)))
+    assert whole.steps > 120
+    for step in range(1 + is_power_lost, whole.steps, 4):
+        run_virtual(lambda step=step: crash_and_return(step, is_power_lost))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_power_lost", [False, True])
+def test_a_crash_at_every_step(is_power_lost):
+    whole = MemoryDisk(1)
+    run_virtual(lambda: play(Bench(whole)))
+    for step in range(1, whole.steps):
+        run_virtual(lambda step=step: crash_and_return(step, is_power_lost))
+
+
+async def crash_and_return(step: int, is_power_lost: bool) -> None:
+    disk = MemoryDisk(1)
+    disk.crash_at = step
+    bench = Bench(disk)
+    day = asyncio.ensure_future(play(bench))
+    while disk.steps < step:
+        await asyncio.sleep(0.0005)
+    assert not day.done()
+    day.cancel()
+    bench.stop()
+    await asyncio.wait([day])
+    (disk.lose_power if is_power_lost else disk.lose_process)()
+    # What was dropped for want of room was not told yet: an eviction may be under way.
+    bench.listen()
+    gone = set(bench.told) - {r.header.key for r in bench.tier.index.list_records()}
+    for key in gone:
+        bench.told.pop(key)
+    disk.crash_at = -1
+    bench.segment = Segment.make_anonymous(SEGMENT)
+    bench.at.clear()
+    await bench.start()
+    await bench.check()
+    # And it works on.
+    bench.put("after", 1000)
+    await bench.settle()
+    assert bench.told["after"]
+    await bench.check()
+
+
+def run_day(seed: int, day, **faults) -> None:
+    async def main() -> None:
+        disk = MemoryDisk(seed)
+        bench = Bench(disk, **faults)
+        await bench.start()
+        await day(disk, bench)
+
+    run_virtual(main)
+
+
+def test_a_full_disk_costs_copies_only_and_recovers():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        disk.room_bytes = 1024
+        bench.put("a", 1000)
+        await asyncio.sleep(5)
+        assert bench.tier.state is DiskState.FULL
+        assert len(bench.tier.index) == 0
+        disk.room_bytes = 2**30
+        await asyncio.sleep(30)
+        bench.listen()
+        assert bench.tier.state is DiskState.ACTIVE
+        assert list(bench.told) == ["a"]
+        await bench.check()
+
+    run_day(1, day)
+
+
+def test_a_disk_filled_by_others_goes_on_with_what_it_has():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        disk.room_bytes = 2 * 2**20
+        for i in range(60):
+            bench.put(f"k{i}", 100_000)
+            await bench.settle()
+        assert len(bench.tier.index) > 8
+        assert bench.tier.status().used_bytes <= disk.room_bytes
+        assert bench.tier.index.find("k59") is not None
+        await bench.check()
+
+    run_day(1, day)
+
+
+def test_failing_writes_and_reads():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        disk.fail_rate = 0.3
+        for i in range(40):
+            bench.put(f"k{i % 20}", 30_000)
+            await asyncio.sleep(3)
+            bench.listen()
+            if i % 7 == 0:
+                await bench.forget(f"k{i % 20}")
+        assert bench.tier.counts["errors"]
+        disk.fail_rate = 0.0
+        for _ in range(30):
+            await asyncio.sleep(5)
+            bench.listen()
+        assert bench.tier.state is DiskState.ACTIVE
+        kept = await bench.check()
+        assert kept > 10
+        disk.lose_power()
+        await bench.start()
+        assert await bench.check() == kept
+
+    run_day(3, day)
+
+
+def test_a_record_that_cannot_be_read_is_dropped():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        await bench.settle()
+        disk.fail_rate = 1.0
+        with pytest.raises(CorruptionError):
+            await bench.read("a", 1)
+        disk.fail_rate = 0.0
+        assert bench.tier.take_changes()[1] == {"a": 1}
+        with pytest.raises(NotFoundError):
+            await bench.read("a", 1)
+
+    run_day(3, day)
+
+
+def test_every_flipped_bit_is_found():
+    """Also those in heads, keys, tables, index files; before a start and after one."""
+
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        for i in range(12):
+            bench.put(f"k{i}", 20_000)
+        await bench.settle()
+        num_found = 0
+        for turn in range(120):
+            disk.rot()
+            if turn % 10 == 0:
+                name = disk.random.choice(sorted(disk.notes) or ["none"])
+                data = bytearray(disk.notes.get(name) or b"\0")
+                data[disk.random.randrange(len(data))] ^= 4
+                disk.notes[name] = bytes(data)
+            if turn % 20 == 19:
+                disk.lose_process()
+                await bench.start()
+            for record in bench.tier.index.list_records():
+                name = (record.header.key, record.header.version)
+                try:
+                    assert await bench.read(*name) == bench.values[name]
+                except CorruptionError:
+                    num_found += 1
+            bench.listen()
+        assert num_found > 3
+
+    run_day(5, day)
+
+
+def test_a_disk_that_hangs_is_given_up_and_empty_after_a_restart():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        await bench.settle()
+        disk.is_hung = True
+        bench.put("b", 30_000)
+        await asyncio.sleep(0.1)
+        removal = asyncio.ensure_future(bench.forget("a"))
+        await asyncio.sleep(3 * disk_module.HANG_S)
+        assert removal.done()
+        assert not removal.exception()
+        assert bench.tier.state is DiskState.FAILED
+        assert bench.tier.take_changes()[1].keys() <= {"a"}
+        for i in range(10):
+            bench.put(f"c{i}", 1000)  # Nobody waits.
+        with pytest.raises(NotFoundError):
+            await bench.tier.load(bench.headers["b"], 0)
+        disk.lose_process()
+        await bench.start()
+        assert len(bench.tier.index) == 0  # Or what was removed would be back.
+        await bench.settle()
+        await bench.check(must_have=False)
+
+    run_day(6, day)
+
+
+def test_a_slow_disk_keeps_nobody_waiting():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        disk.slow_s = 1.0
+        clock = asyncio.get_running_loop()
+        begin_s = clock.time()
+        for i in range(500):
+            bench.put(f"k{i}", 1000)
+        assert clock.time() == begin_s
+        disk.slow_s = 0.0005
+        await bench.settle()
+        await bench.check()
+
+    run_day(7, day)
+
+
+def test_hot_objects_are_carried_forward():
+    """What is in memory keeps its copy on the disk, though its bucket is evicted."""
+
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("hot", 50_000)
+        await bench.settle()
+        hot = bench.at.pop("hot")  # Never wiped by what follows.
+        bench._free = hot + layout.extent_bytes(3, 50_000)
+        for i in range(120):
+            if bench._free + 2 * 60_000 > SEGMENT:
+                bench._free = hot + layout.extent_bytes(3, 50_000)
+            bench.put(f"k{i}", 60_000)
+            await bench.settle()
+        assert bench.tier.counts["evicted"] > 10
+        assert bench.tier.index.find("hot") is not None
+        assert bench.tier.index.find("k0") is None
+        assert bench.tier.index.file_bytes <= CAPACITY
+        await bench.check(must_have=False)
+
+    run_day(8, day)
+
+
+def test_objects_too_large_for_the_disk_are_left_out():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("large", 200_000)
+        bench.put("small", 2_000)
+        await bench.settle()
+        assert list(bench.told) == ["small"]
+        assert bench.tier.counts["skipped"] >= 1
+
+    run_day(9, day, capacity=100_000)
+
+
+def test_a_load_that_is_cancelled_touches_memory_no_more():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        await bench.settle()
+        disk.slow_s = 1.0
+        loading = asyncio.ensure_future(bench.tier.load(bench.headers["a"], SEGMENT // 2))
+        await asyncio.sleep(0.01)
+        loading.cancel()
+        await asyncio.wait([loading])
+        bench.segment.data[SEGMENT // 2 :] = 7
+        await asyncio.sleep(60)
+        assert (bench.segment.data[SEGMENT // 2 :] == 7).all()
+        with pytest.raises(TandemError):
+            await bench.tier.load(bench.headers["a"]._replace(version=9), 0)
+
+    run_day(10, day)
