@@ -1,8 +1,8 @@
 """The world of ``store_world`` with three masters, of which an election makes one the leader.
 
-The candidates are the product's ``MasterSeat`` and ``Campaign``; the model is of what stands in for
-etcd (a lock that ends by itself, and a count), and of the ways between the parties, which can be cut
-one by one. Every process has a clock of its own: of another rate, and it may leap forward.
+The candidates are the product's ``MasterSeat`` and ``Campaign``; the model is of what stands in
+for etcd (a lock that ends by itself, and a count), and of the ways between the parties, which can
+be cut one by one. Every process has a clock of its own: of another rate, and it may leap forward.
 """
 
 import asyncio

@@ -2,17 +2,17 @@
 
 Goal: everything that ``test_store_sim`` asks, and that at most one master leads at a time, that no
 write is acknowledged by one that has been followed by another, and that no host obeys such a one.
-Method: the same schedules and histories, in a world where leaders die, are stopped and wake, are cut
-off from etcd, from hosts or from clients, where etcd stops and forgets, and where no two clocks agree.
+Method: the same schedules and histories, in a world where leaders die, are stopped and wake, are
+cut off from etcd, from hosts or from clients, where etcd stops and forgets, and where no two
+clocks agree.
 """
 
 import asyncio
-import random
 
 import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
 from store_world import Faults, run_virtual
-from test_store_sim import CAPACITY, CONFIG, HOSTS, STEP_CONFIG, Run, Scenario
+from test_store_sim import CONFIG, HOSTS, STEP_CONFIG, Run, Scenario
 
 from tandem.store import election as election_module
 from tandem.store.campaign import Campaign
@@ -89,7 +89,7 @@ class ElectionRun(Run):
                     world.start_host(host, self.capacity)
 
     async def forget_etcd(self) -> None:
-        """An etcd set up anew knows no leader: as documented, all masters are to be stopped first."""
+        """An etcd set up anew knows no leader; all masters are to be stopped before, see Limits."""
         world = self.world
         for name in list(world.nodes):
             world.kill_node(name)
