@@ -73,8 +73,8 @@ class ElectionRun(Run):
                 mend = world.cut_off(ETCD, MASTERS)
             elif kind == "leap":
                 chance.choice(world.clocks).leap(chance.uniform(0.1, 20))
-            elif kind == "forget":
-                await self.forget_etcd()
+            elif kind == "forget" and self.all_hosts_joined:
+                self.forget_etcd()
             elif len(world.hosts) == len(HOSTS):
                 host = chance.choice(HOSTS)
                 world.crash_at[world.steps + chance.randrange(1, 60)] = lambda host=host: (
@@ -88,8 +88,8 @@ class ElectionRun(Run):
                 if host not in world.hosts:
                     world.start_host(host, self.capacity)
 
-    async def forget_etcd(self) -> None:
-        """An etcd set up anew knows no leader; all masters are to be stopped before, see Limits."""
+    def forget_etcd(self) -> None:
+        """Stop all masters and set etcd up anew; hosts know of the same epoch, see Limits."""
         world = self.world
         for name in list(world.nodes):
             world.kill_node(name)
