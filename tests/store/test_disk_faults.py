@@ -212,6 +212,30 @@ async def crash_and_return(step: int, is_power_lost: bool) -> None:
     await bench.check()
 
 
+async def sync_nothing(disk: MemoryDisk, number: int) -> None:
+    await disk._step()
+
+
+async def bury_nothing(tier: DiskTier, records) -> None:
+    return None
+
+
+MUTANTS = {
+    "copies count before they are synced": (MemoryDisk, "sync", sync_nothing),
+    "what is forgotten is not buried": (DiskTier, "_bury", bury_nothing),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, monkeypatch):
+    monkeypatch.setattr(*MUTANTS[name])
+    whole = MemoryDisk(1)
+    run_virtual(lambda: play(Bench(whole)))
+    with pytest.raises((AssertionError, TandemError)):
+        for step in range(1, whole.steps):
+            run_virtual(lambda step=step: crash_and_return(step, True))
+
+
 def run_day(seed: int, day, **faults) -> None:
     async def main() -> None:
         disk = MemoryDisk(seed)
