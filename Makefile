@@ -6,13 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-slow test-oldest check format clean help
+.PHONY: demo test test-slow test-oldest sanitize sanitize-address sanitize-thread check format \
+  clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the long tests as well"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
+	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
 	@echo "make check      lint, types, import contracts"
 	@echo "make clean      remove .venv and build folders"
 
@@ -30,6 +32,18 @@ OLDEST := build/transformers-oldest
 test-oldest: $(STAMPS)/dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST) "transformers==5.17.0"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download" $(ARGS)
+
+# The native unit tests, without Python: the kernels' memory, then everything that has threads.
+sanitize: sanitize-address sanitize-thread
+
+sanitize-address: SANITIZE = address;undefined
+sanitize-thread: SANITIZE = thread
+sanitize-address sanitize-thread: sanitize-%: $(STAMPS)/dev
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/sanitize-$* -G Ninja \
+	  -DTANDEM_BUILD_PYTHON=OFF -DTANDEM_BUILD_TESTS=ON "-DTANDEM_SANITIZE=$(SANITIZE)"
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/sanitize-$*
+	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	  timeout 900 build/sanitize-$*/native/native_tests
 
 check: $(STAMPS)/dev
 	$(BIN)/python tools/check.py

@@ -1,4 +1,4 @@
-"""The demo model's held-out loss with its experts in every weight format, as a table.
+"""The demo model's held-out loss in every weight format and every KV format, as two tables.
 
 Scores the files of the standard library that training never saw, in windows of their own, through
 the product's own loading and forward: what a format costs is measured on the model that is served.
@@ -25,9 +25,12 @@ WINDOW = 512
 BLOCK_SIZE = 64
 
 
-def score(model: CausalModel, windows: np.ndarray) -> np.ndarray:
+KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
+
+
+def score(model: CausalModel, windows: np.ndarray, kv_dtype: str = "auto") -> np.ndarray:
     """Return the loss of every token but a window's first, in nats, [windows, WINDOW - 1]."""
-    cache = model.allocate_kv(WINDOW // BLOCK_SIZE, block_size=BLOCK_SIZE)
+    cache = model.allocate_kv(WINDOW // BLOCK_SIZE, block_size=BLOCK_SIZE, kv_dtype=kv_dtype)
     losses = []
     for window in windows:
         ids = window.tolist()
@@ -39,7 +42,7 @@ def score(model: CausalModel, windows: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=128, help=f"windows of {WINDOW} tokens")
     num_windows = parser.parse_args().windows
@@ -59,13 +62,21 @@ def main() -> None:
     print("| dtype | experts | bits a weight | perplexity | loss against float32 (nats) |")
     print("|---|---|---|---|---|")
     for dtype, name, losses in rows:
-        change = losses - oracle
-        error = change.std() / math.sqrt(change.size)
         bits = WEIGHT_FORMATS[name].bits_per_weight if name in WEIGHT_FORMATS else ""
-        print(
-            f"| {dtype} | {name} | {bits} | {math.exp(losses.mean()):.3f} | "
-            f"{change.mean():+.4f} ± {error:.4f} |"
-        )
+        print(f"| {dtype} | {name} | {bits} | {describe(losses, oracle)} |")
+    model = load_model(folder, dtype="bfloat16", expert_format="bf16")
+    print("\n| KV | bytes a token | perplexity | loss against float32 (nats) |")
+    print("|---|---|---|---|")
+    for name in KV_FORMATS:
+        size = model.kv_layout(BLOCK_SIZE, name).bytes_per_token
+        print(f"| {name} | {size} | {describe(score(model, windows, name), oracle)} |")
+
+
+def describe(losses: np.ndarray, oracle: np.ndarray) -> str:
+    """Return a row's perplexity, and its change of loss with the standard error of the mean."""
+    change = losses - oracle
+    error = change.std() / math.sqrt(change.size)
+    return f"{math.exp(losses.mean()):.3f} | {change.mean():+.4f} ± {error:.4f}"
 
 
 if __name__ == "__main__":

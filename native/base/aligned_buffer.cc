@@ -37,21 +37,22 @@ uint8_t* map_anonymous(size_t size_bytes, int extra_flags) {
 }
 
 // Best effort, as the policy itself is: a seccomp filter may refuse the call.
-void prefer_node(uint8_t* data, size_t size_bytes, std::optional<int> node_id) {
-  if (!node_id) return;
+bool prefer_node(uint8_t* data, size_t size_bytes, std::optional<int> node_id) {
+  if (!node_id) return false;
   constexpr size_t kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(static_cast<size_t>(*node_id) / kBits + 1, 0);
   mask[static_cast<size_t>(*node_id) / kBits] = 1UL << (static_cast<size_t>(*node_id) % kBits);
   // The kernel reads one bit less than it is told.
-  syscall(SYS_mbind, data, size_bytes, kMpolPreferred, mask.data(), mask.size() * kBits + 1, 0);
+  return syscall(SYS_mbind, data, size_bytes, kMpolPreferred, mask.data(),
+                 mask.size() * kBits + 1, 0) == 0;
 }
 
 // Preallocated pages are taken now, not at the first touch: where a control group or a cpuset
 // refuses them, the touch would be a SIGBUS, whereas populating is an error to fall back from.
-uint8_t* map_hugetlb(size_t size_bytes, std::optional<int> node_id) {
+uint8_t* map_hugetlb(size_t size_bytes, std::optional<int> node_id, bool* has_node) {
   uint8_t* data = map_anonymous(size_bytes, MAP_HUGETLB | kHuge2MiB);
   if (data == nullptr) return nullptr;
-  prefer_node(data, size_bytes, node_id);
+  *has_node = prefer_node(data, size_bytes, node_id);
   if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) return data;
   munmap(data, size_bytes);
   return nullptr;
@@ -96,9 +97,10 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
   if (Status status = check_arguments(size_bytes, options); !status.is_ok()) return status.error();
   const size_t mapped_bytes =
       round_up(size_bytes, options.hugepages ? kHugePageBytes : page_size_bytes());
+  bool has_node = false;
   if (options.hugepages) {
-    if (uint8_t* data = map_hugetlb(mapped_bytes, options.numa_node))
-      return AlignedBuffer(data, size_bytes, mapped_bytes, PageKind::kHugetlb);
+    if (uint8_t* data = map_hugetlb(mapped_bytes, options.numa_node, &has_node))
+      return AlignedBuffer(data, size_bytes, mapped_bytes, PageKind::kHugetlb, has_node);
   }
   uint8_t* data =
       options.hugepages ? map_huge_aligned(mapped_bytes) : map_anonymous(mapped_bytes, 0);
@@ -107,7 +109,7 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
                  std::to_string(size_bytes) + " bytes refused, " + describe_errno("mmap", errno) +
                      ": ask for less or raise the limit",
                  "size_bytes"};
-  prefer_node(data, mapped_bytes, options.numa_node);
+  has_node = prefer_node(data, mapped_bytes, options.numa_node);
   PageKind kind = PageKind::kBase;
   if (options.hugepages) {
     // The advice is accepted even where the setting "never" makes it void.
@@ -116,7 +118,7 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
     if (madvise(data, mapped_bytes, MADV_HUGEPAGE) == 0 && is_enabled)
       kind = PageKind::kTransparent;
   }
-  return AlignedBuffer(data, size_bytes, mapped_bytes, kind);
+  return AlignedBuffer(data, size_bytes, mapped_bytes, kind, has_node);
 }
 
 AlignedBuffer::AlignedBuffer(AlignedBuffer&& other) noexcept { *this = std::move(other); }
@@ -126,11 +128,23 @@ AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
   std::swap(size_bytes_, other.size_bytes_);
   std::swap(mapped_bytes_, other.mapped_bytes_);
   std::swap(page_kind_, other.page_kind_);
+  std::swap(has_node_, other.has_node_);
   return *this;
 }
 
 AlignedBuffer::~AlignedBuffer() {
   if (data_ != nullptr) munmap(data_, mapped_bytes_);
+}
+
+Result<int> find_page_node(const void* data) {
+  // move_pages without target nodes moves nothing and tells where each page lies.
+  const uintptr_t page_bytes = page_size_bytes();
+  void* page = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) / page_bytes * page_bytes);
+  int node_id = -1;
+  if (syscall(SYS_move_pages, 0, 1UL, &page, nullptr, &node_id, 0) == 0 && node_id >= 0)
+    return node_id;
+  const int error = node_id < -1 ? -node_id : errno;
+  return Error{Code::kUnsupported, "buffer.find_page_node", describe_errno("move_pages", error), ""};
 }
 
 }  // namespace tandem

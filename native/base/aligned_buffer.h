@@ -43,15 +43,27 @@ class AlignedBuffer {
   // What was taken from the machine: the size rounded up to whole pages.
   size_t capacity_bytes() const { return mapped_bytes_; }
   PageKind page_kind() const { return page_kind_; }
+  // Whether the kernel took the wish for a node; a seccomp filter, as containers have, may refuse.
+  bool has_node() const { return has_node_; }
 
  private:
-  AlignedBuffer(uint8_t* data, size_t size_bytes, size_t mapped_bytes, PageKind page_kind)
-      : data_(data), size_bytes_(size_bytes), mapped_bytes_(mapped_bytes), page_kind_(page_kind) {}
+  AlignedBuffer(uint8_t* data, size_t size_bytes, size_t mapped_bytes, PageKind page_kind,
+                bool has_node)
+      : data_(data),
+        size_bytes_(size_bytes),
+        mapped_bytes_(mapped_bytes),
+        page_kind_(page_kind),
+        has_node_(has_node) {}
 
   uint8_t* data_ = nullptr;
   size_t size_bytes_ = 0;
   size_t mapped_bytes_ = 0;
   PageKind page_kind_ = PageKind::kBase;
+  bool has_node_ = false;
 };
+
+// The NUMA node of the page at `data`, which must have been touched. Errors: kUnsupported (the kernel
+// does not say; describes why).
+Result<int> find_page_node(const void* data);
 
 }  // namespace tandem

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/test.h"
+#include "base/topology.h"
 
 namespace tandem {
 namespace {
@@ -33,6 +34,19 @@ TEST(impossible_sizes_are_errors) {
   }
   CHECK(AlignedBuffer::allocate(64, {false, 4096}).error().code == Code::kNotFound);
   CHECK(AlignedBuffer::allocate(64, {false, -1}).error().code == Code::kNotFound);
+}
+
+TEST(pages_lie_on_the_node_that_is_asked_for) {
+  for (const NumaNode& node : read_topology().numa_nodes)
+    for (const bool hugepages : {false, true}) {
+      auto buffer = AlignedBuffer::allocate(size_t{4} << 20, {hugepages, node.node_id});
+      CHECK(buffer.is_ok());
+      std::fill_n(buffer.value().data(), buffer.value().size_bytes(), uint8_t{1});
+      Result<int> found = find_page_node(buffer.value().data() + (size_t{3} << 20));
+      // Both calls may be refused; a granted wish is a preference that an empty node can meet.
+      if (buffer.value().has_node() && found.is_ok()) CHECK_EQ(found.value(), node.node_id);
+    }
+  CHECK(!AlignedBuffer::allocate(64, {}).value().has_node());
 }
 
 TEST(a_moved_buffer_is_freed_once) {

@@ -149,6 +149,7 @@ ThreadPool::ThreadPool(const Options& options)
   size_t num_cpus = 0;
   for (const Options::Node& node : options.nodes) {
     auto sub_pool = std::make_unique<SubPool>();
+    sub_pool->node_id = node.node_id;
     sub_pool->first_thread = num_threads_;
     sub_pool->num_threads = node.num_threads;
     sub_pool->num_workers = node.num_threads - (num_threads_ == 0 ? 1 : 0);
@@ -211,6 +212,10 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::num_threads_of(int node_index) const {
   return sub_pools_[static_cast<size_t>(node_index)]->num_threads;
+}
+
+int ThreadPool::node_id_of(int node_index) const {
+  return sub_pools_[static_cast<size_t>(node_index)]->node_id;
 }
 
 bool ThreadPool::is_forked() const { return fork_generation_ != current_fork_generation(); }

@@ -79,6 +79,8 @@ class ThreadPool {
   int num_threads() const { return num_threads_; }
   int num_nodes() const { return static_cast<int>(sub_pools_.size()); }
   int num_threads_of(int node_index) const;
+  // NUMA node of a sub-pool.
+  int node_id_of(int node_index) const;
   int spin_us() const { return static_cast<int>(spin_ns_ / 1000); }
 
  private:
@@ -89,6 +91,7 @@ class ThreadPool {
     size_t end_task = 0;  // Written while the gate is closed and nobody is inside.
     alignas(64) std::atomic<int> num_sleeping{0};
     std::atomic<int> wakes_left{0};
+    int node_id = 0;
     int first_thread = 0;
     int num_threads = 0;
     int num_workers = 0;

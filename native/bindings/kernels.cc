@@ -48,7 +48,8 @@ ExpertBank::Config make_config(int bits, int group_size, bool has_minimum, bool 
 ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
                       int64_t hidden_size, int64_t intermediate_size, const std::string& isa,
                       nb::object storage, bool is_float, const std::string& activation, float alpha,
-                      float limit, float up_offset, bool has_bias, int64_t num_parts) {
+                      float limit, float up_offset, bool has_bias, int64_t num_parts,
+                      std::vector<int> part_nodes) {
   ExpertBank::Config config = make_config(bits, group_size, has_minimum, is_float, num_experts,
                                           hidden_size, intermediate_size);
   config.isa = isa;
@@ -56,6 +57,7 @@ ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_ex
   config.has_bias = has_bias;
   // A negative number wraps to more than there can be.
   config.num_parts = static_cast<size_t>(num_parts);
+  config.part_nodes = std::move(part_nodes);
   if (!storage.is_none())
     config.storage = view_storage(std::move(storage), "kernels.create_experts");
   return new ExpertBank(take(ExpertBank::create(config)));
@@ -200,11 +202,14 @@ void bind_kernels(nb::module_& module) {
            "storage"_a = nb::none(), "is_float"_a = false, "activation"_a = "silu",
            "alpha"_a = 1.0f, "limit"_a = std::numeric_limits<float>::infinity(),
            "up_offset"_a = 0.0f, "has_bias"_a = false, "num_parts"_a = 1,
+           "part_nodes"_a = std::vector<int>(),
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
-           "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n\n"
+           "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"
+           "`part_nodes` are the NUMA nodes that the parts' own memory should lie on.\n\n"
            "Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not\n"
            "    whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts\n"
-           "    than column blocks); CapacityError (memory).")
+           "    than column blocks, nodes for another number of parts); CapacityError (memory);\n"
+           "    NotFoundError (no such node for this process).")
       .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
       .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
                    "Packed bytes of one expert, scales included.")
@@ -216,6 +221,12 @@ void bind_kernels(nb::module_& module) {
            "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
            "    UnsupportedError (weights that the format cannot hold).")
       .def_prop_ro("num_parts", &ExpertBank::num_parts, "Shares of the intermediate dimension.")
+      .def_prop_ro("is_bound", &ExpertBank::is_bound,
+                   "Whether the kernel granted every part the node that was asked for.")
+      .def("find_part_nodes",
+           [](const ExpertBank& bank) { return take(bank.find_part_nodes()); },
+           "The NUMA node of each part's first page, once it is packed.\n\n"
+           "Raises: UnsupportedError (the kernel does not say).")
       .def("load", &load, "pool"_a, "packed"_a,
            nb::sig("def load(self, pool: ThreadPool, packed: object) -> None"),
            "Copy what a bank of one part packed, uint8, into these parts.\n\n"

@@ -156,6 +156,14 @@ void bind_pool(nb::module_& module) {
             return counts;
           },
           "Threads of each sub-pool, one sub-pool per NUMA node.")
+      .def_prop_ro(
+          "node_ids",
+          [](const ThreadPool& pool) {
+            std::vector<int> ids;
+            for (int n = 0; n < pool.num_nodes(); ++n) ids.push_back(pool.node_id_of(n));
+            return ids;
+          },
+          "NUMA node of each sub-pool.")
       .def_prop_ro("spin_us", &ThreadPool::spin_us, "0 where polling is off.")
       .def("run_noop", &run_noop, "num_tasks"_a, "chunk"_a = 1,
            "Run empty tasks; returns how many ran. For measuring the cost of a task.")

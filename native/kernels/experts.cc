@@ -79,6 +79,11 @@ Result<ExpertBank> ExpertBank::plan(const Config& config) {
                  std::to_string(config.num_parts) + " parts of " + std::to_string(num_blocks) +
                      " column blocks: give 1 to " + std::to_string(num_blocks),
                  "num_parts"};
+  if (!config.part_nodes.empty() && config.part_nodes.size() != config.num_parts)
+    return Error{Code::kConfig, "kernels.create_experts",
+                 std::to_string(config.part_nodes.size()) + " nodes for " +
+                     std::to_string(config.num_parts) + " parts: give one for each",
+                 "part_nodes"};
   for (size_t p = 0; p < config.num_parts; ++p) {
     const size_t first = num_blocks * p / config.num_parts * bank.block_size();
     const size_t last = num_blocks * (p + 1) / config.num_parts * bank.block_size();
@@ -110,6 +115,21 @@ size_t ExpertBank::expert_bytes() const {
   return sum;
 }
 
+bool ExpertBank::is_bound() const {
+  return std::all_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return part.own && part.own->has_node(); });
+}
+
+Result<std::vector<int>> ExpertBank::find_part_nodes() const {
+  std::vector<int> nodes;
+  for (const Part& part : parts_) {
+    Result<int> node = find_page_node(part.data);
+    if (!node.is_ok()) return node.error();
+    nodes.push_back(node.value());
+  }
+  return nodes;
+}
+
 Result<size_t> ExpertBank::count_bytes(const Config& config) {
   Result<ExpertBank> bank = plan(config);
   if (!bank.is_ok()) return bank.error();
@@ -139,7 +159,9 @@ Result<ExpertBank> ExpertBank::create(const Config& config) {
   }
   AlignedBuffer::Options options;
   options.hugepages = true;
-  for (Part& part : bank.parts_) {
+  for (size_t p = 0; p < config.num_parts; ++p) {
+    Part& part = bank.parts_[p];
+    if (!config.part_nodes.empty()) options.numa_node = config.part_nodes[p];
     Result<AlignedBuffer> buffer =
         AlignedBuffer::allocate(config.num_experts * part.expert_bytes, options);
     if (!buffer.is_ok()) return buffer.error();

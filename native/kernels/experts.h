@@ -47,6 +47,8 @@ class ExpertBank {
     Activation activation;
     bool has_bias = false;
     size_t num_parts = 1;
+    // NUMA node that each part's own memory should lie on; empty: where it is first touched.
+    std::vector<int> part_nodes;
   };
 
   // Everything borrowed for the call.
@@ -63,7 +65,7 @@ class ExpertBank {
 
   // Errors: kUnsupported (format, ISA not here, storage for several parts), kShape (sizes that are
   // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
-  // that is none), kCapacity (memory).
+  // that is none, nodes for another number of parts), kCapacity (memory), kNotFound (no such node).
   static Result<ExpertBank> create(const Config& config);
   // Bytes of storage that create() needs for this configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
@@ -93,6 +95,10 @@ class ExpertBank {
   size_t hidden_size() const { return hidden_size_; }
   size_t intermediate_size() const { return intermediate_size_; }
   size_t num_parts() const { return parts_.size(); }
+  // Whether the kernel granted every part its node.
+  bool is_bound() const;
+  // The NUMA node of each part's first page. Errors: kUnsupported (the kernel does not say).
+  Result<std::vector<int>> find_part_nodes() const;
   // Packed bytes of one expert, scales included.
   size_t expert_bytes() const;
   // Of the first part: experts one after the other; each: gate and up panels in turn, then down

@@ -201,7 +201,7 @@ inline size_t choose_groups(const RouterTask& task, const float* choices, int64_
   const size_t size = task.num_experts / task.num_groups;
   float sums[kMaxRouterExperts];
   for (size_t g = 0; g < task.num_groups; ++g) {
-    int64_t best[2];
+    int64_t best[2] = {};
     const size_t found = keep_best(choices, g * size, (g + 1) * size, best, 0, 2);
     sums[g] = choices[best[0]] + (found > 1 ? choices[best[1]] : 0.0f);
   }

@@ -5,8 +5,11 @@ import logging
 import pytest
 
 from tandem._native import read_topology, recommend_threads
-from tandem.engine.build import plan_engine
+from tandem.core.clock import ManualClock
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine, plan_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.prefix_index import root_digest
 from tandem.models.config import ModelConfig
 
 
@@ -43,3 +46,70 @@ def test_formats_leave_more_memory(expert_format):
     assert packed.weight_bytes < plain.weight_bytes
     rows = {what: (value, why) for what, value, why in packed.rows()}
     assert rows["experts"] == (packed.expert_format, "as asked for")
+
+
+def test_parts_of_experts_are_one_for_each_node():
+    assert plan(dtype="bfloat16").expert_parts == len(read_topology().numa_nodes)
+    split = plan(dtype="bfloat16", expert_parts=2)
+    rows = {what: (value, why) for what, value, why in split.rows()}
+    assert rows["expert parts"][0] == "2"
+    assert "copied" in rows["expert parts"][1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_coded_kv_makes_room_for_more_blocks(kv_dtype):
+    def plan_kv(kv_dtype):
+        return plan_engine(
+            ModelConfig(path="demo", dtype="bfloat16"),
+            EngineConfig(kv_dtype=kv_dtype, kv_cache_gib=0.25),
+        )
+
+    plain, coded = plan_kv("auto"), plan_kv(kv_dtype)
+    head_dim = plain.spec.head_dim
+    share = (head_dim + 2) / (2 * head_dim)  # A code an item and a scale a row.
+    assert coded.layout.bytes_per_token == share * plain.layout.bytes_per_token
+    assert coded.kv.num_blocks == int(0.25 * 2**30) // coded.layout.bytes_per_block
+    assert coded.kv.num_blocks > 1.7 * plain.kv.num_blocks
+
+
+@pytest.fixture(scope="module")
+def build():
+    def build_one(kv_dtype, expert_parts=0):
+        model = ModelConfig(path="demo", dtype="bfloat16", expert_parts=expert_parts)
+        config = EngineConfig(kv_dtype=kv_dtype, num_kv_blocks=24, max_model_len=256, threads=1)
+        return build_engine(model, config, ManualClock())
+
+    return build_one
+
+
+def generate(engine, request_id, prompt):
+    """Return the tokens of a greedy request, and how many of its prompt were cached."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    engine.add(AddRequest(request_id=request_id, prompt_ids=prompt, sampling=params))
+    outputs = []
+    for _ in range(50):
+        if engine.has_requests:
+            outputs += engine.step()
+    assert not engine.has_requests
+    cached = max(output.cached_len for output in outputs)
+    return [token for output in outputs for token in output.token_ids], cached
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_coded_kv_serves_and_is_shared(kv_dtype, build):
+    """A prefix in the cache, shared blocks and a copied tail, gives the tokens of an empty one."""
+    engine = build(kv_dtype).engine
+    prompt = [5 + i * 7 % 300 for i in range(150)]
+    first, cached = generate(engine, "first", prompt)
+    assert cached == 0
+    assert len(first) == 8
+    again, cached = generate(engine, "again", prompt)
+    assert cached > 128  # Two blocks of 64 and a part of the third.
+    assert again == first
+
+
+def test_other_kv_and_other_parts_have_other_keys(build):
+    wishes = [("bfloat16",), ("float32",), ("int8",), ("fp8",), ("bfloat16", 2)]
+    roots = [root_digest(build(*wish).kv_fingerprint, "") for wish in wishes]
+    assert len(set(roots)) == len(wishes)
+    assert root_digest(build("int8").kv_fingerprint, "") == roots[2]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.wire import SamplingParams
-from tandem.engine.sampler import _adjust_logits, sample_tokens
+from tandem.engine.sampler import gather_logprobs, sample_tokens
 from tandem.engine.sampling import BROKEN_ROW, SamplerState, draw_uniform
 
 VOCAB = 40
@@ -117,20 +117,27 @@ def test_greedy_takes_the_first_of_equals():
     assert sample_tokens(logits, [state(temperature=0.0)], [0])[0].token_id == 1
 
 
-def test_penalties_follow_their_formulae():
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0]])
-    one = SamplerState(
-        SamplingParams(
-            temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25
-        ),
-        0,
-        prompt_ids=[0, 1],
-    )
-    for token in (2, 2):
-        one.note_token(token)
-    adjusted = _adjust_logits(logits, [one], [2])[0].tolist()
-    assert adjusted == [1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 0.0]
-    assert logits[0].tolist() == [2.0, -2.0, 1.0, 0.0]
+def test_penalties_count_prompt_and_output():
+    """Each of two logits that only their penalties tell apart; noted before and after a step."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.5)
+    one = SamplerState(params, 0, prompt_ids=[0, 1])
+
+    def best(*logits: float) -> int:
+        return sample_tokens(torch.tensor([logits]), [one], [2])[0].token_id
+
+    one.note_token(2)
+    assert best(2.0, -9.0, -9.0, 1.01) == 3  # 2 / 2: seen in the prompt.
+    assert best(-9.0, -0.5, -9.0, -1.01) == 1  # -0.5 * 2.
+    assert best(-9.0, -9.0, 3.0, 0.99) == 2  # 3 / 2 - 0.5.
+    one.note_token(2)
+    assert best(-9.0, -9.0, 3.0, 0.51) == 3  # 3 / 2 - 2 * 0.5.
+    one.note_token(3)
+    assert best(-9.0, -9.0, 3.0, 1.99) == 2  # 1.99 / 2 - 0.5: now seen, too.
+    again = SamplerState(params, 0, prompt_ids=[0, 1])
+    for token in (2, 2, 3):
+        again.note_token(token)  # Before its first step, as after a preemption.
+    logits = torch.randn(1, VOCAB)
+    assert sample_tokens(logits, [again], [3])[0] == sample_tokens(logits, [one], [3])[0]
 
 
 def test_min_tokens_holds_the_end_back():
@@ -149,6 +156,17 @@ def test_logprobs_are_of_the_untouched_model():
     assert result.logprob is not None
     assert result.logprob.logprob == pytest.approx(float(expected[4]))
     assert [token for token, _ in result.logprob.top] == expected.topk(3).indices.tolist()
+
+
+def test_prompt_logprobs_of_each_row():
+    logits = torch.randn(3, VOCAB)
+    expected = torch.log_softmax(logits, -1)
+    found = gather_logprobs(logits, [3, 0, 39], [0, 2, 100])
+    assert [one.token_id for one in found] == [3, 0, 39]
+    assert [one.logprob for one in found] == pytest.approx(
+        [float(expected[row, token]) for row, token in enumerate((3, 0, 39))]
+    )
+    assert [len(one.top) for one in found] == [0, 2, VOCAB]
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"logprobs": 2}])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem._native import ThreadPool, kernel_isas
+from tandem._native import ExpertBank, ThreadPool, kernel_isas
 from tandem.core.errors import (
     ConfigError,
     ConflictError,
@@ -344,6 +344,42 @@ def test_parts_loaded_from_one_part_are_those_packed(name: str, pool: ThreadPool
             _ = packed.packed
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=2e-2)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_weights_copied_to_nodes_are_those_in_place(num_parts: int, pool: ThreadPool):
+    """A result says nothing of where the weights lie; the kernel says where they lie, if it may."""
+    weight_format = WEIGHT_FORMATS["int8g32"]
+    weights, sizes = make_weights(inner=640), (NUM_EXPERTS, HIDDEN, 640)
+    whole = PackedExperts.pack(weight_format, *weights, pool=pool)
+    expected = PackedExperts(weight_format, *sizes, pool=pool, storage=whole.packed)
+    assert not expected.is_bound
+    if num_parts > 1:
+        expected = PackedExperts.pack(weight_format, *weights, pool=pool, num_parts=num_parts)
+    source = make_storage(whole.packed.size)
+    source[:] = whole.packed.reshape(-1)
+    copied = PackedExperts(
+        weight_format, *sizes, pool=pool, storage=source, num_parts=num_parts, is_bound=True
+    )
+    source[:] = 0  # Copied, not kept.
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, HIDDEN, generator=generator)
+    ids, router = torch.arange(18).view(9, 2) % 3, torch.rand(9, 2, generator=generator)
+    assert torch.equal(copied.forward(x, ids, router), expected.forward(x, ids, router))
+    if copied.is_bound:
+        try:
+            assert copied.find_part_nodes() == [pool.node_ids[0]] * num_parts
+        except UnsupportedError as error:
+            assert "move_pages" in str(error)  # A container may refuse to say.
+
+
+def test_nodes_are_checked():
+    bank = {**WEIGHT_FORMATS["bf16"].fields, "num_experts": 1}
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    with pytest.raises(NotFoundError, match="4096"):
+        ExpertBank(**bank, **sizes, part_nodes=[4096])
+    with pytest.raises(ConfigError, match="2 nodes for 1 parts"):
+        ExpertBank(**bank, **sizes, part_nodes=[0, 0])
 
 
 def test_number_of_parts_is_checked(pool: ThreadPool):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.core.errors import ShapeError
+from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 
@@ -20,6 +20,35 @@ def test_layout_sizes_and_offsets():
     assert block[1].storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.layer_offset(1)
     head = block[1, 1, 2]
     assert head.storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.head_offset(1, 1, 2)
+
+
+CODED = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="int8")
+
+
+def test_coded_layout_keeps_scales_within_the_layer():
+    assert CODED.bytes_per_layer == 2 * 3 * 8 * (4 + 2)
+    assert CODED.bytes_per_block == 2 * CODED.bytes_per_layer == 8 * CODED.bytes_per_token
+    assert CODED.scale_offset == 2 * 3 * 8 * 4
+    assert CODED.head_offset(1, 1, 2) == CODED.bytes_per_layer + 5 * 8 * 4
+    cache = PagedKvCache(CODED, 5)
+    assert cache.tensor.shape == (5, 2, CODED.bytes_per_layer)
+    assert cache.native is not None
+    with pytest.raises(UnsupportedError, match="int8 KV"):
+        PagedKvCache(CODED, 5, device="meta")
+
+
+def test_copy_block_copies_codes_and_their_scales():
+    cache = PagedKvCache(CODED, 3)
+    cache.tensor[0] = torch.randint(1, 255, cache.tensor.shape[1:], dtype=torch.uint8)
+    cache.tensor[2] = 255
+    cache.copy_block(0, 2, 5)
+    for layer in range(2):
+        for first, width in ((0, 4), (CODED.scale_offset, 2)):
+            parts = cache.tensor[[0, 2], layer, first : first + 48 * width].view(2, 6, 8, width)
+            assert torch.equal(parts[0, :, :5], parts[1, :, :5])
+            assert not parts[1, :, 5:].any()
+    cache.copy_block(0, 1, 8)
+    assert torch.equal(cache.tensor[0], cache.tensor[1])
 
 
 def test_batch_rows_slots_and_wants():

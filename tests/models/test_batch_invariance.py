@@ -15,6 +15,7 @@ from tandem.models.loader import load_model
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33, 40))]
 FORMATS = [("auto", "auto"), ("int8g32", "int8g16"), ("int4g32", "bf16")]
+CODED_KV = ["int8", "fp8"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -39,8 +40,8 @@ def load(request, folder):
     return load_one
 
 
-def run_together(model, open_session, prompts):
-    cache = model.allocate_kv(64, block_size=16)
+def run_together(model, open_session, prompts, cache=None):
+    cache = cache or model.allocate_kv(64, block_size=16)
     sessions = [
         open_session(model, cache=cache, table=list(range(8 * i, 8 * i + 8)))
         for i in range(len(prompts))
@@ -67,10 +68,48 @@ def test_chunked_as_whole(load, open_session):
         assert torch.equal(whole, torch.cat(pieces)), sizes
 
 
+def test_layers_in_a_row_as_one_by_one(load, open_session, monkeypatch):
+    """What a layer leaves to the next one's norm is rounded as if it had added it itself."""
+    model = load()
+    assert model.is_fused
+    session = open_session(model)
+    fused = torch.cat([session.run(PROMPTS[0]), session.run([5])])
+    monkeypatch.setattr(model, "_fused", None)
+    session = open_session(model)
+    assert torch.equal(torch.cat([session.run(PROMPTS[0]), session.run([5])]), fused)
+
+
 def test_one_thread_as_two(load, open_session):
     one, two = load(1), load(2)
     wants, gots = (run_together(model, open_session, PROMPTS) for model in (one, two))
     assert all(torch.equal(want, got) for want, got in zip(wants, gots, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", CODED_KV)
+def test_coded_kv_alone_chunked_and_in_company(kv_dtype, load, open_session):
+    """What a token sees is what a later step reads back: its own codes, too."""
+    model = load()
+
+    def open_coded():
+        return open_session(model, cache=model.allocate_kv(64, block_size=16, kv_dtype=kv_dtype))
+
+    whole = open_coded().run(PROMPTS[0])
+    session = open_coded()
+    pieces = [session.run(list(piece)) for piece in torch.tensor(PROMPTS[0]).split([30, 1, 44])]
+    assert torch.equal(whole, torch.cat(pieces))
+    cache = model.allocate_kv(64, block_size=16, kv_dtype=kv_dtype)
+    together = run_together(model, open_session, PROMPTS, cache)
+    assert torch.equal(together[0], whole)
+    # As the prefix cache does: whole blocks shared, and the last one's first tokens copied.
+    cache.copy_block(3, 40, 7)
+    cache.tensor[41:45] = 255
+    resumed = open_session(model, cache=cache, table=[0, 1, 2, 40, 41])
+    resumed.length = 3 * 16 + 7
+    assert torch.equal(resumed.run(PROMPTS[0][resumed.length :]), whole[3 * 16 + 7 :])
+    plain = open_session(model).run(PROMPTS[0])
+    assert not torch.equal(whole, plain)
+    error = (whole - plain).norm(dim=-1) / plain.norm(dim=-1)
+    assert error.median() < 0.1
 
 
 def test_the_comparison_can_fail(load, open_session):

@@ -40,10 +40,15 @@ def find_files(root):
     return sorted(path for path in root.rglob("*.packed"))
 
 
-def run(folder, open_session, root=None, expert_format="int8g32"):
+def load(folder, root=None, expert_format="int8g32", **options):
     cache = "off" if root is None else str(root)
-    model = load_model(folder, dtype="float32", expert_format=expert_format, packed_cache=cache)
-    return open_session(model).run(IDS)
+    return load_model(
+        folder, dtype="float32", expert_format=expert_format, packed_cache=cache, **options
+    )
+
+
+def run(folder, open_session, root=None, expert_format="int8g32", **options):
+    return open_session(load(folder, root, expert_format, **options)).run(IDS)
 
 
 def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session, monkeypatch):
@@ -58,6 +63,35 @@ def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session
     # Nothing may be packed again.
     monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
     assert torch.equal(run(folder, open_session, cache_root), plain)
+
+
+def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_session, monkeypatch):
+    """Results depend on the number of parts, not on whether they came from the cache."""
+    folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=128, dtype="bfloat16")
+    plain = run(folder, open_session, expert_parts=2)
+    whole = run(folder, open_session, cache_root, expert_parts=1)
+    assert torch.equal(run(folder, open_session), whole)
+    assert torch.equal(run(folder, open_session, cache_root, expert_parts=2), plain)
+    written = [path.read_bytes() for path in find_files(cache_root)]
+    for path in find_files(cache_root):
+        path.unlink()
+    # Packed in one part for the cache, then split; and read from there.
+    assert torch.equal(run(folder, open_session, cache_root, expert_parts=2), plain)
+    assert [path.read_bytes() for path in find_files(cache_root)] == written
+    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    model = load(folder, cache_root, expert_parts=2)
+    assert torch.equal(open_session(model).run(IDS), plain)
+    one = load(folder, cache_root)
+    assert model.weight_bytes == one.weight_bytes
+    assert model.numerics != one.numerics == load(folder, cache_root, expert_parts=1).numerics
+
+
+def test_a_refused_node_is_said_once(checkpoint, monkeypatch, caplog):
+    folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=128, dtype="bfloat16")
+    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.is_bound", False)
+    with caplog.at_level(logging.WARNING):
+        load(folder, expert_parts=2)
+    assert [r for r in caplog.messages if "memory_not_bound" in r] == caplog.messages
 
 
 def test_formats_have_folders_of_their_own(folder, cache_root, open_session):

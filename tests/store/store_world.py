@@ -11,6 +11,7 @@ and the data path are models, each worse than the real one:
 """
 
 import asyncio
+import contextvars
 import itertools
 import random
 import selectors
@@ -57,8 +58,15 @@ class _VirtualSelector(selectors.SelectSelector):
         return []
 
 
+RUNNING: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("RUNNING", default=None)
+"""The process whose code this is."""
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when nothing is left to do."""
+    """An event loop whose time moves only when nothing is left to do.
+
+    What belongs to a stalled process is put off until that wakes, whatever it is.
+    """
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -66,6 +74,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now_s
+
+    def call_soon(self, callback, *args, context=None):
+        process = RUNNING.get() if context is None else context.get(RUNNING)
+        if process is not None and process.is_stalled and process.is_alive:
+            return self.call_at(process.stalled_until_s, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
 
 
 class LoopClock:
@@ -99,6 +113,9 @@ class Process:
         self.instance_id = f"{name}#{next(world.ids)}"
         self.is_alive = True
         self.stalled_until_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self.context = contextvars.copy_context()
+        self.context.run(RUNNING.set, self)
         self.methods: dict[str, tuple[Callable, type, type]] = {}
         self.tasks: dict[asyncio.Task, None] = {}
         """In order: a set would make a run depend on addresses."""
@@ -107,8 +124,18 @@ class Process:
         for name, handler, request, response in methods:
             self.methods[name] = (handler, request, response)
 
+    @property
+    def is_stalled(self) -> bool:
+        return self.stalled_until_s > self._loop.time()
+
+    def run(self, function: Callable, *args):
+        """Call a function as this process: what it starts is stalled with it."""
+        if RUNNING.get() is self:
+            return function(*args)
+        return self.context.run(function, *args)
+
     def spawn(self, work: Coroutine) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=self.context)
         self.tasks[task] = None
         task.add_done_callback(self._note_end)
         return task
@@ -192,12 +219,12 @@ class Session:
         world = self.world
         await world.travel()
         await self.far.pass_stall()
-        if not self.far.is_alive:
+        if not self.far.is_alive or world.is_cut(self.near, self.far):
             return
         handler, request_type, response_type = self.far.methods[method]
         request = msgspec.msgpack.decode(data, type=request_type)
         try:
-            answer = handler(self.back, request)
+            answer = self.far.run(handler, self.back, request)
             if asyncio.iscoroutine(answer):
                 answer = await self.far.spawn(answer)
             body = msgspec.msgpack.encode(answer)
@@ -208,7 +235,8 @@ class Session:
         except asyncio.CancelledError:
             return
         world.note_step()
-        if world.random.random() < world.faults.lose:
+        world.note_answer(self.far, method, error=result[0])
+        if world.random.random() < world.faults.lose or world.is_cut(self.near, self.far):
             return
         await world.travel()
         if reply is not None and not reply.done() and self.near.is_alive:
@@ -347,6 +375,19 @@ class World:
         self.crash_at: dict[int, Callable[[], None]] = {}
         self.clock = LoopClock()
         self._epochs = itertools.count(1)
+
+    # For worlds with more to go wrong.
+
+    def is_cut(self, near: Process, far: Process) -> bool:
+        """Whether nothing passes between two processes."""
+        return False
+
+    def note_answer(self, far: Process, method: str, *, error: str) -> None:
+        """Look at an answer that is about to leave."""
+
+    def make_clock(self):
+        """Return the clock of a new process."""
+        return self.clock
 
     # Chance and time.
 
@@ -539,7 +580,7 @@ class World:
         client = AsyncStoreClient(
             channel,
             SimClientPort(self, process),
-            clock=self.clock,
+            clock=self.make_clock(),
             config=self.config,
             machine=name,
         )
@@ -571,7 +612,7 @@ class World:
         session.close()
         self.sessions = [other for other in self.sessions if other.is_open]
         if self.master_process is not None and session.far is self.master_process:
-            self.master.on_caller_lost(session.back)
+            self.master_process.run(self.master.on_caller_lost, session.back)
 
 
 def run_virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -250,6 +250,10 @@ class ThreadPool:
         """Threads of each sub-pool, one sub-pool per NUMA node."""
 
     @property
+    def node_ids(self) -> list[int]:
+        """NUMA node of each sub-pool."""
+
+    @property
     def spin_us(self) -> int:
         """0 where polling is off."""
 
@@ -747,14 +751,16 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
+        `part_nodes` are the NUMA nodes that the parts' own memory should lie on.
 
         Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not
             whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts
-            than column blocks); CapacityError (memory).
+            than column blocks, nodes for another number of parts); CapacityError (memory);
+            NotFoundError (no such node for this process).
         """
 
     @property
@@ -775,6 +781,17 @@ class ExpertBank:
     @property
     def num_parts(self) -> int:
         """Shares of the intermediate dimension."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every part the node that was asked for."""
+
+    def find_part_nodes(self) -> list[int]:
+        """
+        The NUMA node of each part's first page, once it is packed.
+
+        Raises: UnsupportedError (the kernel does not say).
+        """
 
     def load(self, pool: ThreadPool, packed: object) -> None:
         """
@@ -1017,6 +1034,45 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
             largest sum of their two best count.
         weight_scale: on the weights.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
+    """
+
+class SamplingRule:
+    """
+    What a request asks of its tokens, and which it has had.
+
+    One thread at a time.
+    """
+
+    def __init__(self, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, frequency_penalty: float = 0.0, presence_penalty: float = 0.0, min_tokens: int = 0, prompt_ids: Sequence[int] = [], biases: Sequence[tuple[int, float]] = [], stop_ids: Sequence[int] = []) -> None:
+        """
+        Take a request's parameters; `prompt_ids` count for the repetition penalty, and
+        `stop_ids` are not chosen before `min_tokens`. Ids outside of the vocabulary are
+        passed over. Raises: ConfigError.
+        """
+
+    def note_token(self, token_id: int) -> None:
+        """Count a chosen token, for the penalties."""
+
+def sample_tokens(logits: TensorView, rules: Sequence[SamplingRule], draws: Sequence[float], positions: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> list[int]:
+    """
+    Choose a token for each row of `logits` [rows, vocabulary], float32, not modified.
+
+    Args:
+        rules: one a row; no other thread may use them meanwhile.
+        draws: in [0, 1), one a row.
+        positions: of the token in its request's output, one a row.
+        pool: shares the rows where they are many; None runs them here.
+    Returns: ids; -1 for a row whose logits hold NaN, or whose largest is not finite.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def gather_logprobs(logits: TensorView, token_ids: Sequence[int], num_top: int = 0, pool: ThreadPool | None = None, isa: str = '') -> tuple[list[float], list[int], list[float]]:
+    """
+    Natural log-probabilities of each row's token and of its `num_top` likeliest.
+
+    Returns: [rows]; ids [rows * num_top], best first, of equals the lower id; and
+    theirs. NaN for a row without a distribution, as `sample_tokens` has it.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
 class SegmentAllocator:

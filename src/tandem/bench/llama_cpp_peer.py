@@ -5,6 +5,7 @@ Run by its own interpreter (see ``peers``). Writes a qwen3_moe checkpoint as GGU
 batches of several sequences, greedy. The fork repacks the weights as it loads them.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -17,6 +18,9 @@ import numpy as np
 IS_FORK = sys.argv[1] == "ik_llama.cpp"
 if IS_FORK:
     from ik_llama_cpp import _ctypes_api as llama_cpp
+
+    # The binding leaves it out.
+    llama_cpp.llama_print_system_info = llama_cpp._lib.llama_print_system_info
 else:
     import llama_cpp
 
@@ -112,6 +116,14 @@ def add_tensor(writer, name, tensor, kind):
     writer.add_tensor(name, data, raw_dtype=quantised)
 
 
+def find_isa():
+    """Return what the library was built for, of what makes a difference here."""
+    describe = llama_cpp.llama_print_system_info
+    if IS_FORK:
+        describe.restype = ctypes.c_char_p
+    return "AVX-512" if b"AVX512 = 1" in describe() else "AVX2"
+
+
 class Model:
     """A loaded GGUF; one context for all measurements."""
 
@@ -203,7 +215,7 @@ def main():
                 result = write_gguf(**request)
             elif call == "load":
                 model = Model(**request)
-                result = model.vocab_size
+                result = find_isa()
             elif call == "prefill":
                 result = model.prefill(**request)[0]
             else:

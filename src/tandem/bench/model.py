@@ -47,15 +47,13 @@ PEER_LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.6}
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
 PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
-    # Its wheel is built for AVX2; from source it is for this machine.
-    "ik_llama.cpp": (
-        "--no-binary=ik-llama-cpp-python",
-        "ik-llama-cpp-python==0.1.5",
-        "gguf",
-    ),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
 }
-"""Name to what pip installs."""
+"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
+``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
 DECODE_CONTEXT = 128
+SPARE = 64
+"""Tokens of context a sequence, for what is decoded in a measurement."""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
 SHAPE = {
     "hidden_size": 2048,
@@ -86,19 +84,19 @@ class _LlamaCpp:
     def __init__(
         self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
     ) -> None:
-        self.name = f"{peer} {kind}"
         python = install_peer(peer.replace(".", "-"), PEERS[peer])
         self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
         path = folder / f"{kind}.gguf"
         if not path.exists():
             self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
-        self._process.call(
+        isa = self._process.call(
             "load",
             path=str(path),
             threads=threads,
-            context_len=max(PREFILLS) // num_sequences if num_sequences > 1 else max(PREFILLS),
+            context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
             num_sequences=num_sequences,
         )
+        self.name = f"{peer} {kind} {isa}"
 
     def score(self, prompt: list[int]) -> torch.Tensor:
         return torch.tensor(self._process.call("score", prompt=prompt))

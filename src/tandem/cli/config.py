@@ -36,6 +36,8 @@ SHORT_NAMES = {
     "instances.prefill": "--prefill",
     "instances.decode": "--decode",
     "model.adapter": "--adapter",
+    "store.election.backend": "--election",
+    "store.election.endpoints": "--etcd-endpoints",
 }
 """Settings that have a second, short flag."""
 

@@ -29,7 +29,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model, make_kv_layout
-from tandem.models.precision import WeightPlan, choose_dtype, plan_weights
+from tandem.models.precision import WeightPlan, choose_dtype, choose_expert_parts, plan_weights
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -53,6 +53,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_format: str
     """Name of the routed experts' weight format, or ``none``."""
     expert_reason: str
+    expert_parts: int
+    """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
     linear_format: str
     """Of the other matrices."""
     linear_reason: str
@@ -80,6 +82,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("dtype", spec.dtype, spec.dtype_reason),
             ("experts", self.expert_format, self.expert_reason),
+            (
+                "expert parts",
+                str(self.expert_parts),
+                "copied to the NUMA nodes that compute them"
+                if self.expert_parts > 1
+                else "in place, mapped if cached",
+            ),
             ("linear", self.linear_format, self.linear_reason),
             ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
@@ -103,6 +112,8 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     info: InstanceInfo
     model: CausalModel
+    kv_fingerprint: str
+    """Whatever must be equal for KV of equal tokens to be interchangeable, as one string."""
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -147,6 +158,11 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         spec=spec,
         expert_format=weights.experts.name,
         expert_reason=weights.experts.reason,
+        expert_parts=choose_expert_parts(
+            model_config.expert_parts,
+            min(len(topology.numa_nodes), threads),
+            spec.moe_intermediate_size,
+        ),
         linear_format=weights.linear.name,
         linear_reason=weights.linear.reason,
         weight_bytes=weights.size_bytes,
@@ -223,11 +239,11 @@ def build_engine(
         expert_format=plan.expert_format,
         linear_format=plan.linear_format,
         packed_cache=model_config.packed_cache,
+        expert_parts=plan.expert_parts,
         pool=threads,
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
-    # Whatever must be equal for KV of equal tokens to be interchangeable.
     fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
     index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
     engine = Engine(
@@ -262,4 +278,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model)
+    return BuiltEngine(engine, info, model, fingerprint)

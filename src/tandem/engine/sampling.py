@@ -1,20 +1,29 @@
-"""What sampling must know of a request, and the random stream; no torch.
+"""What sampling must know of a request, and the random stream; neither torch nor the extension.
 
 The draw of a request is a function of its seed and of the position alone, so the same seed gives
 the same tokens after a preemption, on another instance, and in a replay.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem.core.wire import SamplingParams, TokenLogprob
 
 __all__ = ["BROKEN_ROW", "SampledToken", "SamplerState", "draw_uniform"]
 
 BROKEN_ROW = -1
-"""Token id of a row whose logits hold NaN: the request must end with an error."""
+"""Token id of a row without a distribution (a NaN, no finite largest logit): the request must end
+with an error."""
+
+
+class TokenRule(Protocol):
+    """What the sampler made of a request's parameters; it counts the request's tokens."""
+
+    def note_token(self, token_id: int) -> None:
+        """Count a chosen token."""
+        ...
 
 
 @dataclass(slots=True)
@@ -38,7 +47,10 @@ class SamplerState:
     """Ids that end the request once ``min_tokens`` are out: the model's own, unless the request
     ignores them, and the request's."""
     prompt_ids: Sequence[int] = ()
-    output_counts: Counter[int] = field(default_factory=Counter)
+    output_ids: list[int] = field(default_factory=list)
+    """Tokens noted, where penalties need them."""
+    rule: TokenRule | None = None
+    """Made by the sampler at the first step, of all that stands here, and kept up to date since."""
 
     @property
     def has_penalties(self) -> bool:
@@ -53,7 +65,9 @@ class SamplerState:
     def note_token(self, token_id: int) -> None:
         """Count a generated token; penalties alone need it."""
         if self.has_penalties:
-            self.output_counts[token_id] += 1
+            self.output_ids.append(token_id)
+            if self.rule is not None:
+                self.rule.note_token(token_id)
 
 
 def draw_uniform(seed: int, position: int) -> float:

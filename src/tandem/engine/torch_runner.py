@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tandem._native import ThreadPool
 from tandem.core.wire import TokenLogprob
 from tandem.engine.request import Request
 from tandem.engine.runner import SequenceResult
@@ -41,7 +42,7 @@ class TorchRunner:
         chunks = [_make_chunk(sequence) for sequence in plan.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size)
         logits_RV = self._model.forward(batch, self._kv_cache)
-        return _read_logits(plan, states, logits_RV)
+        return _read_logits(plan, states, logits_RV, self._kv_cache.pool)
 
 
 def _make_chunk(sequence: ScheduledSequence) -> SequenceChunk:
@@ -66,7 +67,10 @@ def _predicts_prompt(sequence: ScheduledSequence) -> bool:
 
 
 def _read_logits(
-    plan: StepPlan, states: Mapping[str, SamplerState], logits_RV: Tensor
+    plan: StepPlan,
+    states: Mapping[str, SamplerState],
+    logits_RV: Tensor,
+    pool: ThreadPool | None,
 ) -> dict[str, SequenceResult]:
     results: dict[str, SequenceResult] = {}
     sampling: list[Request] = []
@@ -77,7 +81,7 @@ def _read_logits(
         result = results[request.request_id] = SequenceResult()
         if _predicts_prompt(sequence):
             rows_RV = logits_RV[num_rows : num_rows + sequence.num_tokens]
-            result.prompt_logprobs = _read_prompt(sequence, rows_RV)
+            result.prompt_logprobs = _read_prompt(sequence, rows_RV, pool)
             num_rows += sequence.num_tokens
         elif sequence.wants_sample:
             num_rows += 1
@@ -90,16 +94,19 @@ def _read_logits(
             picked_RV,
             [states[request.request_id] for request in sampling],
             [len(request.output_ids) for request in sampling],
+            pool=pool,
         )
         for request, token in zip(sampling, sampled, strict=True):
             results[request.request_id].sampled = token
     return results
 
 
-def _read_prompt(sequence: ScheduledSequence, rows_RV: Tensor) -> list[TokenLogprob]:
+def _read_prompt(
+    sequence: ScheduledSequence, rows_RV: Tensor, pool: ThreadPool | None
+) -> list[TokenLogprob]:
     """Position i predicts prompt token i + 1; positions past the prompt predict output."""
     request = sequence.request
     end = min(sequence.start + sequence.num_tokens, request.prompt_len - 1)
     targets = request.prompt_ids[sequence.start + 1 : end + 1]
     count = request.sampling.prompt_logprobs or 0
-    return gather_logprobs(rows_RV[: len(targets)], targets, [count] * len(targets))
+    return gather_logprobs(rows_RV[: len(targets)], targets, [count] * len(targets), pool=pool)

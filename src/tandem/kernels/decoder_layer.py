@@ -41,7 +41,10 @@ class DecoderLayer(Operator):
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
     def run_(self, x_TD: Tensor, step: PagedStep) -> None:
-        """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV."""
+        """Run the layer on the residual stream ``x_TD``, in place; writes the step's KV.
+
+        Natively what it adds last may be left to the next layer's norm: ``complete_`` says the end.
+        """
         first_norm, attention, second_norm, mlp = self._parts
         native = step.native
         if native is None:
@@ -49,13 +52,25 @@ class DecoderLayer(Operator):
             mlp.add_into_(x_TD, second_norm(x_TD))
             return
         x, h = native.view_residual(x_TD), native.buffer("normed", first_norm.size)
-        first_norm.run(x.view, h.view, native.pool)
+        pending = native.take_pending()
+        if pending is None:
+            first_norm.run(x.view, h.view, native.pool)
+        else:
+            first_norm.run(pending.view, h.view, native.pool, x.view)
         attention.add_natively(x, h, native)
         second_norm.run(x.view, h.view, native.pool)
         mlp.add_natively(x, h, native)
+
+    @staticmethod
+    def complete_(x_TD: Tensor, step: PagedStep) -> None:
+        """Add what the last layer left to a next one, if it did, to the residual stream."""
+        pending = None if step.native is None else step.native.take_pending()
+        if pending is not None:
+            x_TD += pending.tensor
 
     def forward(self, hidden_states: Tensor, *, tandem_step: PagedStep, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
         x_TD = hidden_states[0].clone()
         self.run_(x_TD, tandem_step)
+        self.complete_(x_TD, tandem_step)
         return x_TD[None]

@@ -80,6 +80,9 @@ class PackedExperts:
         num_parts: shares of F, each packed and computed by the threads of its NUMA node; give the
             nodes of the pool. Results depend on it bitwise, not on the nodes. With several,
             ``storage`` is copied, not kept.
+        is_bound: reserve each part's memory on the NUMA node of the sub-pool that computes it, and
+            copy ``storage`` there even if there is one part. Where the kernel refuses, the memory
+            lies where it is first touched, and the property ``is_bound`` is false.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
@@ -101,27 +104,30 @@ class PackedExperts:
         activation: Activation = SILU,
         has_bias: bool = False,
         num_parts: int = 1,
+        is_bound: bool = False,
     ) -> None:
         self.weight_format = weight_format
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self._pool = pool
+        is_copied = is_bound or num_parts > 1
         self._bank = ExpertBank(
             **weight_format.fields,
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             isa="" if isa is None else isa,
-            storage=storage if num_parts == 1 else None,
+            storage=None if is_copied else storage,
             activation=activation.name,
             alpha=activation.alpha,
             limit=activation.limit,
             up_offset=activation.up_offset,
             has_bias=has_bias,
             num_parts=num_parts,
+            part_nodes=_list_part_nodes(pool, num_parts) if is_bound else [],
         )
-        if storage is not None and num_parts > 1:
+        if storage is not None and is_copied:
             self._bank.load(pool, storage)
 
     @classmethod
@@ -135,6 +141,7 @@ class PackedExperts:
         isa: str | None = None,
         activation: Activation = SILU,
         num_parts: int = 1,
+        is_bound: bool = False,
     ) -> "PackedExperts":
         """Code all experts of a layer.
 
@@ -147,6 +154,7 @@ class PackedExperts:
             isa: as of the class.
             activation: as of the class.
             num_parts: as of the class.
+            is_bound: as of the class.
 
         Raises: as the class and ``pack_expert``.
         """
@@ -170,6 +178,7 @@ class PackedExperts:
             isa=isa,
             activation=activation,
             num_parts=num_parts,
+            is_bound=is_bound,
         )
         pairs: Iterable[tuple[Tensor, Tensor]] = zip(gate_up_E2FD, down_EDF, strict=True)
         for expert_id, (gate_up, down) in enumerate(pairs):
@@ -205,6 +214,23 @@ class PackedExperts:
     def expert_bytes(self) -> int:
         """Packed bytes of one expert, scales included."""
         return self._bank.expert_bytes
+
+    @property
+    def num_parts(self) -> int:
+        """Shares of the intermediate dimension."""
+        return self._bank.num_parts
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every part's memory its NUMA node."""
+        return self._bank.is_bound
+
+    def find_part_nodes(self) -> list[int]:
+        """Return the NUMA node that each part's first page lies on, once weights are packed.
+
+        Raises: UnsupportedError (the kernel does not say, as in many containers).
+        """
+        return self._bank.find_part_nodes()
 
     @property
     def packed(self) -> NDArray[np.uint8]:
@@ -250,6 +276,12 @@ class PackedExperts:
         self._bank.multiply_registers(self._pool, num_macs)
 
 
+def _list_part_nodes(pool: ThreadPool, num_parts: int) -> list[int]:
+    """NUMA node by part; the kernels give parts to sub-pools by the same rule."""
+    nodes = pool.node_ids
+    return [nodes[part * len(nodes) // num_parts] for part in range(num_parts)]
+
+
 class WeightCache(Protocol):
     """Packed weights on disk, by the dotted path of their module."""
 
@@ -276,6 +308,8 @@ class NativeExperts(RoutedExperts):
         weight_format: how the weights are stored.
         pool: runs the kernels; borrowed for the life of the operator.
         cache: where packed weights are kept between runs; None = pack at each load.
+        num_parts: shares of F, one for each NUMA node that has threads. One share is used where the
+            cache maps it; several are copied into memory of their nodes.
 
     Raises: as ``PackedExperts``, when loaded.
     """
@@ -289,33 +323,43 @@ class NativeExperts(RoutedExperts):
         weight_format: WeightFormat,
         pool: ThreadPool,
         cache: WeightCache | None = None,
+        num_parts: int = 1,
     ) -> None:
         super().__init__(num_experts, hidden_size, intermediate_size)
         self.weight_format = weight_format
         self._pool = pool
         self._cache = cache
+        self.num_parts = num_parts
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the packed weights, before and after they are loaded."""
+        """Bytes of the packed weights in one part, as the cache has them."""
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
         return count_bytes(self.weight_format, *sizes)
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Map the weights if the cache has them, else read and pack them."""
-        size_bytes = self.packed_bytes = self.size_bytes
-        found = None if self._cache is None else self._cache.find(name, size_bytes)
+        cache, size_bytes = self._cache, self.size_bytes
+        found = None if cache is None else cache.find(name, size_bytes)
         if found is not None:
-            self._experts = self._make(found)
+            self._experts = self._make(found, self.num_parts)
             reader.skip(f"{name}.")
-            return
-        reserved = None if self._cache is None else self._cache.reserve(name, size_bytes)
-        self._experts = self._make(reserved)
-        self._pack(reader, name)
-        if self._cache is not None and reserved is not None:
-            self._cache.commit(name)
+        else:
+            reserved = None if cache is None else cache.reserve(name, size_bytes)
+            self._experts = self._make(reserved, self.num_parts if reserved is None else 1)
+            self._pack(reader, name)
+            if cache is not None and reserved is not None:
+                cache.commit(name)
+                if self.num_parts > 1:
+                    self._experts = self._make(reserved, self.num_parts)
+        self.packed_bytes = self.num_experts * self._experts.expert_bytes
 
-    def _make(self, storage: NDArray[np.uint8] | None) -> PackedExperts:
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether parts should lie on nodes and the kernel refused; known once loaded."""
+        return self.num_parts > 1 and not self._experts.is_bound
+
+    def _make(self, storage: NDArray[np.uint8] | None, num_parts: int) -> PackedExperts:
         return PackedExperts(
             self.weight_format,
             self.num_experts,
@@ -323,6 +367,8 @@ class NativeExperts(RoutedExperts):
             self.intermediate_size,
             pool=self._pool,
             storage=storage,
+            num_parts=num_parts,
+            is_bound=num_parts > 1,
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
@@ -348,10 +394,10 @@ class NativeExperts(RoutedExperts):
     def add_natively(
         self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep
     ) -> None:
-        """As ``add_into_``, in buffers of a native step; ids are int64."""
+        """As ``add_into_``, in buffers of a native step; the next norm adds. Ids are int64."""
         if w_TK.tensor.dtype != torch.float32:
             super().add_natively(residual_TD, x_TD, ids_TK, w_TK, native)
             return
         out = native.buffer("experts_out", self.hidden_size, torch.float32)
         self._experts.run(x_TD, ids_TK, w_TK, out)
-        residual_TD.tensor.add_(out.tensor)
+        native.add_later(out)

@@ -2,7 +2,8 @@
 
 ``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
 the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
-tokens in all layers, contiguous: [layers, 2, kv_heads, block_size, head_dim].
+tokens in all layers, contiguous: [layers, 2, kv_heads, block_size, head_dim], or where KV is coded
+the bytes of each layer, codes and then scales (``KVLayout``).
 
 Invariants: a token's KV lives at slot (block_table[position // block_size], position %
 block_size); within a batch no two tokens share a slot; the tail of a block that is being filled
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem._native import KvPool, ThreadPool
-from tandem.core.errors import ShapeError
+from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout
 from tandem.kernels.native import Buffer, is_native, view_tensor
 
@@ -179,6 +180,7 @@ class PagedKvCache:
 
     Raises:
         ShapeError: ``tensor`` has another shape, dtype or stride.
+        UnsupportedError: coded KV off the CPU, where no operator reads it.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class PagedKvCache:
         tensor: Tensor | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
-        dtype = TORCH_DTYPES[layout.dtype]
+        dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
         if tensor is None:
             # Zeros, not garbage: see the invariants on top. Pages are touched on first use.
             tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -206,9 +208,16 @@ class PagedKvCache:
         self.device = tensor.device
         self.num_blocks = num_blocks
         self.tensor = tensor
-        self.native = KvPool.grouped(view_tensor(tensor)) if is_native(tensor) else None
+        self.native = _view_natively(tensor, layout)
         """The same memory as native attention takes it; None where torch attends."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Buffer]] = (None, {})
+        if layout.is_coded:
+            size = layout.scale_offset
+            codes = tensor[:, :, :size].unflatten(2, layout.layer_shape)
+            scales = tensor[:, :, size:].unflatten(2, (*layout.layer_shape[:3], -1))
+            self._by_token = (codes, scales)
+            return
+        self._by_token = (tensor,)
         layers = range(layout.num_layers)
         self.slots = [tensor[:, layer].permute(0, 3, 1, 2, 4) for layer in layers]
         """Per layer, [num_blocks, block_size, 2, kv_heads, head_dim]: where a step's KV goes."""
@@ -256,8 +265,9 @@ class PagedKvCache:
             raise ShapeError(
                 "kernels.copy_block", f"{num_tokens} tokens of a block of {size}: pass 0 to {size}"
             )
-        self.tensor[target, :, :, :, :num_tokens] = self.tensor[source, :, :, :, :num_tokens]
-        self.tensor[target, :, :, :, num_tokens:] = 0
+        for part in self._by_token:
+            part[target, :, :, :, :num_tokens] = part[source, :, :, :, :num_tokens]
+            part[target, :, :, :, num_tokens:] = 0
 
     def gather_index(self, block_ids: Tensor) -> Tensor:
         """Rows of ``chunks[layer]`` that hold the given blocks of several sequences.
@@ -272,3 +282,16 @@ class PagedKvCache:
         kinds = torch.arange(2, device=block_ids.device).view(2, 1, 1, 1) * heads
         head_ids = torch.arange(heads, device=block_ids.device).view(1, 1, heads, 1)
         return (block_ids[None, :, None] * self.rows_per_block + kinds + head_ids).flatten()
+
+
+def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
+    if not layout.is_coded:
+        return KvPool.grouped(view_tensor(tensor)) if is_native(tensor) else None
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            "kernels.wrap_kv_cache",
+            f"{layout.dtype} KV on {tensor.device}: only the CPU's attention reads it, use auto",
+            field="kv_dtype",
+        )
+    sizes = (layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return KvPool.coded(view_tensor(tensor), layout.dtype, *sizes)

@@ -17,10 +17,14 @@ from tandem.kernels.rope import RopeParameters
 __all__ = [
     "attention",
     "choose_experts",
+    "choose_token",
+    "edit_logits",
     "embedding",
     "experts",
     "gather_context",
+    "keep_tokens",
     "linear",
+    "log_softmax",
     "mlp",
     "moe_block",
     "rms_norm",
@@ -213,3 +217,48 @@ def moe_block(
     """Router and experts."""
     weights, ids = router(x_TD, gate_ED, top_k, is_normalised=is_normalised)
     return experts(x_TD, ids, weights, gate_up, down)
+
+
+def log_softmax(logits_RV: Array) -> Array:
+    """Natural log-probabilities."""
+    shifted = logits_RV - logits_RV.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def edit_logits(
+    logits_V: Array,
+    prompt_ids: list[int],
+    output_ids: list[int],
+    *,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+) -> Array:
+    """Repetition as in CTRL (arXiv:1909.05858), the other penalties as OpenAI's."""
+    out = logits_V.copy()
+    for i in {*prompt_ids, *output_ids}:
+        out[i] = out[i] / repetition if out[i] > 0 else out[i] * repetition
+    for i in set(output_ids):
+        out[i] -= output_ids.count(i) * frequency + presence
+    return out
+
+
+def keep_tokens(
+    logits_V: Array, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> tuple[Ids, Array]:
+    """Return the tokens that may be drawn, in the order of drawing, and their cumulated mass."""
+    weights = np.exp((logits_V - logits_V.max()) / temperature)
+    order = np.arange(len(logits_V))
+    if top_k or top_p < 1.0 or min_p > 0.0:
+        order = np.argsort(-logits_V, kind="stable")
+        order = order[weights[order] >= min_p][: top_k or None]
+    if top_p < 1.0:
+        before = np.cumsum(weights[order]) - weights[order]
+        order = order[before < top_p * weights[order].sum()]
+    return order, np.cumsum(weights[order])
+
+
+def choose_token(order: Ids, mass: Array, draw: float) -> int:
+    """Return the place of the first token at which the mass exceeds the draw's share of it."""
+    place = np.searchsorted(mass, draw * mass[-1], side="right")
+    return min(int(place), len(order) - 1)

@@ -42,6 +42,7 @@ class NativeStep:
         self.cos, self.sin = view_tensor(cos), view_tensor(sin)
         self._dtype = cos.dtype
         self._residual: Buffer | None = None
+        self._pending: Buffer | None = None
         self._buffers = cache.step_buffers(self.num_tokens, cos.dtype)
 
     def buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
@@ -63,6 +64,19 @@ class NativeStep:
             found = Buffer(made.tensor.flatten(1), made.view)
             self._buffers[name, num_heads, head_dim] = found
         return found
+
+    def add_later(self, addend_TD: Buffer) -> None:
+        """Leave what is to be added to the residual to the next norm, which reads it anyway.
+
+        The buffer must keep its contents until then.
+        """
+        assert self._pending is None, "two addends without a norm between them"
+        self._pending = addend_TD
+
+    def take_pending(self) -> Buffer | None:
+        """Return what the caller must add to the residual stream; None is nothing."""
+        pending, self._pending = self._pending, None
+        return pending
 
     def view_residual(self, x_TD: Tensor) -> Buffer:
         """View the residual stream; layers pass the same tensor on, so it is viewed once."""

@@ -24,10 +24,12 @@ __all__ = [
     "choose_experts",
     "experts",
     "linear",
+    "log_softmax",
     "logits",
     "mlp",
     "rms_norm",
     "rope",
+    "share_of_mass",
 ]
 
 Array = npt.NDArray[np.float64]
@@ -184,3 +186,23 @@ def logits(h_TD: Array, head_VD: Array, num_layers: int, dtype: torch.dtype) -> 
     summed = GEMMS_PER_LAYER * h_TD.shape[-1] * ACCUMULATE_EPS**2
     spread = np.sqrt(h_TD**2 @ (head_VD**2).T)
     return CONFIDENCE * np.sqrt(num_layers * (rounded + summed)) * spread
+
+
+def share_of_mass(logits_V: Array, temperature: float) -> float:
+    """Bound, relative, for one sum of weights exp((x - top) / T) over another.
+
+    The exponent carries four roundings (difference, T, its inverse, product), which the exponential
+    multiplies by the exponent itself, at most 87 where the weight is not flushed; then the
+    exponential's, and 7 of a block's sum. Sums of blocks are float64. Above and below alike.
+    """
+    steps = min(87.0, float(np.ptp(logits_V)) / temperature)
+    return 2 * (4 * steps + EXP_ULPS + 7) * ACCUMULATE_EPS
+
+
+def log_softmax(logits_RV: Array) -> Array:
+    """Bound [R, 1]: the logarithm turns the relative error of the sum into an absolute one.
+
+    The sum's terms that count lie near the largest: a term exp(-s) carries s roundings, and s
+    exp(-s) is below 1. What is flushed below exp(-87) vanishes beside it.
+    """
+    return np.full((len(logits_RV), 1), (4 + EXP_ULPS + 7) * ACCUMULATE_EPS)

@@ -43,6 +43,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "keeps those of large models under ~/.cache/tandem."
         ),
     ] = "auto"
+    expert_parts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Shares that packed experts are split into; 0 = one for each NUMA node "
+            "that computes. One is mapped from the cache; several are copied to their nodes.",
+        ),
+    ] = 0
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"
     adapter: Annotated[
         str, Meta(description="Folder of a LoRA adapter to serve beside the model.")

@@ -1,6 +1,7 @@
 """From a checkpoint to a model that runs paged batches."""
 
 import hashlib
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.core.spec import DTYPE_BYTES, KVLayout, ModelSpec
+from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
+from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
@@ -27,6 +29,8 @@ from tandem.models.skeleton import build_skeleton
 from tandem.models.weights import Progress, WeightSource
 
 __all__ = ["CausalModel", "load_model", "make_kv_layout"]
+
+logger = logging.getLogger(__name__)
 
 
 class CausalModel:
@@ -83,12 +87,16 @@ class CausalModel:
     def numerics(self) -> str:
         """SHA-256 over what, beside the weights, decides the values of a KV block.
 
-        The dtype, and for each module its operator and weight format, so that a rule for one layer
-        counts as well as a setting for all.
+        The dtype, for each module its operator and weight format, so that a rule for one layer
+        counts as well as a setting for all, and the parts of experts.
         """
         digest = hashlib.sha256(self.spec.dtype.encode())
         for outcome in self.report.outcomes:
             digest.update(f"\0{outcome.module}\0{outcome.operator}\0{outcome.note}".encode())
+        # Sums of parts are rounded apart.
+        for module in self.skeleton.modules():
+            if isinstance(module, NativeExperts) and module.num_parts > 1:
+                digest.update(f"\0{module.num_parts}".encode())
         return digest.hexdigest()
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
@@ -96,7 +104,8 @@ class CausalModel:
 
         Args:
             block_size: tokens per block.
-            kv_dtype: of the stored keys and values; ``auto`` is the model's.
+            kv_dtype: of the stored keys and values; ``auto`` is the model's, ``int8`` and ``fp8``
+                are codes with scales.
 
         Raises:
             ConfigError: an unknown dtype.
@@ -148,6 +157,7 @@ class CausalModel:
             hidden = self._embed(batch.token_ids)
             for layer in self._fused:
                 layer.run_(hidden, step)
+            DecoderLayer.complete_(hidden, step)
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
@@ -164,6 +174,7 @@ def load_model(
     expert_format: str = "auto",
     linear_format: str = "auto",
     packed_cache: str = "off",
+    expert_parts: int = 0,
     pool: ThreadPool | None = None,
     progress: Progress | None = None,
 ) -> CausalModel:
@@ -177,6 +188,8 @@ def load_model(
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
         linear_format: of the other matrices; the embedding stays a tensor.
         packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
+        expert_parts: shares that packed experts are split into, each in memory of the NUMA node
+            that computes it; 0 = one for each node of the pool.
         pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
 
@@ -211,7 +224,7 @@ def load_model(
         if root is not None:
             caches = stack.enter_context(PackedCaches(root, source=fingerprint))
         model = build_skeleton(checkpoint.config)
-        settings = WeightSettings.of_plan(plan, pool, caches)
+        settings = WeightSettings.of_plan(plan, pool, caches, expert_parts)
         table, outcomes = apply_rules(
             model, checkpoint.config, all_rules, device=device, settings=settings
         )
@@ -219,6 +232,11 @@ def load_model(
         ignored = source.check_all_used(_list_harmless(checkpoint))
     report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
     require_no_meta(model)
+    if any(isinstance(m, NativeExperts) and m.is_misplaced for m in model.modules()):
+        logger.warning(
+            "event=memory_not_bound what=experts why=%r",
+            "the kernel refused mbind: parts lie where their threads touched them first",
+        )
     return CausalModel(model, spec, report, fingerprint, ignored, plan, torch.device(device))
 
 
@@ -228,8 +246,8 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     Raises: ConfigError for an unknown dtype.
     """
     dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
-    if dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    if dtype not in DTYPE_BYTES and dtype not in KV_CODE_BYTES:
+        known = ", ".join((*DTYPE_BYTES, *KV_CODE_BYTES))
         raise ConfigError(
             "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
         )

@@ -27,7 +27,7 @@ from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters
 from tandem.models.families import head_dim_of
 from tandem.models.packed_cache import PackedCaches
-from tandem.models.precision import NO_FORMAT, WeightPlan
+from tandem.models.precision import NO_FORMAT, WeightPlan, choose_expert_parts
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = [
@@ -74,10 +74,16 @@ class WeightSettings:
     """Of the routers' scores, which choose: a format that loses nothing."""
     caches: PackedCaches | None = None
     """Where packed experts are kept between runs."""
+    expert_parts: int = 0
+    """Shares of packed experts; 0 is one for each NUMA node of the pool."""
 
     @classmethod
     def of_plan(
-        cls, plan: WeightPlan, pool: ThreadPool, caches: PackedCaches | None = None
+        cls,
+        plan: WeightPlan,
+        pool: ThreadPool,
+        caches: PackedCaches | None = None,
+        expert_parts: int = 0,
     ) -> "WeightSettings":
         """Return the settings that a plan comes to."""
         return cls(
@@ -86,6 +92,7 @@ class WeightSettings:
             linear=plan.linear.weight_format,
             router=plan.router.weight_format,
             caches=caches,
+            expert_parts=expert_parts,
         )
 
 
@@ -270,7 +277,13 @@ def _build_experts(module: Any, context: BuildContext) -> RoutedExperts:
     if weight_format is None:
         return Experts(*sizes)
     cache = None if settings.caches is None else settings.caches.open(weight_format.name)
-    return NativeExperts(*sizes, weight_format=weight_format, pool=settings.pool, cache=cache)
+    return NativeExperts(
+        *sizes,
+        weight_format=weight_format,
+        pool=settings.pool,
+        cache=cache,
+        num_parts=choose_expert_parts(settings.expert_parts, len(settings.pool.node_ids), sizes[2]),
+    )
 
 
 def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:

@@ -10,7 +10,17 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.native_linear import count_bytes
 
-__all__ = ["NO_FORMAT", "FormatPlan", "WeightPlan", "choose_dtype", "plan_weights"]
+__all__ = [
+    "NO_FORMAT",
+    "FormatPlan",
+    "WeightPlan",
+    "choose_dtype",
+    "choose_expert_parts",
+    "plan_weights",
+]
+
+PART_COLUMNS = 128
+"""Columns of an expert's smallest part: of all formats the largest block that cannot be split."""
 
 NO_FORMAT = "none"
 """The wish for tensors of the model's dtype."""
@@ -108,6 +118,17 @@ def plan_weights(
         # The embedding's table stays beside the packed head.
         size += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
     return WeightPlan(experts, linear, router, size)
+
+
+def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> int:
+    """Return into how many parts routed experts are split.
+
+    Args:
+        wish: as many as asked for; 0 is one for each node.
+        num_nodes: NUMA nodes that have threads.
+        intermediate_size: of an expert; a part has whole blocks of 64 or 128 columns of it.
+    """
+    return wish or max(1, min(num_nodes, intermediate_size // PART_COLUMNS))
 
 
 def _list_experts(spec: ModelSpec) -> list[tuple[int, int, int]]:

@@ -199,15 +199,18 @@ class RpcServer:
         if not self._is_open:
             return
         self._is_open = False
-        reason = PeerLostError("rpc.close", f"{self.identity.name} is stopping")
-        for routing_id in list(self._peers):
-            self._drop(routing_id, reason, tell=True)
+        self.end_sessions(PeerLostError("rpc.close", f"{self.identity.name} is stopping"))
         self._open.close()
         if self._endpoint.path is not None:
             self._endpoint.path.unlink(missing_ok=True)
         # Waits until the farewells are delivered or linger_ms has passed.
         await asyncio.to_thread(self._context.term)
         logger.info("event=rpc_closed endpoint=%s", self.endpoint)
+
+    def end_sessions(self, reason: TandemError) -> None:
+        """End all sessions and tell the clients why; new ones are admitted as before."""
+        for routing_id in list(self._peers):
+            self._drop(routing_id, reason, tell=True)
 
     def _open_sockets(self, opening: contextlib.ExitStack) -> None:
         if self._auth.uses_curve:

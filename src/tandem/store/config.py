@@ -8,14 +8,71 @@ from msgspec import Meta
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["StoreConfig"]
+__all__ = ["StoreConfig", "StoreElectionConfig"]
+
+
+class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How several masters agree on which of them leads."""
+
+    backend: Annotated[
+        Literal["none", "etcd"], Meta(description="Who elects the leader; none: a single master.")
+    ] = "none"
+    endpoints: Annotated[
+        tuple[str, ...], Meta(description="Client URLs of etcd; its JSON gateway is used.")
+    ] = ("http://127.0.0.1:2379",)
+    prefix: Annotated[
+        str,
+        Meta(min_length=1, max_length=200, description="Of the keys in etcd; one for each store."),
+    ] = "/tandem/store"
+    ttl_s: Annotated[
+        int, Meta(ge=2, le=600, description="A leader not heard of for so long may be replaced.")
+    ] = 3
+    timeout_ms: Annotated[
+        int, Meta(ge=10, le=60_000, description="Deadline of one question to etcd.")
+    ] = 1_000
+    address: Annotated[
+        str,
+        Meta(description="Where others reach this master; empty: where it listens."),
+    ] = ""
+    user: Annotated[str, Meta(description="Name for etcd with authentication; empty: none.")] = ""
+    password: Annotated[
+        str | None,
+        Meta(description="Password for etcd.", extra_json_schema={"secret": True}),
+    ] = None
+    ca_file: Annotated[
+        str, Meta(description="Certificates that etcd's is checked with; empty: the system's.")
+    ] = ""
+    cert_file: Annotated[str, Meta(description="Our certificate for etcd; empty: none.")] = ""
+    key_file: Annotated[
+        str, Meta(description="Key of that certificate; empty: in the same file.")
+    ] = ""
+
+    def __repr__(self) -> str:
+        """Show the settings without the password."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["password"] = None if self.password is None else "***"
+        return f"StoreElectionConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    def __post_init__(self) -> None:
+        """Check what single bounds cannot.
+
+        Raises: ConfigError.
+        """
+        bad = [url for url in self.endpoints if not url.startswith(("http://", "https://"))]
+        if bad or not self.endpoints:
+            raise ConfigError(
+                "store.configure",
+                f"etcd endpoints {self.endpoints}: give http://host:port or https://host:port",
+                field="store.election.endpoints",
+            )
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One set for master, hosts and clients; each reads what concerns it."""
 
     master: Annotated[
-        str, Meta(description="Address of the master, ipc:///path or tcp://host:port.")
+        str,
+        Meta(description="Address of the master, ipc:///path or tcp://host:port; several: a,b,c."),
     ] = ""
     secret: Annotated[
         str | None,
@@ -92,6 +149,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="Port of GET /metrics on loopback; 0 = none.")
     ] = 0
+    election: StoreElectionConfig = msgspec.field(default_factory=StoreElectionConfig)
 
     def __repr__(self) -> str:
         """Show the settings without the secret."""

@@ -8,10 +8,10 @@ when a caller goes away runs as a task of the master's own.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tandem.core.clock import Clock
-from tandem.core.errors import TandemError
+from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
@@ -59,10 +59,23 @@ from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
-__all__ = ["StoreMaster"]
+__all__ = ["StoreMaster", "Term"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Term(Protocol):
+    """The time for which a master was elected; see ``Campaign``."""
+
+    def holds(self) -> bool:
+        """Whether it goes on."""
+        ...
+
+    def resign(self, *, min_epoch: int) -> None:
+        """End it, for one of an epoch above ``min_epoch``."""
+        ...
+
 
 TICK_S = 0.05
 
@@ -74,12 +87,19 @@ class StoreMaster:
         config: the limits and intervals of a store.
         clock: of leases, pins and expiry.
         epoch: above that of every earlier master of this store; raised further if a host has
-            seen a higher one.
+            seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
+        term: the elected one; None for a single master, which always leads.
     """
 
     def __init__(
-        self, config: StoreConfig, *, clock: Clock, epoch: int, draw: Callable[[int], int]
+        self,
+        config: StoreConfig,
+        *,
+        clock: Clock,
+        epoch: int,
+        draw: Callable[[int], int],
+        term: "Term | None" = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -87,6 +107,7 @@ class StoreMaster:
         self.hosts: dict[int, HostSpace] = {}
         self.counters = StoreCounters()
         self.clock = clock
+        self._term = term
         self._draw = draw
         self._counter = 0
         self.space_freed = asyncio.Event()
@@ -160,10 +181,23 @@ class StoreMaster:
         self._counter += 1
         return self.epoch << layout.VERSION_BITS | self._counter
 
-    def raise_epoch(self, epoch: int) -> None:
-        """Go above a master that a host has obeyed."""
-        self.epoch = epoch
+    def order_epoch(self) -> int:
+        """Return the epoch that orders bear. Raises: PeerLostError after the end of the term."""
+        if self._term is not None and not self._term.holds():
+            raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
+        return self.epoch
+
+    def outbid(self, epoch: int) -> None:
+        """A host has obeyed a master of ``epoch``: go above it.
+
+        Raises: PeerLostError if that takes another election; epochs are not ours to choose then.
+        """
+        if self._term is not None:
+            self._term.resign(min_epoch=epoch)
+            raise PeerLostError("store.join", f"{epoch} was obeyed: elected anew above it")
+        self.epoch = epoch + 1
         self._counter = 0
+        logger.info("event=epoch_raised epoch=%d", self.epoch)
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
         """Return writable hosts in the order in which to try them."""
@@ -360,6 +394,7 @@ class StoreMaster:
                 )
                 for host in self.hosts.values()
             ],
+            is_recovering=self.is_recovering,
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:

@@ -63,15 +63,14 @@ class Membership:
                 )
             self.lose_host(host)  # The same one, by a new connection.
         if request.epoch_seen > self._master.epoch:
-            self._master.raise_epoch(request.epoch_seen + 1)
-            logger.info("event=epoch_raised epoch=%d host=%s", self._master.epoch, request.name)
+            self._master.outbid(request.epoch_seen)
         if host is None:
             number = len(self._master.hosts)
             host = HostSpace(
                 number,
                 request.name,
                 self._master.clock,
-                lambda: self._master.epoch,
+                self._master.order_epoch,
                 self._master.space_freed.set,
             )
             self._master.hosts[number] = self._names[request.name] = host

@@ -31,6 +31,7 @@ __all__ = [
     "KeyBytes",
     "KeyList",
     "KeyPage",
+    "LeaderAnswer",
     "ListKeys",
     "LoadObject",
     "OpenWriter",
@@ -284,6 +285,16 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None: it has none."""
 
 
+class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a master knows of who leads. One of before elections has no such answer, and leads."""
+
+    is_leader: bool
+    """Whether it is the one asked."""
+    address: str = ""
+    """Of who leads; empty if that is not known."""
+    epoch: int = 0
+
+
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The store as its master sees it."""
 
@@ -294,6 +305,8 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_under_replicated: int
     num_unfinished: int
     hosts: list[HostStatus]
+    is_recovering: bool = False
+    """Hosts may still bring objects: what is missing is not yet known to be gone."""
 
 
 # Between master and hosts.

@@ -62,6 +62,7 @@ class StoreCounters:
     replicas_corrupt: int = 0
     replicas_copied: int = 0
     hosts_lost: int = 0
+    terms: int = 0
     latencies: dict[str, LatencyHistogram] = field(default_factory=dict)
     """By method; from when a request was decoded to its answer."""
 
@@ -85,10 +86,13 @@ _COUNTER_HELP = {
     "replicas_corrupt": "Replicas dropped for a wrong checksum.",
     "replicas_copied": "Replicas made by repair or drain.",
     "hosts_lost": "Hosts that went away.",
+    "terms": "Terms that this master has begun.",
 }
 
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master."),
+    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master; 0 while another leads."),
+    MetricSpec("tandem:store_is_leader", "gauge", (), "1 while this master may serve."),
+    MetricSpec("tandem:store_is_recovering", "gauge", (), "1 while hosts may still bring objects."),
     MetricSpec("tandem:store_objects", "gauge", (), "Objects in the directory."),
     MetricSpec("tandem:store_value_bytes", "gauge", (), "Bytes of their values, each once."),
     MetricSpec("tandem:store_unreadable_objects", "gauge", (), "Objects whose hosts are all lost."),
@@ -147,7 +151,7 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 
 
-def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
+def render_metrics(status: StoreStatus, counters: StoreCounters, is_leader: bool = True) -> bytes:
     """Return the page in the Prometheus text format.
 
     Raises: UnsupportedError if ``prometheus_client`` is not installed.
@@ -167,6 +171,7 @@ def render_metrics(status: StoreStatus, counters: StoreCounters) -> bytes:
         ) from None
 
     values = _collect_values(status, counters)
+    values["tandem:store_is_leader"] = [([], float(is_leader))]
     histograms = _collect_histograms(status, counters)
 
     class _Page(Collector):
@@ -221,6 +226,7 @@ def _collect_values(
 ) -> dict[str, list[tuple[list[str], float]]]:
     values: dict[str, list[tuple[list[str], float]]] = {
         "tandem:store_epoch": [([], status.epoch)],
+        "tandem:store_is_recovering": [([], float(status.is_recovering))],
         "tandem:store_objects": [([], status.num_objects)],
         "tandem:store_value_bytes": [([], status.total_bytes)],
         "tandem:store_unreadable_objects": [([], status.num_unreadable)],

@@ -16,9 +16,9 @@ import msgspec
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import (
     CapacityError,
+    ConfigError,
     ConflictError,
     InternalError,
-    NotFoundError,
     UnsupportedError,
 )
 from tandem.rpc import (
@@ -36,14 +36,16 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
+from tandem.store.campaign import Campaign
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
 from tandem.store.host import StoreHost
-from tandem.store.master import StoreMaster
+from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
+from tandem.store.seat import MasterSeat
 from tandem.store.segment import Segment
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
@@ -65,8 +67,10 @@ def default_folder() -> Path:
     return Path(f"/tmp/tandem-store-{os.geteuid()}")  # noqa: S108 - made 0700 and checked
 
 
-def _endpoint(config: StoreConfig) -> str:
-    return config.master or f"ipc://{make_runtime_dir(default_folder())}/master.sock"
+def _endpoints(config: StoreConfig) -> list[str]:
+    """Return where masters may be; the data path's secret is beside the first."""
+    listed = [url.strip() for url in config.master.split(",") if url.strip()]
+    return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 
 def _state_folder(url: str) -> Path:
@@ -79,12 +83,18 @@ def _auth(config: StoreConfig, url: str) -> Auth:
     return Auth.for_endpoint(url, config.secret)
 
 
-def _rpc_config(config: RpcConfig) -> RpcConfig:
-    longest = min(config.reconnect_max_ms, MAX_RECONNECT_MS)
+def _rpc_config(rpc: RpcConfig, config: StoreConfig) -> RpcConfig:
+    longest = min(rpc.reconnect_max_ms, MAX_RECONNECT_MS)
+    lease_ms = rpc.lease_ms
+    if config.election.backend != "none" or "," in config.master:
+        # A leader that is stopped must be missed when another is elected, not long after.
+        lease_ms = min(lease_ms, 1000 * config.election.ttl_s)
     return msgspec.structs.replace(
-        config,
+        rpc,
         reconnect_max_ms=longest,
-        reconnect_initial_ms=min(config.reconnect_initial_ms, longest),
+        reconnect_initial_ms=min(rpc.reconnect_initial_ms, longest),
+        lease_ms=lease_ms,
+        heartbeat_interval_ms=min(rpc.heartbeat_interval_ms, lease_ms // 4),
     )
 
 
@@ -135,21 +145,39 @@ def next_epoch(folder: Path) -> int:
     return epoch
 
 
+class _BootClock:
+    """Counts while the machine sleeps as well: a leadership ends in that time."""
+
+    def now_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class MasterService:
-    """A master process. An async context manager."""
+    """A master process. An async context manager.
+
+    With an election, entering it does not wait for the leadership, and it is never refused for
+    want of etcd: whoever asks meanwhile is told who leads.
+    """
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
         self._config = config
-        url = _endpoint(config)
+        urls = _endpoints(config)
+        if len(urls) > 1:
+            raise ConfigError(
+                "store.master",
+                f"a master has one address, not {config.master!r}",
+                field="store.master",
+            )
         self._server = RpcServer(
-            url,
+            urls[0],
             identity=_identify("store master", "store_master"),
-            auth=_auth(config, url),
-            config=_rpc_config(RpcConfig() if rpc is None else rpc),
+            auth=_auth(config, urls[0]),
+            config=_rpc_config(RpcConfig() if rpc is None else rpc, config),
             check_compat=check_version,
         )
         self._http: asyncio.Server | None = None
-        self.master: StoreMaster
+        self._open = contextlib.AsyncExitStack()
+        self.seat: MasterSeat
 
     @property
     def endpoint(self) -> str:
@@ -157,38 +185,68 @@ class MasterService:
         return self._server.endpoint
 
     @property
+    def epoch(self) -> int:
+        """Of the term; 0 while another leads."""
+        return self.seat.master.epoch
+
+    @property
     def metrics_address(self) -> tuple[str, int] | None:
         """Host and port of ``GET /metrics``; None if it is off."""
         return None if self._http is None else self._http.sockets[0].getsockname()[:2]
 
     async def __aenter__(self) -> Self:
-        url = self._server.endpoint
-        _transfer_secret(self._config, url)
-        self.master = StoreMaster(
-            self._config,
-            clock=MonotonicClock(),
-            epoch=next_epoch(_state_folder(url)),
-            draw=secrets.randbelow,
-        )
-        for name, handler, request, response in self.master.methods():
-            timed = _time_calls(handler, name, self.master.counters.observe)
-            self._server.register(name, timed, request, response)
-        self._server.on_peer_lost(lambda peer, _: self.master.on_caller_lost(peer))
-        self._server.start()
-        self.master.start()
-        if self._config.metrics_port:
-            self._http = await asyncio.start_server(
-                self._serve_http, "127.0.0.1", self._config.metrics_port
-            )
-        logger.info("event=master_up endpoint=%s epoch=%d", self.endpoint, self.master.epoch)
+        async with contextlib.AsyncExitStack() as opening:
+            await self._start(opening)
+            self._open = opening.pop_all()
         return self
 
+    async def _start(self, opening: contextlib.AsyncExitStack) -> None:
+        config, url = self._config, self._server.endpoint
+        _transfer_secret(config, url)
+        self.seat = MasterSeat(
+            config,
+            clock=MonotonicClock(),
+            draw=secrets.randbelow,
+            end_sessions=self._server.end_sessions,
+        )
+        opening.push_async_callback(self.seat.aclose)
+        for name, handler, request, response in self.seat.methods():
+            timed = _time_calls(handler, name, self.seat.counters.observe)
+            self._server.register(name, timed, request, response)
+        self._server.on_peer_lost(lambda peer, _: self.seat.on_caller_lost(peer))
+        if config.election.backend == "none":
+            self.seat.take(next_epoch(_state_folder(url)))
+        self._server.start()
+        opening.push_async_callback(self._server.aclose)
+        if config.election.backend == "etcd":
+            await self._start_campaign(opening)
+        if config.metrics_port:
+            self._http = await asyncio.start_server(
+                self._serve_http, "127.0.0.1", config.metrics_port
+            )
+            opening.push_async_callback(self._http.wait_closed)
+            opening.callback(self._http.close)
+        logger.info("event=master_up endpoint=%s epoch=%d", self.endpoint, self.epoch)
+
+    async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
+        from tandem.store.etcd import EtcdBackend
+
+        election, clock = self._config.election, _BootClock()
+        backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
+        self.seat.campaign = Campaign(
+            backend,
+            clock=clock,
+            address=election.address or self.endpoint,
+            ttl_s=election.ttl_s,
+            timeout_s=election.timeout_ms / 1e3,
+            on_elected=self.seat.take,
+            on_deposed=self.seat.leave,
+        )
+        running = asyncio.create_task(self.seat.campaign.run())
+        opening.push_async_callback(_end_task, running)
+
     async def __aexit__(self, *_: object) -> None:
-        if self._http is not None:
-            self._http.close()
-            await self._http.wait_closed()
-        await self._server.aclose()
-        await self.master.aclose()
+        await self._open.aclose()
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer ``GET /metrics``; a page of text needs no web framework."""
@@ -196,7 +254,9 @@ class MasterService:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET /metrics "):
-                    page = render_metrics(self.master.status(), self.master.counters)
+                    page = render_metrics(
+                        self.seat.master.status(), self.seat.counters, self.seat.is_leader
+                    )
                     status = "200 OK"
                 else:
                     page, status = b"GET /metrics is all there is\n", "404 Not Found"
@@ -220,9 +280,9 @@ class HostService:
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
         machine = config.machine or socket.gethostname()
         name = config.name or f"{machine}:{os.getpid()}"
-        self._url = _endpoint(config)
+        self._urls = _endpoints(config)
         self._config = config
-        self._rpc = _rpc_config(RpcConfig() if rpc is None else rpc)
+        self._rpc = _rpc_config(RpcConfig() if rpc is None else rpc, config)
         self._name = name
         self._machine = machine
         self.host: StoreHost
@@ -235,7 +295,7 @@ class HostService:
         self._is_kept = bool(config.name)
         opened = await asyncio.to_thread(Segment.open_file, path, config.segment_bytes)
         self._segment = opened
-        self._engine = _make_engine(config, self._url, self._name, config.listen)
+        self._engine = _make_engine(config, self._urls[0], self._name, config.listen)
         port = TransferHostPort(self._engine, opened)
         try:
             disk = await self._open_disk(opened)
@@ -247,10 +307,13 @@ class HostService:
         table = MethodTable()
         for name, handler, request, response in self.host.methods():
             table.register(name, handler, request, response)
-        self._client = _make_client(self._url, config, self._rpc, self._name, "store_host", table)
-        self._client.on_peer(self.host.on_master)
-        self._client.on_peer_lost(lambda _, __: self.host.on_master_lost())
-        self._connecting = asyncio.create_task(_connect_patiently(self._client))
+        self._channel = LeaderClient(
+            self._urls,
+            _client_maker(config, self._rpc, self._name, "store_host", table),
+            on_peer=self.host.on_master,
+            on_peer_lost=self.host.on_master_lost,
+        )
+        self._channel.start()
         loop = asyncio.get_running_loop()
 
         def tell_grown(usable_bytes: int) -> None:
@@ -283,10 +346,8 @@ class HostService:
         return disk
 
     async def __aexit__(self, *_: object) -> None:
-        self._connecting.cancel()
-        await asyncio.gather(self._connecting, return_exceptions=True)
         await self.host.aclose()
-        await self._client.aclose()
+        await self._channel.aclose()
         if self.host.disk is not None:
             await self.host.disk.aclose()
         if self._folder is not None:
@@ -300,18 +361,19 @@ class ClientService:
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
         self._config = config
-        self._url = _endpoint(config)
-        self._rpc = _rpc_config(RpcConfig() if rpc is None else rpc)
+        self._urls = _endpoints(config)
+        self._rpc = _rpc_config(RpcConfig() if rpc is None else rpc, config)
         self.client: AsyncStoreClient
 
     async def __aenter__(self) -> Self:
         name = self._config.name or f"{socket.gethostname()}:{os.getpid()}"
-        self._channel = _make_client(
-            self._url, self._config, self._rpc, name, "store_client", MethodTable()
+        self._channel = LeaderClient(
+            self._urls,
+            _client_maker(self._config, self._rpc, name, "store_client", MethodTable()),
         )
-        await self._channel.connect()
+        await self._channel.connect(self._rpc.connect_timeout_ms / 1e3)
         try:
-            self._engine = _make_engine(self._config, self._url, name, ())
+            self._engine = _make_engine(self._config, self._urls[0], name, ())
         except BaseException:
             await self._channel.aclose()
             raise
@@ -330,32 +392,29 @@ class ClientService:
         await asyncio.to_thread(self._engine.close, deadline_s=2.0)
 
 
-async def _connect_patiently(client: RpcClient) -> None:
-    """Connect once there is a master; later losses the client mends by itself."""
-    while True:
-        try:
-            await client.connect()
-        except (ConnectionError, TimeoutError, NotFoundError) as error:
-            if isinstance(error, PermissionError):
-                raise
-            logger.info("event=master_awaited endpoint=%s reason=%s", client.endpoint, error)
-            await asyncio.sleep(MAX_RECONNECT_MS / 1e3)
-        else:
-            return
+async def _end_task(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
-def _make_client(
-    url: str, config: StoreConfig, rpc: RpcConfig, name: str, role: str, table: MethodTable
-) -> RpcClient:
-    return RpcClient(
-        url,
-        identity=_identify(name, role),
-        auth=_auth(config, url),
-        config=rpc,
-        reconnect=True,
-        methods=table,
-        check_compat=check_version,
-    )
+def _client_maker(
+    config: StoreConfig, rpc: RpcConfig, name: str, role: str, table: MethodTable
+) -> Callable[[str], RpcClient]:
+    identity = _identify(name, role)
+    timeout_ms = min(rpc.connect_timeout_ms, int(PROBE_TIMEOUT_S * 1e3))
+    one_try = msgspec.structs.replace(rpc, connect_timeout_ms=timeout_ms)
+
+    def make(url: str) -> RpcClient:
+        return RpcClient(
+            url,
+            identity=identity,
+            auth=_auth(config, url),
+            config=one_try,
+            methods=table,
+            check_compat=check_version,
+        )
+
+    return make
 
 
 def _make_engine(

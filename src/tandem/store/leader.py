@@ -1,0 +1,248 @@
+"""The way to the master that leads, for hosts and clients.
+
+They know addresses of masters, not etcd: thousands of clients would each need its address, a
+connection and a password, only to learn what any master can tell. All masters that are known are
+asked at once, whoever says that it leads is taken, and who is named by another is asked as well,
+so that one live address is enough. When the session ends, for whatever reason, the search begins
+anew; a master that stops leading ends its sessions.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+    UnsupportedError,
+)
+from tandem.rpc import Peer, RpcClient
+from tandem.store.messages import LeaderAnswer
+
+__all__ = ["LeaderClient"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PROBE_TIMEOUT_S = 1.0
+"""Of the question who leads: a master that is stopped must not hold up those that are not."""
+PAUSE_S = 0.1
+"""Between two rounds of questions."""
+TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
+"""What another round may cure; see ``rpc.client``."""
+
+
+class LeaderClient:
+    """A ``MasterChannel``: one session at a time, with whoever leads.
+
+    Args:
+        urls: masters that may lead.
+        make_client: makes the client of one of them; without ``reconnect``, and with a
+            ``connect_timeout_ms`` for one attempt.
+        on_peer: called when a session with a leader begins, with the leader.
+        on_peer_lost: called once when it ends.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        make_client: Callable[[str], RpcClient],
+        *,
+        on_peer: Callable[[Peer], None] | None = None,
+        on_peer_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self._urls = list(urls)
+        self._make_client = make_client
+        self._on_peer = on_peer
+        self._on_peer_lost = on_peer_lost
+        self._clients: dict[str, RpcClient] = {}
+        """Kept over their sessions, since they number these."""
+        self._hints: list[str] = []
+        self._client: RpcClient | None = None
+        self._lost = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Set while there is a leader, and when the search was given up."""
+        self._failure: TandemError | None = None
+        self._last_error: TandemError = PeerLostError("store.leader", "no master was asked yet")
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the leader is; empty while there is none."""
+        return "" if self._client is None else self._client.endpoint
+
+    def start(self) -> None:
+        """Begin to look, and go on until closed."""
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def connect(self, timeout_s: float) -> None:
+        """Begin to look, and wait for the first session.
+
+        Raises: PermissionDeniedError, UnsupportedError, ConflictError when all masters refuse;
+            PeerLostError or DeadlineError when nobody leads in time.
+        """
+        self.start()
+        try:
+            await self.wait_connected(timeout_s)
+        except BaseException:
+            last = self._last_error
+            await self.aclose()
+            if self._failure is None and isinstance(last, PeerLostError):
+                raise PeerLostError(last.where, last.what, field=last.field) from None
+            raise
+
+    async def wait_connected(self, timeout_s: float) -> object:
+        """Wait for a session with a leader.
+
+        Raises: DeadlineError; the refusal, if all masters refuse.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                "store.leader", f"no master led within {timeout_s:g} s: {self._last_error}"
+            ) from None
+        if self._failure is not None:
+            raise type(self._failure)(
+                self._failure.where, self._failure.what, field=self._failure.field
+            )
+        return self._client
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call the present leader; PeerLostError if there is none."""
+        client = self._client
+        if client is None:
+            raise PeerLostError("store.leader", f"no master leads: {self._last_error}")
+        return await client.call(method, request, response_type, timeout_s=timeout_s)
+
+    async def aclose(self) -> None:
+        """End the session and the search. Idempotent."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        self._client = None
+        clients, self._clients = list(self._clients.values()), {}
+        await asyncio.gather(*(client.aclose() for client in clients))
+
+    # The search.
+
+    async def _follow(self) -> None:
+        while True:
+            self._lost = asyncio.Event()
+            try:
+                client = await self._seek()
+            except TandemError as error:
+                # Refused by name by all of them: another round would be refused as well.
+                logger.exception("event=search_given_up masters=%s", ",".join(self._urls))
+                self._failure = error
+                self._settled.set()
+                return
+            if client.is_connected:
+                self._client = client
+                self._settled.set()
+                logger.info("event=leader_found endpoint=%s", client.endpoint)
+                if self._on_peer is not None:
+                    self._on_peer(client.peer)
+                await self._lost.wait()
+                logger.info("event=leader_lost endpoint=%s", client.endpoint)
+            await client.aclose()
+
+    def _note_lost(self, client: RpcClient, error: TandemError) -> None:
+        if client is not self._client:
+            return
+        self._client = None
+        self._settled.clear()
+        self._last_error = error
+        self._lost.set()
+        if self._on_peer_lost is not None:
+            self._on_peer_lost()
+
+    async def _seek(self) -> RpcClient:
+        while True:
+            urls = list(dict.fromkeys([*self._urls, *self._hints]))
+            self._hints = []
+            refusals: list[TandemError] = []
+            found = await self._ask_all(urls, refusals)
+            if found is not None:
+                return found
+            if len(refusals) == len(self._urls):
+                raise refusals[0]
+            if not set(self._hints) - set(urls):
+                await asyncio.sleep(PAUSE_S)
+
+    async def _ask_all(self, urls: Sequence[str], refusals: list[TandemError]) -> RpcClient | None:
+        """Return the client of the first that says it leads, connected; the others are closed."""
+        tasks = {asyncio.ensure_future(self._ask(url)): url for url in urls}
+        pending = set(tasks)
+        leaders: list[tuple[int, str]] = []
+        try:
+            while pending and not leaders:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        answer = task.result()
+                    except TRANSIENT as error:
+                        self._last_error = error
+                    except TandemError as error:
+                        self._last_error = error
+                        refusals.append(error)
+                    else:
+                        self._note_answer(tasks[task], answer, leaders)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            chosen = max(leaders)[1] if leaders else None
+            others = [self._clients[url] for url in urls if url != chosen and url in self._clients]
+            await asyncio.gather(*(client.aclose() for client in others))
+        return None if chosen is None else self._clients[chosen]
+
+    def _note_answer(self, url: str, answer: LeaderAnswer, leaders: list[tuple[int, str]]) -> None:
+        if answer.is_leader:
+            leaders.append((answer.epoch, url))
+            return
+        self._last_error = PeerLostError(
+            "store.leader", f"{url} does not lead; {answer.address or 'nobody it knows'} does"
+        )
+        if answer.address:
+            self._hints.append(answer.address)
+
+    async def _ask(self, url: str) -> LeaderAnswer:
+        client = self._clients.get(url)
+        if client is None:
+            client = self._clients[url] = self._open(url)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await client.connect()
+                return await client.call("leader", None, LeaderAnswer)
+        except UnsupportedError as error:
+            if error.field != "method":
+                raise
+            return LeaderAnswer(is_leader=True)  # Of before there were elections.
+        except DeadlineError:
+            raise
+        except TimeoutError:
+            raise DeadlineError("store.leader", f"{url} was silent") from None
+
+    def _open(self, url: str) -> RpcClient:
+        try:
+            client = self._make_client(url)
+        except ConfigError as error:
+            raise ConflictError(error.where, f"{url}: {error.what}") from None
+        client.on_peer_lost(lambda _, error: self._note_lost(client, error))
+        return client
