@@ -548,7 +548,7 @@ class World:
         if name in self.disks:
             self.disks[name].lose_process()
         if host.disk is not None:
-            tasks += [host.disk._running, *host.disk._tasks]
+            tasks += [host.disk._running, *host.disk._io.tasks]
         for task in tasks:
             if task is not None:
                 task.cancel()

@@ -14,8 +14,7 @@ from disk_world import MemoryDisk, MemoryPort
 from store_world import LoopClock, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
-from tandem.store import disk as disk_module
-from tandem.store import layout
+from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
 from tandem.store.messages import DiskState
@@ -46,7 +45,7 @@ class Bench:
     def stop(self) -> None:
         """Nothing of an earlier life goes on."""
         if self.tier is not None:
-            for task in [*self.tier._tasks, self.tier._running]:
+            for task in [*self.tier._io.tasks, self.tier._running]:
                 if task is not None:
                     task.cancel()
 
@@ -354,7 +353,7 @@ def test_a_disk_that_hangs_is_given_up_and_empty_after_a_restart():
         bench.put("b", 30_000)
         await asyncio.sleep(0.1)
         removal = asyncio.ensure_future(bench.forget("a"))
-        await asyncio.sleep(3 * disk_module.HANG_S)
+        await asyncio.sleep(3 * disk_io.HANG_S)
         assert removal.done()
         assert not removal.exception()
         assert bench.tier.state is DiskState.FAILED
