@@ -20,6 +20,7 @@ BENCHES = {
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
     "store": "tandem.bench.store",
+    "store-disk": "tandem.bench.store_disk",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
