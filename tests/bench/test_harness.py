@@ -68,3 +68,14 @@ def test_pattern_selects_and_an_empty_selection_is_an_error():
     assert names == ["phase=decode"]
     with pytest.raises(NotFoundError):
         list(run_cases("toy", cases, pattern="nope", budget_s=1, rounds=1))
+
+
+def test_the_best_rival_is_the_baseline():
+    rivals = {"slow": lambda: 9.0, "quick": lambda: 3.0}
+    record = run_one(BenchCase("x=1", "us", lambda: 2.0, ok, rivals=rivals))
+    assert record.baseline_name == "quick"
+    assert record.ratio == pytest.approx(1.5)
+    assert record.others == {"slow": 9.0}
+    assert "slow 9 us" in format_record(record)
+    case = BenchCase("x=1", "op/s", lambda: 2.0, ok, rivals=rivals, higher_is_better=True)
+    assert run_one(case).baseline_name == "slow"

@@ -40,6 +40,24 @@ def test_calls_and_errors(peer):
     assert peer.call("echo", x="c") == "c" * 100_000
 
 
+def test_a_paused_peer_takes_no_time_and_goes_on(peer):
+    peer.pause()
+    with pytest.raises(DeadlineError):
+        peer.call("echo", x="", timeout_s=0.2)
+    peer.resume()
+    assert peer.call("echo", x="") == ""
+
+
+def test_settings_are_variables_of_the_peer(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    script = tmp_path / "peer.py"
+    script.write_text(SCRIPT.replace('request["x"] * 100_000', 'os.environ["TOY"]'))
+    settings = {"TOY": "a b=c"}
+    with peers.PeerProcess(tmp_path / "bin" / "python", str(script), settings=settings) as one:
+        assert one.call("echo") == "a b=c"
+
+
 def test_a_peer_that_ends_is_named(peer):
     with pytest.raises(PeerLostError, match="ended with 3 in die"):
         peer.call("die")

@@ -50,7 +50,8 @@ class Soak:
 
     def __init__(self, folder: Path, address: str, seed: int) -> None:
         self.random = random.Random(seed)
-        self.engine = TransferEngine(TransferConfig(secret=SECRET))
+        # At low priority on a busy machine the other process may not run for seconds.
+        self.engine = TransferEngine(TransferConfig(secret=SECRET, lease_ms=60_000))
         self.address = address
         self.segment: Segment = self.engine.open(address)
         self.memory = np.ones(32 * MIB, np.uint8)

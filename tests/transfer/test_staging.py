@@ -6,9 +6,17 @@ import time
 import numpy as np
 import pytest
 
-from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError, TandemError
+from tandem.core.errors import (
+    ConfigError,
+    ConflictError,
+    DeadlineError,
+    InternalError,
+    NotFoundError,
+    PermissionDeniedError,
+    TandemError,
+)
 from tandem.transfer import Op
-from tandem.transfer.staging import StagedPath
+from tandem.transfer.staging import DeviceServer, RemoteDevice, StagedPath
 
 MIB = 1 << 20
 
@@ -140,3 +148,82 @@ def test_staged_through_a_file_and_a_closed_segment(world, tmp_path):
         file.close()
         with pytest.raises(NotFoundError):
             path.move(Op.READ, device, 0, file, 0, MIB)
+
+
+def open_far(world, device, **how):
+    giver, taker = world.engine(), world.engine(transports=("tcp",))
+    giver.serve_calls(DeviceServer(device, **how))
+    return taker, taker.open(giver.address)
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000, MIB, 3 * MIB + 12345])
+def test_a_far_device_is_read_and_written(world, length):
+    device = FakeDevice(4 * MIB)
+    device.bytes[:] = world.random(4 * MIB)
+    before = device.bytes.copy()
+    taker, segment = open_far(world, device)
+    with RemoteDevice(taker, segment, 4 * MIB) as far:
+        target = np.zeros(length, np.uint8)
+        far.read(777, target)
+        assert np.array_equal(target, before[777 : 777 + length])
+        source = world.random(length)
+        far.write(777, source)
+    assert np.array_equal(device.bytes[777 : 777 + length], source)
+    assert np.array_equal(device.bytes[:777], before[:777])
+    assert np.array_equal(device.bytes[777 + length :], before[777 + length :])
+
+
+def test_two_devices_that_share_no_transport(world):
+    """Ours, host buffers, the wire, host buffers, theirs; and into a third process's memory."""
+    near, device = FakeDevice(2 * MIB), FakeDevice(2 * MIB)
+    device.bytes[:] = world.random(2 * MIB)
+    taker, segment = open_far(world, device)
+    third = world.engine()
+    place = third.allocate(2 * MIB)
+    with (
+        RemoteDevice(taker, segment, 2 * MIB, chunk_bytes=100_000) as far,
+        StagedPath(taker, chunk_bytes=300_000, num_chunks=2) as path,
+    ):
+        there = taker.open(third.address)
+        path.move(Op.WRITE, far, 0, there, place.offset, 2 * MIB)
+        path.move(Op.READ, near, 0, there, place.offset, 2 * MIB)
+    assert np.array_equal(near.bytes, device.bytes)
+
+
+def test_what_a_far_device_refuses(world):
+    device = FakeDevice(MIB)
+    device.fails_at = 500_000
+    taker, segment = open_far(world, device, is_writable=False)
+    with RemoteDevice(taker, segment, 2 * MIB, chunk_bytes=65_536) as far:
+        with pytest.raises(ConfigError, match="1048576"):
+            far.read(MIB - 10, np.zeros(11, np.uint8))
+        with pytest.raises(PermissionDeniedError):
+            far.write(0, np.zeros(10, np.uint8))
+        target = np.zeros(MIB, np.uint8)
+        with pytest.raises(InternalError, match="fell off the bus"):
+            far.read(0, target)
+        seen = target.copy()
+        far.read(0, np.zeros(10, np.uint8))
+        assert np.array_equal(target, seen)
+    with pytest.raises(ConfigError):
+        taker.call(segment, b"tndstage")
+    with pytest.raises(ConfigError):
+        RemoteDevice(taker, segment, MIB, chunk_bytes=MIB + 1)
+
+
+def test_chunks_of_a_far_device_overlap(world):
+    """While one chunk is copied on the far side the next ones are there already, and no more."""
+    device = FakeDevice(MIB, delay_s=0.01)
+    server, waiting = DeviceServer(device), []
+
+    def handler(calls):
+        waiting.append(len(calls))
+        return server(calls)
+
+    giver, taker = world.engine(), world.engine(transports=("tcp",))
+    giver.serve_calls(handler)
+    segment = taker.open(giver.address)
+    with RemoteDevice(taker, segment, MIB, chunk_bytes=MIB // 16, num_chunks=4) as far:
+        far.read(0, np.zeros(MIB, np.uint8))
+    assert device.num_copies == 16
+    assert 1 < max(waiting) <= 4

@@ -227,13 +227,15 @@ class _Iperf:
     def time_us(self, size: int) -> float:
         """Microseconds for so many bytes, at the rate of a stream measured now."""
         command = [self._program, "-c", "127.0.0.1", "-p", self._port, "-n", str(IPERF_BYTES), "-J"]
+        said = b""
         for _ in range(50):
             done = subprocess.run(command, capture_output=True, timeout=60, check=False)
             if done.returncode == 0:
                 report = msgspec.json.decode(done.stdout)
                 return size * 8e6 / report["end"]["sum_received"]["bits_per_second"]
+            said = done.stdout
             time.sleep(0.1)  # It listens soon, or is busy with the end of the last stream.
-        raise PeerLostError("bench.iperf3", done.stdout.decode(errors="replace")[-300:])
+        raise PeerLostError("bench.iperf3", said.decode(errors="replace")[-300:])
 
 
 class _Peers:
