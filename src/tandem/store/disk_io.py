@@ -25,7 +25,7 @@ HANG_S = 20.0
 """A disk that takes longer for one piece is given up until the process starts again."""
 CLOSE_S = 2.0
 OFF_LOOP_BYTES = 2**21
-"""Copies of more go to a thread: so much takes some 0.4 ms, the way there and back not much less."""
+"""Copies of more go to a thread: so much takes 0.4 ms, the way there and back not much less."""
 
 
 class DiskBuffer(Protocol):

@@ -42,6 +42,7 @@ FILE_HEAD = struct.Struct("<8sIIQ16sQ")  # magic, version, granule, capacity, id
 FILE_HEAD_BYTES = 4096
 OBJECT_MAGIC = 0x4A424F54  # "TOBJ"
 OBJECT_HEAD = struct.Struct("<IHBBQQII")  # magic, key, wanted, flags, size, version, checksum, soft
+HEAD_CRC = struct.Struct("<I")
 HARD_PIN = 1
 FIRST_RESERVE_BYTES = 2**30
 """tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
@@ -220,20 +221,41 @@ class Segment:
 
     # Objects.
 
+    def fill(
+        self, offset: int, header: ExtentHeader, table: bytes, value: npt.NDArray[np.uint8]
+    ) -> None:
+        """Write table and value of an object that is to be sealed.
+
+        Raises: as ``seal``.
+        """
+        self.fill_table(offset, header, table)
+        value_at = offset + layout.value_offset(len(header.key.encode()), header.size)
+        self.data[value_at : value_at + header.size] = value
+
+    def fill_table(self, offset: int, header: ExtentHeader, table: bytes) -> None:
+        """Write the table alone: a client has written the value. Raises: as ``seal``."""
+        key_bytes = len(header.key.encode())
+        self._check_vacant(offset, key_bytes, header)
+        table_at = self._data_at + offset + layout.table_offset(key_bytes)
+        self._map[table_at : table_at + len(table)] = table
+
+    def _check_vacant(self, offset: int, key_bytes: int, header: ExtentHeader) -> None:
+        extent = self._extent(offset, key_bytes, header.size)
+        marks_at = FILE_HEAD_BYTES
+        if self._map.find(b"\1", marks_at + extent.start, marks_at + extent.stop) >= 0:
+            raise ConflictError(
+                "store.seal", f"offset {offset} for {header.key!r} holds another object"
+            )
+
     def seal(self, offset: int, header: ExtentHeader) -> None:
         """Make the object at ``offset`` one that survives: header first, its mark last.
 
         Raises: ConflictError if another object lies there; ConfigError if it leaves the segment.
         """
         key = header.key.encode()
-        extent = self._extent(offset, len(key), header.size)
-        marks = self._starts[extent]
-        if marks.any():
-            raise ConflictError(
-                "store.seal", f"offset {offset} for {header.key!r} holds another object"
-            )
+        self._check_vacant(offset, len(key), header)
         self._write_header(offset, key, header)
-        marks[0] = 1
+        self._starts[offset // layout.GRANULE_BYTES] = 1
 
     def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
         """Replace the pins of the object at ``offset``.
@@ -268,18 +290,18 @@ class Segment:
 
     def _read(self, offset: int) -> tuple[ExtentHeader, int]:
         """Return the header at ``offset`` and the length of the extent."""
-        fields = OBJECT_HEAD.unpack_from(self._map, self._data_at + offset)
+        at = self._data_at + offset
+        head = self._map[at : at + OBJECT_HEAD.size + 4]
+        fields = OBJECT_HEAD.unpack_from(head)
         magic, key_bytes, wanted, flags, size, version, checksum, soft_pin_ms = fields
         key_at = offset + layout.HEADER_BYTES
         end = key_at + key_bytes
         if magic == OBJECT_MAGIC and end <= self.usable_bytes and size <= self.usable_bytes:
-            (stored,) = struct.unpack_from(
-                "<I", self._map, self._data_at + offset + OBJECT_HEAD.size
-            )
-            key = self.data[key_at:end].tobytes()
-            head = self.data[offset : offset + OBJECT_HEAD.size].tobytes()
+            (stored,) = HEAD_CRC.unpack_from(head, OBJECT_HEAD.size)
+            key = self._map[self._data_at + key_at : self._data_at + end]
             extent = layout.extent_bytes(key_bytes, size)
-            if zlib.crc32(key, zlib.crc32(head)) == stored and offset + extent <= self.usable_bytes:
+            is_whole = zlib.crc32(key, zlib.crc32(head[: OBJECT_HEAD.size])) == stored
+            if is_whole and offset + extent <= self.usable_bytes:
                 header = ExtentHeader(
                     key.decode(),
                     size,
@@ -354,7 +376,7 @@ class Segment:
         )
         text = head + struct.pack("<I", zlib.crc32(key, zlib.crc32(head)))
         text = text.ljust(layout.HEADER_BYTES, b"\0") + key
-        self.data[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        self._map[self._data_at + offset : self._data_at + offset + len(text)] = text
 
 
 def _check_capacity(capacity_bytes: int) -> int:
