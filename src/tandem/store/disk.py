@@ -388,7 +388,8 @@ class DiskTier:
             await self._work.wait()
         elif left_s > 0:
             try:
-                await asyncio.wait_for(self._work.wait(), left_s)
+                # Not less than a clock can tell apart, or this would be asked again at once.
+                await asyncio.wait_for(self._work.wait(), max(left_s, 0.01))
             except TimeoutError:
                 return
 
