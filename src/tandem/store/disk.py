@@ -402,7 +402,8 @@ class DiskTier:
 
     async def _scan(self) -> None:
         """Queue what is in memory and not on the disk."""
-        if self._clock.now_s() - self._scanned_s < SCAN_PERIOD_S:
+        # The very sum that was waited for: another one may round the other way, and never end.
+        if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
             return
         self._scanned_s = self._clock.now_s()
         self._is_behind = False
