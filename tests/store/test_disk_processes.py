@@ -276,19 +276,33 @@ def engine():
 
 
 def test_a_folder_has_one_host(tmp_path, engine):
-    mark = tmp_path / "mark"
-    folder = DiskFolder.open(tmp_path / "ssd", engine, mark=mark)
+    folder = DiskFolder.open(tmp_path / "ssd", engine, marks=tmp_path)
     with pytest.raises(ConflictError, match="live host"):
-        DiskFolder.open(tmp_path / "ssd", engine, mark=mark)
+        DiskFolder.open(tmp_path / "ssd", engine, marks=tmp_path)
     identity = folder.folder_id
     folder.close()
-    again = DiskFolder.open(tmp_path / "ssd", engine, mark=mark)
+    again = DiskFolder.open(tmp_path / "ssd", engine, marks=tmp_path)
     assert again.folder_id == identity
     again.close()
 
 
+@pytest.mark.asyncio
+async def test_a_condemned_folder_is_emptied_by_its_next_start(tmp_path, engine):
+    """Whoever opens it, under whatever name."""
+    folder = DiskFolder.open(tmp_path / "ssd", engine, marks=tmp_path)
+    await folder.make_bucket(7, 2**20)
+    assert await folder.list_buckets() == [(7, 2**20)]
+    folder.condemn()
+    folder.close()
+    for expected in ([], [(8, 2**20)]):
+        folder = DiskFolder.open(tmp_path / "ssd", engine, marks=tmp_path)
+        assert await folder.list_buckets() == expected
+        if not expected:
+            await folder.make_bucket(8, 2**20)
+        folder.close()
+
+
 def test_links_and_open_folders_are_refused(tmp_path, engine):
-    mark = tmp_path / "mark"
     target = tmp_path / "target"
     target.write_bytes(b"precious")
     target.chmod(0o600)
@@ -296,25 +310,25 @@ def test_links_and_open_folders_are_refused(tmp_path, engine):
     path.mkdir(mode=0o700)
     (path / "folder").symlink_to(target)
     with pytest.raises((OSError, PermissionDeniedError)):
-        DiskFolder.open(path, engine, mark=mark)
+        DiskFolder.open(path, engine, marks=tmp_path)
     assert target.read_bytes() == b"precious"
     (path / "folder").unlink()
     os.link(target, path / "folder")
     with pytest.raises(PermissionDeniedError):
-        DiskFolder.open(path, engine, mark=mark)
+        DiskFolder.open(path, engine, marks=tmp_path)
     assert target.read_bytes() == b"precious"
     (path / "folder").unlink()
     path.chmod(0o755)
     with pytest.raises(PermissionDeniedError, match="0700"):
-        DiskFolder.open(path, engine, mark=mark)
+        DiskFolder.open(path, engine, marks=tmp_path)
     path.chmod(0o700)
     (tmp_path / "link").symlink_to(path)
     with pytest.raises((PermissionDeniedError, FileExistsError)):
-        DiskFolder.open(tmp_path / "link", engine, mark=mark)
+        DiskFolder.open(tmp_path / "link", engine, marks=tmp_path)
     (path / "folder").write_bytes(b"somebody's letters, which are long")
     (path / "folder").chmod(0o600)
     with pytest.raises(ConflictError, match="damaged"):
-        DiskFolder.open(path, engine, mark=mark)
+        DiskFolder.open(path, engine, marks=tmp_path)
     (path / "folder").write_bytes(b"TANDSSD7" + bytes(16))
     with pytest.raises(UnsupportedError, match="later version"):
-        DiskFolder.open(path, engine, mark=mark)
+        DiskFolder.open(path, engine, marks=tmp_path)

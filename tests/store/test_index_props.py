@@ -26,7 +26,11 @@ class Model:
     lease_until_ms: int = 0
     hard: bool = False
     soft_until_ms: int = 0
-    extra: dict = field(default_factory=dict)
+    disks: set[int] = field(default_factory=set)
+
+    @property
+    def hosts(self) -> set[int]:
+        return set(self.replicas) | self.disks
 
 
 class DirectoryMachine(RuleBasedStateMachine):
@@ -125,6 +129,28 @@ class DirectoryMachine(RuleBasedStateMachine):
             expected = self.model[key].replicas.pop(host, None)
             assert (dropped and dropped.offset) == expected
 
+    @rule(key=KEYS, host=HOSTS)
+    def add_disk(self, key, host):
+        if key in self.model and host not in self.model[key].disks:
+            self.directory.add_disk(self.directory.find(key), host)
+            self.model[key].disks.add(host)
+
+    @rule(key=KEYS, host=HOSTS)
+    def drop_disk(self, key, host):
+        if key in self.model:
+            dropped = self.directory.drop_disk(self.directory.find(key), host)
+            assert dropped == (host in self.model[key].disks)
+            self.model[key].disks.discard(host)
+
+    @rule(key=KEYS, host=HOSTS)
+    def insert_on_disk(self, key, host):
+        if key not in self.model:
+            made = Model(5, self.uses, 6, 1, self.use(), {}, disks={host})
+            self.directory.insert(
+                key, size=5, checksum=6, version=made.version, replicas=[], disks=[host]
+            )
+            self.model[key] = made
+
     @rule(host=HOSTS)
     def lose_host(self, host):
         self.directory.lose_host(host)
@@ -175,18 +201,21 @@ class DirectoryMachine(RuleBasedStateMachine):
         unreadable = under = 0
         for key, made in self.model.items():
             row = directory.find(key)
-            live = len(set(made.replicas) - self.lost)
+            live = len(made.hosts - self.lost)
+            in_memory = len(set(made.replicas) - self.lost)
             assert directory.key(row) == key
             assert directory.size(row) == made.size
             assert directory.version(row) == made.version
             assert directory.checksum(row) == made.checksum
             assert dict(directory.replicas(row)) == made.replicas
+            assert set(directory.disks(row)) == made.disks
             assert directory.num_live(row) == live
+            assert directory.num_in_memory(row) == in_memory
             assert directory.lease_until_ms(row) == made.lease_until_ms
             assert directory.is_hard_pinned(row) == made.hard
             assert directory.soft_pinned_until_ms(row) == made.soft_until_ms
             unreadable += live == 0
-            under += 0 < live < made.wanted
+            under += in_memory > 0 and live < made.wanted
         assert directory.num_unreadable == unreadable
         assert directory.count_under_replicated() == under
         assert len(directory.list_under_replicated(100)) == under
@@ -194,13 +223,13 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def same_answers(self):
         keys = [f"key-{i}" for i in range(13)]
-        expected = [
-            key in self.model and bool(set(self.model[key].replicas) - self.lost) for key in keys
-        ]
+        expected = [key in self.model and bool(self.model[key].hosts - self.lost) for key in keys]
         assert list(map(bool, self.directory.exists_many(keys))) == expected
         for host in range(4):
             rows = {self.directory.key(row) for row in self.directory.rows_on_host(host)}
             assert rows == {k for k, made in self.model.items() if host in made.replicas}
+            rows = {self.directory.key(row) for row in self.directory.rows_on_disk(host)}
+            assert rows == {k for k, made in self.model.items() if host in made.disks}
 
 
 DirectoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)

@@ -76,7 +76,7 @@ class _Disk:
             self.segment.data[at : at + self.size] = value
 
     async def _open(self, capacity_bytes: int) -> None:
-        self.folder = DiskFolder.open(self.path / "ssd", self.engine, mark=self.path / "mark")
+        self.folder = DiskFolder.open(self.path / "ssd", self.engine, marks=self.path)
         self.tier = DiskTier(
             self.folder, self.segment, capacity_bytes=capacity_bytes, clock=MonotonicClock()
         )

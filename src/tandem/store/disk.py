@@ -237,7 +237,9 @@ class DiskTier:
             the disk cannot read it: it is forgotten then.
         """
         record = self.index.find(header.key)
-        if record is None or record.header.version != header.version or self.is_failed:
+        # Size, version and checksum.
+        is_same = record is not None and record.header[1:4] == header[1:4]
+        if record is None or not is_same or self.is_failed:
             raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
         begin_s = self._clock.now_s()
         self.index.touch(record.bucket)
@@ -386,7 +388,8 @@ class DiskTier:
             await self._work.wait()
         elif left_s > 0:
             try:
-                await asyncio.wait_for(self._work.wait(), left_s)
+                # Not less than a clock can tell apart, or this would be asked again at once.
+                await asyncio.wait_for(self._work.wait(), max(left_s, 0.01))
             except TimeoutError:
                 return
 
@@ -399,7 +402,8 @@ class DiskTier:
 
     async def _scan(self) -> None:
         """Queue what is in memory and not on the disk."""
-        if self._clock.now_s() - self._scanned_s < SCAN_PERIOD_S:
+        # The very sum that was waited for: another one may round the other way, and never end.
+        if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
             return
         self._scanned_s = self._clock.now_s()
         self._is_behind = False

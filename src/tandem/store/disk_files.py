@@ -80,14 +80,14 @@ class DiskFolder:
         self._is_direct_told = False
 
     @classmethod
-    def open(cls, path: Path, engine: TransferEngine, *, mark: Path) -> "DiskFolder":
+    def open(cls, path: Path, engine: TransferEngine, *, marks: Path) -> "DiskFolder":
         """Take a folder, making it if it is not there. Blocks.
 
         Args:
             path: absolute.
             engine: moves the bytes.
-            mark: a file elsewhere that says that the folder's content is not to be believed;
-                if it is there, the buckets are removed first.
+            marks: a folder elsewhere, where a file of the folder's id says that its content is
+                not to be believed; if there is one, the buckets are removed first.
 
         Raises: ConflictError (a live host has it; it is no such folder); PermissionDeniedError
             (folder or file open to others, or a link); UnsupportedError (a later version).
@@ -96,6 +96,7 @@ class DiskFolder:
         descriptor = _open_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             folder_id = _lock(path, descriptor)
+            mark = marks / f"{folder_id.hex()}.ssd-condemned"
             folder = cls(path, descriptor, folder_id, engine, mark)
         except BaseException:
             os.close(descriptor)

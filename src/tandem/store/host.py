@@ -262,15 +262,11 @@ class StoreHost:
             await self._tell_grown(SegmentGrown(joined.session, self.segment.usable_bytes))
 
     def _epoch_seen(self) -> int:
-        """Return an epoch that no master must be below.
-
-        A new segment beside an old disk is a machine that started anew, and perhaps a master that
-        has forgotten its epoch: it must not give versions that the disk has already.
-        """
-        if self.disk is None or self.segment.epoch:
+        """Return an epoch that no master must be below: the disk may be older than the segment."""
+        if self.disk is None:
             return self.segment.epoch
-        newest = max((r.header.version for r in self.disk.index.list_records()), default=-1)
-        return (newest >> layout.VERSION_BITS) + 1 if newest >= 0 else 0
+        newest = max((r.header.version for r in self.disk.index.list_records()), default=0)
+        return max(self.segment.epoch, newest >> layout.VERSION_BITS)
 
     async def _list_inventory(self) -> AsyncIterator[tuple[ExtentRecords, bool]]:
         self.num_objects = 0

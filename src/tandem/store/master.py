@@ -194,6 +194,11 @@ class StoreMaster:
             raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
         return self.epoch
 
+    @property
+    def newest_version(self) -> int:
+        """The highest that this master gave, or could have found given."""
+        return self.epoch << layout.VERSION_BITS | self._counter
+
     def outbid(self, epoch: int) -> None:
         """A host has obeyed a master of ``epoch``: go above it.
 

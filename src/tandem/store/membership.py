@@ -101,6 +101,11 @@ class Membership:
             return Ack()  # It came twice.
         if page.page > host.num_pages:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
+        newest = max(page.records.versions, default=0)
+        if newest > self._master.newest_version:
+            # By a master of our number that we know nothing of: its note of it was lost with the
+            # machine, the disk was not. No version must be given twice.
+            self._master.outbid(newest >> layout.VERSION_BITS)
         host.num_pages += 1
         listed = iterate_records(page.records)
         if page.is_disk:
@@ -196,7 +201,8 @@ class Membership:
         newest = self._master.dropped_versions.get(header.key, -1)
         if row != NO_ROW:
             newest = directory.version(row)
-        if row != NO_ROW and newest == header.version:
+        is_same = row != NO_ROW and newest == header.version
+        if is_same and directory.checksum(row) == header.checksum:
             if host.number not in directory.disks(row):
                 directory.add_disk(row, host.number)
         elif header.version > newest and not host.is_disk_known:

@@ -356,10 +356,12 @@ class HostService:
         self._folder = None
         if not config.ssd_dir:
             return None
-        mark = Path(config.segment_dir) / f"{_file_name(self._name)}.ssd-condemned"
         try:
             self._folder = await asyncio.to_thread(
-                DiskFolder.open, Path(config.ssd_dir), self._engine, mark=mark
+                DiskFolder.open,
+                Path(config.ssd_dir),
+                self._engine,
+                marks=Path(config.segment_dir),
             )
             disk = DiskTier(
                 self._folder, segment, capacity_bytes=config.ssd_bytes, clock=MonotonicClock()
