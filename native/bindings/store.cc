@@ -2,9 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings/status.h"
@@ -27,6 +29,21 @@ std::optional<std::vector<uint64_t>> allocate(SegmentAllocator& space,
   std::vector<uint64_t> offsets(sizes.size());
   if (!space.allocate(sizes.data(), sizes.size(), offsets.data())) return std::nullopt;
   return offsets;
+}
+
+// Finds values in a memory, refusing what leaves it.
+std::vector<store::Value> locate(const Bytes& memory, const Numbers& places, const Numbers& sizes) {
+  if (places.size() != sizes.size())
+    raise({Code::kShape, "store.checksum", "columns of different lengths", "sizes"});
+  std::vector<store::Value> found(sizes.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    const uint64_t size = sizes.data()[i];
+    const uint64_t at = places.data()[i];
+    if (size > memory.size() || at > memory.size() - size)
+      raise({Code::kShape, "store.checksum", "a value leaves the memory", "sizes"});
+    found[i] = {memory.data() + at, size};
+  }
+  return found;
 }
 
 }  // namespace
@@ -102,6 +119,34 @@ void bind_store(nb::module_& module) {
       },
       "data"_a, "chunk_bytes"_a, nb::sig("def checksum_chunks(data: object, chunk_bytes: int) -> bytes"),
       "CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.");
+  module.def(
+      "checksum_values",
+      [](const Bytes& memory, const Numbers& places, const Numbers& sizes, size_t chunk_bytes) {
+        if (chunk_bytes == 0)
+          raise({Code::kConfig, "store.checksum", "chunks of 0 bytes", "chunk_bytes"});
+        const std::vector<store::Value> values = locate(memory, places, sizes);
+        std::vector<uint32_t> checksums(values.size());
+        size_t total = 0;
+        for (const store::Value& value : values)
+          total += (value.size + chunk_bytes - 1) / chunk_bytes;
+        PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(total * 4));
+        if (made == nullptr) nb::raise_python_error();
+        nb::bytes tables = nb::steal<nb::bytes>(made);
+        {
+          // The bytes of a new object are aligned for any integer.
+          uint32_t* out = reinterpret_cast<uint32_t*>(const_cast<char*>(tables.c_str()));
+          const nb::gil_scoped_release release;
+          store::checksum_values(values.data(), values.size(), chunk_bytes, checksums.data(), out);
+        }
+        return std::make_pair(checksums, tables);
+      },
+      "memory"_a, "places"_a, "sizes"_a, "chunk_bytes"_a,
+      nb::sig("def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: int)"
+              " -> tuple[list[int], bytes]"),
+      "Checksums of many values: value i is `sizes[i]` bytes of `memory` from `places[i]` (uint64).\n"
+      "Without the GIL.\n\n"
+      "Returns: of each the checksum of its table (0 if empty); all tables, one after the other.\n"
+      "Raises: ShapeError (a value leaves the memory).");
 }
 
 }  // namespace tandem::bindings

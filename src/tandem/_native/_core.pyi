@@ -1126,3 +1126,12 @@ def checksum_chunks(data: object, chunk_bytes: int) -> bytes:
     """
     CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.
     """
+
+def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: int) -> tuple[list[int], bytes]:
+    """
+    Checksums of many values: value i is `sizes[i]` bytes of `memory` from `places[i]` (uint64).
+    Without the GIL.
+
+    Returns: of each the checksum of its table (0 if empty); all tables, one after the other.
+    Raises: ShapeError (a value leaves the memory).
+    """

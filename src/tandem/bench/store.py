@@ -2,9 +2,12 @@
 
 Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
 batch, beside a memcpy of as many bytes; ``op=exists`` over the wire and in the directory, keys a
-second; the memory of a directory; ``op=allocate``, nanoseconds for a put and its eviction. Values
-and answers are compared before a time counts. ``python -m tandem.bench.store`` prints the curve of
-the allocator over a million puts. Segments are touched before anything is timed.
+second; the memory of a directory; ``op=allocate``, nanoseconds for a put and its eviction;
+``op=find clients=8``, the 99th percentile of a metadata call with a million objects;
+``op=first_put``, from the start of a host of 16 GiB to a put. With peers the baseline is Mooncake
+(over tcp, all it has between processes) and, in cases of their own (``against=redis-...``), Redis.
+Values and answers are compared before a time counts. ``python -m tandem.bench.store`` prints the
+curve of the allocator over a million puts. Segments are touched before anything is timed.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ import numpy as np
 
 from tandem._native import SegmentAllocator
 from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.store_peers import MooncakeStore, Redis, Rival
 from tandem.core.errors import PeerLostError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig, layout
@@ -58,24 +62,51 @@ print((read_rss() - before) / len(directory))
 """
 
 
+NUM_CLIENTS = 8
+LATENCY_PROGRAM = """
+import random, sys, time
+from tandem.store import StoreClient, StoreConfig
+count, times = int(sys.argv[2]), []
+with StoreClient(StoreConfig(master=sys.argv[1])) as client:
+    client.exists("0")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        key = f"{random.randrange(count):064}"
+        begin = time.perf_counter()
+        if len(times) % 2:
+            assert client.exists(key)
+        else:
+            assert client.size(key) == 0
+        times.append(time.perf_counter() - begin)
+    print(*times)
+"""
+
+
 class _Store:
     """A master and a host as processes, and a client here."""
 
-    def __init__(self, transports: tuple[str, ...]) -> None:
+    def __init__(
+        self, transports: tuple[str, ...], segment_bytes: int = 0, *, touch: bool = True
+    ) -> None:
         self.folder = make_runtime_dir()
         self.segments = Path("/dev/shm") / self.folder.name  # noqa: S108 - made 0700 by its owner
         self.children: list[subprocess.Popen[str]] = []
+        self.endpoint = f"ipc://{self.folder}/m.sock"
+        self.host_started_s = 0.0
         settings = {
-            "store.master": f"ipc://{self.folder}/m.sock",
+            "store.master": self.endpoint,
             "store.transports": ",".join(transports),
             "store.segment-dir": str(self.segments),
-            "store.segment-bytes": str(SEGMENT_BYTES),
+            "store.segment-bytes": str(segment_bytes or SEGMENT_BYTES),
             "store.lease-ms": "1000",
             "store.recovery-ms": "0",
         }
         flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
         try:
             for role, more in (("master", []), ("host", ["--store.name", "bench"])):
+                self.host_started_s = time.monotonic()
                 self._start(role, [*flags, *more])
             self.client = StoreClient(
                 StoreConfig(
@@ -87,7 +118,8 @@ class _Store:
         except BaseException:
             self._end()
             raise
-        self._touch()
+        if touch:
+            self._touch()
 
     def _start(self, role: str, flags: Sequence[str]) -> None:
         child = subprocess.Popen(
@@ -128,57 +160,96 @@ class _Store:
         shutil.rmtree(self.segments, ignore_errors=True)
 
 
-def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases; the processes of a path live as long as its cases."""
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases; the processes of a path live as long as its cases.
+
+    Args:
+        quick: few sizes.
+        with_peers: the baseline is a rival, installed if need be.
+    """
     yield from _make_allocator_cases(quick=quick)
     yield from _make_directory_cases(quick=quick)
-    for path, transports in (("samehost", ("local", "shm", "cma")), ("tcp", ("local", "tcp"))):
-        store = _Store(transports)
-        with contextlib.closing(store):
-            for size in QUICK_SIZES if quick else SIZES:
-                for batch in BATCHES:
-                    if size * batch <= MAX_BATCH_BYTES:
+    yield _make_first_put_case(2**30 if quick else 2**34)
+    yield _make_latency_case(20_000 if quick else 1_000_000)
+    with contextlib.ExitStack() as stack:
+        mooncake = MooncakeStore(stack, SEGMENT_BYTES) if with_peers else None
+        for path, transports in (("samehost", ("local", "shm", "cma")), ("tcp", ("local", "tcp"))):
+            store = _Store(transports)
+            with contextlib.closing(store), contextlib.ExitStack() as inner:
+                socket = "unix" if path == "samehost" else "tcp"
+                redis = Redis(inner, socket, SEGMENT_BYTES) if with_peers else None
+                for size in QUICK_SIZES if quick else SIZES:
+                    for batch in BATCHES:
+                        if size * batch > MAX_BATCH_BYTES:
+                            continue
                         for api in ("bytes", "zerocopy"):
-                            yield from _make_object_cases(store.client, path, api, size, batch)
-            if path == "samehost":
-                yield _make_wire_exists_case(store.client)
+                            case = _ObjectCase(store.client, path, api, size, batch)
+                            yield from case.compare(mooncake)
+                            if redis is not None and api == "bytes":
+                                yield from case.compare(redis)
+                if path == "samehost":
+                    yield _make_wire_exists_case(store.client, mooncake)
 
 
-def _make_object_cases(
-    client: StoreClient, path: str, api: str, size: int, batch: int
-) -> Iterator[BenchCase]:
-    keys = [f"{path}/{api}/{size}/{i:032}" for i in range(batch)]
-    source = np.random.default_rng(size).integers(0, 256, size * batch, dtype=np.uint8)
-    target = np.zeros_like(source)
-    put, get = _make_calls(client, api, keys, source, target)
+class _ObjectCase:
+    """A batch of objects, put and got; made ready when it is first checked."""
 
-    def measure_put() -> float:
-        # Puts of new keys: the removal between two is not timed.
-        return _measure_us(put, before=lambda: client.remove_many(keys))
+    def __init__(self, client: StoreClient, path: str, api: str, size: int, batch: int) -> None:
+        self._client = client
+        self._path, self._api, self._size, self._batch = path, api, size, batch
+        self._keys = [f"{path}/{api}/{size}/{i:032}" for i in range(batch)]
+        self._source = self._target = np.zeros(0, np.uint8)
 
-    def measure_get() -> float:
-        return _measure_us(get)
+    def compare(self, rival: Rival | None) -> Iterator[BenchCase]:
+        """Yield a case for putting and one for getting."""
+        against = "" if rival is None or rival.name == "mooncake tcp" else rival.name
+        suffix = f" against={against.replace(' ', '-')}" if against else ""
+        for op in ("put", "get"):
+            yield BenchCase(
+                name=f"path={self._path} op={op} api={self._api} size={self._size} "
+                f"batch={self._batch}{suffix}",
+                unit="us",
+                ours=self._measure_put if op == "put" else self._measure_get,
+                check=lambda: self._check(rival),
+                baseline=None if rival is None else _bind(rival, op),
+                baseline_name=None if rival is None else rival.name,
+                ceiling=lambda: _measure_us(self._copy),
+            )
 
-    def copy() -> None:
-        np.copyto(target, source)
-
-    def check() -> str:
-        client.remove_many(keys)
-        results = put()
+    def _check(self, rival: Rival | None) -> str:
+        if not self._source.size:
+            random_bytes = np.random.default_rng(self._size)
+            count = self._size * self._batch
+            self._source = random_bytes.integers(0, 256, count, dtype=np.uint8)
+            self._target = np.zeros_like(self._source)
+            self._put, self._get = _make_calls(
+                self._client, self._api, self._keys, self._source, self._target
+            )
+        self._client.remove_prefix("")
+        results = self._put()
         if any(result is not PutResult.CREATED for result in results):
             return f"put: {results[0]}"
-        target[:] = 0
-        get()
-        return "ok" if np.array_equal(source, target) else "bytes differ"
+        self._target[:] = 0
+        self._get()
+        if not np.array_equal(self._source, self._target):
+            return "bytes differ"
+        if rival is not None:
+            rival.prepare(self._api, self._size, self._batch)
+        return "ok"
 
-    for op, ours in (("put", measure_put), ("get", measure_get)):
-        yield BenchCase(
-            name=f"path={path} op={op} api={api} size={size} batch={batch}",
-            unit="us",
-            ours=ours,
-            check=check,
-            ceiling=lambda: _measure_us(copy),
-        )
+    def _measure_put(self) -> float:
+        # Puts of new keys: the removal between two is not timed.
+        return _measure_us(self._put, before=lambda: self._client.remove_many(self._keys))
+
+    def _measure_get(self) -> float:
+        return _measure_us(self._get)
+
+    def _copy(self) -> None:
+        np.copyto(self._target, self._source)
+
+
+def _bind(rival: Rival, op: str) -> Callable[[], float]:
+    return lambda: rival.measure_us(op)
 
 
 def _make_calls(
@@ -212,7 +283,7 @@ def _make_calls(
     return lambda: client.put_from_many(keys, sources), get_into
 
 
-def _make_wire_exists_case(client: StoreClient) -> BenchCase:
+def _make_wire_exists_case(client: StoreClient, mooncake: MooncakeStore | None) -> BenchCase:
     keys = [f"{i:064}" for i in range(NUM_WIRE_KEYS)]
 
     def check() -> str:
@@ -226,8 +297,80 @@ def _make_wire_exists_case(client: StoreClient) -> BenchCase:
         unit="keys/s",
         ours=lambda: len(keys) / time_call(lambda: client.exists_many(keys)),
         check=check,
+        baseline=None if mooncake is None else lambda: mooncake.measure_exists(len(keys)),
+        baseline_name=None if mooncake is None else mooncake.name,
         higher_is_better=True,
     )
+
+
+def _make_first_put_case(segment_bytes: int) -> BenchCase:
+    """From the start of the process of a host until a put has been acknowledged."""
+    store: _Store | None = None
+
+    def measure() -> float:
+        nonlocal store
+        with contextlib.closing(_Store(("local", "cma"), segment_bytes, touch=False)) as store:
+            if store.client.put("first", b"value") is not PutResult.CREATED:
+                raise PeerLostError("bench.put", "the first put was not a new one")
+            return time.monotonic() - store.host_started_s
+
+    return BenchCase(
+        name=f"op=first_put segment={segment_bytes}", unit="s", ours=measure, check=lambda: "ok"
+    )
+
+
+def _make_latency_case(num_objects: int) -> BenchCase:
+    """The 99th percentile of a metadata call, ``exists`` and ``size`` in turn, by 8 processes."""
+
+    def measure() -> float:
+        with contextlib.closing(_Store(("local", "cma"), 2**30, touch=False)) as store:
+            for begin in range(0, num_objects, 10_000):
+                keys = [f"{i:064}" for i in range(begin, min(begin + 10_000, num_objects))]
+                store.client.put_many(keys, [b""] * len(keys))
+            children = [
+                subprocess.Popen(
+                    [sys.executable, "-c", LATENCY_PROGRAM, store.endpoint, str(num_objects)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for _ in range(NUM_CLIENTS)
+            ]
+            return _collect_p99_us(children)
+
+    return BenchCase(
+        name=f"op=find clients={NUM_CLIENTS} objects={num_objects}",
+        unit="us P99",
+        ours=measure,
+        check=lambda: "ok",
+    )
+
+
+def _collect_p99_us(children: "Sequence[subprocess.Popen[str]]") -> float:
+    """Let all begin at once; returns the percentile over all their calls."""
+    try:
+        for child in children:
+            assert child.stdout is not None
+            if child.stdout.readline() != "ready\n":
+                raise PeerLostError("bench.start", "a client did not start")
+        times: list[float] = []
+        outputs = []
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        for child in children:
+            output, _ = child.communicate(timeout=120)
+            outputs.append(output)
+        for output in outputs:
+            times += map(float, output.split())
+        if not times:
+            raise PeerLostError("bench.run", "no client has measured anything")
+        return sorted(times)[len(times) * 99 // 100] * 1e6
+    finally:
+        for child in children:
+            child.kill()
+            child.wait(10)
 
 
 def fill_directory(count: int) -> Directory:

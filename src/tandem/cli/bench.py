@@ -19,11 +19,12 @@ BENCHES = {
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
+    "sampling": "tandem.bench.sampling",
     "store": "tandem.bench.store",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
-WITH_PEERS = ("model", "moe", "transfer")
+WITH_PEERS = ("model", "moe", "store", "transfer")
 """Those that take ``with_peers=...`` as well."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5

@@ -35,10 +35,12 @@ DRAIN_POLL_S = 0.1
 def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
     """Run the master of a store until it is told to stop."""
     from tandem.store import MasterService
+    from tandem.store.fast_calls import make_shared_loop
 
     settings = _start(config, flags, "store-master", log_level)
     service = MasterService(settings.store, settings.rpc)
-    asyncio.run(_serve(service, lambda: f"store master at {service.endpoint}"))
+    with asyncio.Runner(loop_factory=make_shared_loop) as runner:
+        runner.run(_serve(service, lambda: f"store master at {service.endpoint}"))
 
 
 @app.command("host")

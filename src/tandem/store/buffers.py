@@ -1,19 +1,31 @@
 """Memory of a client: registered buffers, parts of them, and small values set side by side."""
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import ShapeError
-from tandem.store import layout
 from tandem.store.client_edges import ClientPort
 
-__all__ = ["Part", "StagedPart", "Staging", "StoreBuffer", "as_bytes", "as_views", "list_parts"]
+__all__ = [
+    "Part",
+    "ScratchPool",
+    "Staging",
+    "StoreBuffer",
+    "as_bytes",
+    "as_views",
+    "list_parts",
+]
 
+MIN_SCRATCH_BYTES = 64 * 1024
+MAX_SCRATCH_BYTES = 8 * 2**20
+"""What a client keeps of scratch memory."""
 STAGED_BYTES = 256 * 1024
-"""Smaller values are copied behind their table, which saves a transfer; larger ones are not."""
+"""Smaller values are copied, which costs less than registering each; larger ones are not."""
 
 
 class StoreBuffer:
@@ -28,6 +40,54 @@ class StoreBuffer:
     def nbytes(self) -> int:
         """Its length."""
         return self.array.size
+
+
+class ScratchPool:
+    """Registered memory for what is only looked at: kept, since making it costs page faults."""
+
+    def __init__(self, port: ClientPort) -> None:
+        self._port = port
+        self._lock = threading.Lock()
+        self._kept: StoreBuffer | None = None
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def lend(self, size_bytes: int) -> Iterator[StoreBuffer]:
+        """Lend memory of at least so many bytes; its contents are anything."""
+        buffer = self._take()
+        if buffer is None or buffer.nbytes < size_bytes:
+            self._drop(buffer)
+            array = np.empty(max(size_bytes, MIN_SCRATCH_BYTES), dtype=np.uint8)
+            buffer = StoreBuffer(self._port.register(array), array)
+        try:
+            yield buffer
+        except BaseException:
+            # Cancelled: taking it back waits for whatever may still be moving.
+            self._drop(buffer)
+            raise
+        else:
+            with self._lock:
+                if (
+                    self._kept is None
+                    and buffer.nbytes <= MAX_SCRATCH_BYTES
+                    and not self._is_closed
+                ):
+                    self._kept, buffer = buffer, None
+            self._drop(buffer)
+
+    def close(self) -> None:
+        """Give back what is kept."""
+        self._is_closed = True
+        self._drop(self._take())
+
+    def _take(self) -> StoreBuffer | None:
+        with self._lock:
+            buffer, self._kept = self._kept, None
+            return buffer
+
+    def _drop(self, buffer: StoreBuffer | None) -> None:
+        if buffer is not None:
+            self._port.unregister(buffer.handle)
 
 
 class Part(NamedTuple):
@@ -55,7 +115,7 @@ class Part(NamedTuple):
 
 
 class Staging:
-    """Puts small values side by side, each behind room for its table; larger ones stay in place."""
+    """Sets small values side by side in memory registered once; larger ones stay in place."""
 
     def __init__(self, port: ClientPort, lent: list[StoreBuffer]) -> None:
         self._port = port
@@ -74,9 +134,8 @@ class Staging:
                     self._lent.append(buffer)
                     parts.append(Part(buffer))
         elif size:
-            at = self._length + layout.table_bytes(size)
-            self._staged.append((parts, views, at, size))
-            self._length = at + size
+            self._staged.append((parts, views, self._length, size))
+            self._length += size
         return parts
 
     def close(self) -> None:
@@ -88,11 +147,7 @@ class Staging:
         self._lent.append(buffer)
         for parts, views, at, size in self._staged:
             np.concatenate(views, out=array[at : at + size])
-            parts.append(StagedPart(buffer, at, size))
-
-
-class StagedPart(Part):
-    """A value with room for its table before it."""
+            parts.append(Part(buffer, at, size))
 
 
 def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:

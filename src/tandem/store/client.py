@@ -4,13 +4,14 @@ The logic alone: the master is a ``MasterChannel``, bytes move through a ``Clien
 simulator runs this very class. How a put goes is in ``writing``, how a get goes in ``reading``.
 """
 
-import asyncio
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store.buffers import Part, Staging, StoreBuffer, as_bytes, as_views, list_parts
+from tandem.store.bulk_reading import BulkReader
 from tandem.store.client_edges import ClientPort, MasterChannel
 from tandem.store.config import StoreConfig
 from tandem.store.master_calls import RETRY_S, MasterCalls
@@ -27,7 +28,14 @@ from tandem.store.messages import (
     StoreStatus,
 )
 from tandem.store.reading import ObjectRead, ObjectReader, not_found
-from tandem.store.writing import DEFAULT_OPTIONS, Item, ObjectWriter, PutOptions, PutResult
+from tandem.store.writing import (
+    DEFAULT_OPTIONS,
+    Item,
+    ObjectWriter,
+    PutOptions,
+    PutResult,
+    is_inline,
+)
 
 __all__ = ["AsyncStoreClient"]
 
@@ -59,6 +67,16 @@ class AsyncStoreClient:
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
         self._writer = ObjectWriter(self._calls, port)
         self._reader = ObjectReader(self._calls, port)
+        self._bulk_reader = BulkReader(self._calls, port)
+
+    def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
+        """Return a client of the same session that waits in other ways; see ``blocking``."""
+        twin = copy.copy(self)
+        twin._port, twin._calls = port, calls
+        twin._writer = self._writer.make_twin(calls, port)
+        twin._reader = ObjectReader(calls, port)
+        twin._bulk_reader = BulkReader(calls, port)
+        return twin
 
     # Memory.
 
@@ -103,12 +121,14 @@ class AsyncStoreClient:
         """
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
+        views_of = [as_views(value) for value in values]
+        if is_inline(views_of, self.config):
+            return await self._writer.put_inline(keys, views_of, options)
         lent: list[StoreBuffer] = []
         try:
             items: list[Item] = []
             staging = Staging(self._port, lent)
-            for key, value in zip(keys, values, strict=True):
-                views = as_views(value)
+            for key, views in zip(keys, views_of, strict=True):
                 items.append(Item(key, staging.add(views), sum(view.size for view in views)))
             staging.close()
             return await self._writer.put_items(items, options)
@@ -131,10 +151,14 @@ class AsyncStoreClient:
         """Store objects out of registered buffers. As ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
-        items: list[Item] = []
-        for key, given in zip(keys, parts, strict=True):
-            listed = list_parts(given)
-            items.append(Item(key, listed, sum(part.view.size for part in listed)))
+        listed = [list_parts(given) for given in parts]
+        views_of = [[part.view for part in of_one] for of_one in listed]
+        if is_inline(views_of, self.config):
+            return await self._writer.put_inline(keys, views_of, options)
+        items = [
+            Item(key, of_one, sum(view.size for view in views))
+            for key, of_one, views in zip(keys, listed, views_of, strict=True)
+        ]
         return await self._writer.put_items(items, options)
 
     # Reading.
@@ -149,7 +173,15 @@ class AsyncStoreClient:
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
         """Return the values: one result a key, NotFoundError and other errors being results."""
-        return await self._get_many(keys, [(0, -1)] * len(keys))
+        values = await self._bulk_reader.get_many(keys)
+        left = [i for i, value in enumerate(values) if value is None]
+        if not left:
+            return values  # type: ignore[return-value]
+        results: list[bytes | TandemError] = values  # type: ignore[assignment]
+        rest = await self._get_many([keys[i] for i in left], [(0, -1)] * len(left))
+        for i, result in zip(left, rest, strict=True):
+            results[i] = result
+        return results
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Return bytes ``[offset, offset + length)`` of a value, checked like a whole one.
@@ -181,12 +213,17 @@ class AsyncStoreClient:
         if len(keys) != len(parts):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(parts)} destinations")
         targets = [list_parts(given) for given in parts]
-        reads = [
-            ObjectRead(key, 0, -1, views=[part.view for part in listed], parts=listed)
-            for key, listed in zip(keys, targets, strict=True)
-        ]
-        await self._reader.read_all(reads)
-        return [read.size if read.error is None else read.error for read in reads]
+        results: list[int | TandemError] = [*await self._bulk_reader.get_into_many(keys, targets)]
+        left = [i for i, result in enumerate(results) if result == -1]
+        if left:
+            reads = [
+                ObjectRead(keys[i], 0, -1, views=[p.view for p in targets[i]], parts=targets[i])
+                for i in left
+            ]
+            await self._reader.read_all(reads)
+            for i, read in zip(left, reads, strict=True):
+                results[i] = read.size if read.error is None else read.error
+        return results
 
     async def _get_many(
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
@@ -212,7 +249,7 @@ class AsyncStoreClient:
             found = await self._calls.call("exists", request, KeyBytes, deadline_s)
             if not found.is_recovering:
                 return list(map(bool, found.flags))
-            await asyncio.sleep(RETRY_S)
+            await self._calls.sleep(RETRY_S)
 
     async def size(self, key: str) -> int:
         """Return the bytes of a value. Raises: NotFoundError."""
@@ -283,6 +320,7 @@ class AsyncStoreClient:
     async def aclose(self) -> None:
         """End what runs behind. The channel and the port are the caller's to close."""
         await self._calls.aclose()
+        self._bulk_reader.close()
 
 
 def _only(results: "Sequence[T | TandemError]") -> T:

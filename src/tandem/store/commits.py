@@ -1,14 +1,23 @@
 """Commits of a master: what clients have written is sealed on its hosts and becomes visible."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Replica
-from tandem.store.messages import Ack, CommitPut, CommitStatus, ExtentRecords, KeyBytes, SealExtents
+from tandem.store.messages import (
+    Ack,
+    CommitPut,
+    CommitStatus,
+    ExtentRecords,
+    KeyBytes,
+    PutInline,
+    SealExtents,
+)
 from tandem.store.puts import Put
 from tandem.store.segment import ExtentHeader
 from tandem.store.sessions import Caller
@@ -32,6 +41,8 @@ class Commits:
     async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
         """Seal and show what a client has written; one ``CommitStatus`` each."""
         columns = (request.put_ids, request.grants, request.checksums, request.failed_hosts)
+        if request.tables:
+            columns = (*columns, request.tables)
         if len(set(map(len, columns))) != 1:
             raise ConfigError("store.commit", "columns of different lengths")
         # A caller that leaves must not leave objects half sealed.
@@ -81,15 +92,36 @@ class Commits:
         async with _KeysHeld(self._sealing, [put.key for put in ready.values()]):
             for put in ready.values():
                 self._master.puts.forget_lost(put)
-            await self._seal(ready, request.checksums, statuses)
+            await self._seal(ready, request.checksums, statuses, tables=request.tables)
         for i, put in ready.items():
             self._master.puts.remember((client, put.put_id), statuses[i])
         return statuses
 
-    async def _seal(
-        self, ready: dict[int, Put], checksums: Sequence[int], statuses: list[CommitStatus]
+    async def seal_values(
+        self, puts: dict[int, Put], request: PutInline, statuses: list[CommitStatus]
     ) -> None:
+        """Have hosts write the values of these puts, and seal and show them."""
+        async with _KeysHeld(self._sealing, [put.key for put in puts.values()]):
+            for put in puts.values():
+                self._master.puts.forget_lost(put)
+            ready = {i: put for i, put in puts.items() if put.extents}
+            ends = list(itertools.accumulate(request.sizes))
+            blob = memoryview(request.blob)
+            values = {i: blob[ends[i] - put.size : ends[i]] for i, put in ready.items()}
+            await self._seal(ready, request.checksums, statuses, values=values)
+
+    async def _seal(
+        self,
+        ready: dict[int, Put],
+        checksums: Sequence[int],
+        statuses: list[CommitStatus],
+        *,
+        values: "dict[int, memoryview] | None" = None,
+        tables: Sequence[bytes] = (),
+    ) -> None:
+        """Seal and show; hosts are sent the values, or what of the tables is theirs."""
         records: dict[int, ExtentRecords] = {}
+        blobs: dict[int, list[Any]] = {}
         versions: dict[int, int] = {}
         for i, put in ready.items():
             row = self._master.directory.find(put.key)
@@ -104,7 +136,13 @@ class Commits:
                     put.soft_pin_ms,
                 )  # fmt: skip
                 append_record(records.setdefault(number, ExtentRecords()), extent.offset, header)
-        sealed = await self._seal_on_hosts(records)
+                if values is not None:
+                    blobs.setdefault(number, []).append(values[i])
+                elif tables:
+                    blobs.setdefault(number, []).append(tables[i])
+        sealed = await self._seal_on_hosts(
+            records, {n: b"".join(b) for n, b in blobs.items()}, has_values=values is not None
+        )
         replaced: list[asyncio.Future[None]] = []
         for i, version in versions.items():
             put = ready[i]
@@ -116,12 +154,22 @@ class Commits:
         # Until the old versions are gone, a crash could bring them back.
         await asyncio.gather(*replaced)
 
-    async def _seal_on_hosts(self, records: dict[int, ExtentRecords]) -> set[int]:
+    async def _seal_on_hosts(
+        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], *, has_values: bool
+    ) -> set[int]:
         """Return the hosts that have done it."""
         numbers = sorted(records)
         answers = await asyncio.gather(
             *(
-                self._master.hosts[number].order("seal", SealExtents, Ack, records=records[number])
+                self._master.hosts[number].order(
+                    "seal",
+                    SealExtents,
+                    Ack,
+                    records=records[number],
+                    has_values=has_values,
+                    blob=blobs.get(number, b"") if has_values else b"",
+                    tables=b"" if has_values else blobs.get(number, b""),
+                )
                 for number in numbers
             ),
             return_exceptions=True,

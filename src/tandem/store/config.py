@@ -115,6 +115,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_value_bytes: Annotated[
         int, Meta(ge=1, le=2**39, description="Largest value, in bytes.")
     ] = 2**36
+    inline_bytes: Annotated[
+        int,
+        Meta(ge=0, le=65_536, description="Values up to this are put by way of the master."),
+    ] = 8_192
     max_batch: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Objects in one batch call to the master.")
     ] = 100_000

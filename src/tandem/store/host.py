@@ -10,6 +10,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
+import numpy as np
+
+from tandem._native import checksum_values
 from tandem.core.errors import (
     CancelledError,
     ConflictError,
@@ -19,6 +22,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.store import layout
+from tandem.store.checksum import checksum_table
 from tandem.store.disk import DiskTier
 from tandem.store.messages import (
     Ack,
@@ -375,12 +379,47 @@ class StoreHost:
 
     async def _seal(self, _: Caller, order: SealExtents) -> Ack:
         self._obey(order)
-        for offset, header in iterate_records(order.records):
+        records = iterate_records(order.records)
+        if order.has_values:
+            self._write_values(records, order.blob)
+        elif order.tables:
+            self._write_tables(records, order.tables)
+        for offset, header in records:
             self.segment.seal(offset, header)
             self.num_objects += 1
             if self.disk is not None:
                 self.disk.on_sealed(offset, header)
         return Ack()
+
+    def _write_values(self, records: list[tuple[int, ExtentHeader]], blob: bytes) -> None:
+        """Write tables and values; all of them are as their writer had them, or none is written."""
+        sizes = np.array([header.size for _, header in records], dtype=np.uint64)
+        if int(sizes.sum()) != len(blob):
+            raise CorruptionError("store.seal", f"{len(blob)} bytes of values for {sizes.sum()}")
+        values = np.frombuffer(blob, dtype=np.uint8)
+        ends = np.cumsum(sizes)
+        checksums, tables = checksum_values(values, ends - sizes, sizes, layout.CHUNK_BYTES)
+        if checksums != [header.checksum for _, header in records]:
+            raise CorruptionError("store.seal", "a value came with a wrong checksum")
+        at = 0
+        for (offset, header), end in zip(records, ends.tolist(), strict=True):
+            table_end = at + 4 * layout.count_chunks(header.size)
+            self.segment.fill(offset, header, tables[at:table_end], values[end - header.size : end])
+            at = table_end
+
+    def _write_tables(self, records: list[tuple[int, ExtentHeader]], tables: bytes) -> None:
+        sizes = np.array(
+            [4 * layout.count_chunks(header.size) for _, header in records], dtype=np.uint64
+        )
+        if int(sizes.sum()) != len(tables):
+            raise CorruptionError("store.seal", f"{len(tables)} bytes of tables for {sizes.sum()}")
+        at = 0
+        for (offset, header), size in zip(records, sizes.tolist(), strict=True):
+            table = tables[at : at + size]
+            if checksum_table(table) != header.checksum:
+                raise CorruptionError("store.seal", "a table came with a wrong checksum")
+            self.segment.fill_table(offset, header, table)
+            at += size
 
     async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
         self._obey(order)

@@ -6,6 +6,7 @@ which holds strings and numbers only and is therefore not walked either. Every o
 complete; writes that are under way are the master's business. Not thread-safe.
 """
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,56 @@ class Directory:
             return bytes(map(self._rows.__contains__, keys))
         find, live = self._rows.get, self._live
         return bytes((row := find(key)) is not None and live[row] > 0 for key in keys)
+
+    def locate_many(
+        self, keys: Sequence[str], until_ms: int
+    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
+        """Lease objects and note a use of each, all at once.
+
+        Returns: their rows (``NO_ROW`` where there is none); and of each, int64 [4, keys]: size,
+            checksum, host and offset of its only copy. The host is -1 without an object or copy,
+            -2 if there are several, or one on a disk.
+        """
+        count = len(keys)
+        if count == 1:
+            return self._locate_one(keys[0], until_ms)
+        rows = np.fromiter(map(self._rows.get, keys, itertools.repeat(NO_ROW)), np.int64, count)
+        columns = np.full((4, count), -1, dtype=np.int64)
+        is_there = rows >= 0
+        found = rows if is_there.all() else rows[is_there]
+        if not len(found):
+            return rows, columns
+        first = _view(self._first)[found]
+        hosts = _view(self._replica_host)[first].astype(np.int64)
+        hosts[(_view(self._replica_next)[first] >= 0) | (_view(self._num_disks)[found] > 0)] = -2
+        hosts[first < 0] = -1
+        columns[:, is_there] = (
+            _view(self._size)[found],
+            _view(self._checksum)[found],
+            hosts,
+            _view(self._replica_offset)[first],
+        )
+        _view(self._used_tick)[found] = np.arange(self._tick + 1, self._tick + 1 + len(found))
+        self._tick += len(found)
+        leases = _view(self._lease_until_ms)
+        leases[found] = np.maximum(leases[found], until_ms)
+        return rows, columns
+
+    def _locate_one(
+        self, key: str, until_ms: int
+    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
+        row = self._rows.get(key, NO_ROW)
+        fields = (-1, -1, -1, -1)
+        if row != NO_ROW:
+            at, host, offset = self._first[row], -1, -1
+            if at >= 0:
+                is_only = self._replica_next[at] < 0 and not self._num_disks[row]
+                host = self._replica_host[at] if is_only else -2
+                offset = self._replica_offset[at]
+            fields = (self._size[row], self._checksum[row], host, offset)
+            self.touch(row)
+            self.extend_lease(row, until_ms)
+        return np.array([row]), np.array(fields).reshape(4, 1)
 
     def key(self, row: int) -> str:
         """Return the key of a row."""

@@ -159,6 +159,9 @@ class LocalStore:
         await self._host.is_joined.wait()
         return self
 
+    def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All of it lives on one loop; there is none."""
+
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
         await self._host.aclose()

@@ -4,14 +4,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
+    Endpoint,
     FindObjects,
     FoundObjects,
     KeyBytes,
     KeyList,
     KeyPage,
     ListKeys,
+    Located,
+    LocateObjects,
     StageObjects,
 )
 from tandem.store.policies import rank_replicas
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SCAN_KEYS", "Lookups"]
 
+SEVERAL = -2
+"""What ``Directory.locate_many`` says of an object with several replicas."""
 STAGE_SHARE = 4
 """So small a part of a lease ``stage`` waits at most."""
 SCAN_KEYS = 5_000
@@ -80,6 +87,28 @@ class Lookups:
             is_recovering=num_missing > 0 and self._master.is_recovering,
             on_disk=bytes(on_disk) if any(on_disk) else b"",
         )
+
+    def locate(self, _: Caller, request: LocateObjects) -> Located:
+        """Say where the best replica of each is, and lease them; what is not simple is left out."""
+        hosts, lease_ms = self._master.hosts, self._master.config.lease_ms
+        rows, columns = self._master.directory.locate_many(
+            request.keys, self._master.now_ms() + lease_ms
+        )
+        sizes, _checksums, places, offsets = columns
+        for i in np.flatnonzero(places == SEVERAL).tolist():
+            ranked = self._rank(self._master.directory.replicas(int(rows[i])), request.machine)
+            places[i], offsets[i] = ranked[0] if ranked else (-1, -1)
+        endpoints: list[Endpoint] = []
+        places[sizes == 0] = -1  # Nothing to read.
+        for host in set(places.tolist()) - {-1}:
+            if hosts[host].caller is None:
+                places[places == host] = -1
+            else:
+                endpoints.append(hosts[host].endpoint())
+                hosts[host].note_read(int(sizes[places == host].sum()))
+        # What is left out is asked for again, and counted then.
+        self._master.counters.hits += int(np.count_nonzero(places >= 0))
+        return Located(columns.astype("<i8", copy=False).tobytes(), endpoints, lease_ms)
 
     async def stage(self, caller: Caller, request: StageObjects) -> FoundObjects:
         """As ``find``, after waiting for objects that are read from disks, not for long."""

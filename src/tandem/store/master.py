@@ -18,6 +18,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.eviction import Eviction
 from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Directory
+from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
 from tandem.store.membership import Membership
 from tandem.store.messages import (
@@ -38,8 +39,11 @@ from tandem.store.messages import (
     KeyList,
     KeyPage,
     ListKeys,
+    Located,
+    LocateObjects,
     PinObjects,
     PrefixRemoval,
+    PutInline,
     RemovePrefix,
     RepinExtents,
     ReportBadReplica,
@@ -117,6 +121,7 @@ class StoreMaster:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.puts = Puts(self)
         self.commits = Commits(self)
+        self.inline_puts = InlinePuts(self)
         self.lookups = Lookups(self)
         self.removals = Removals(self)
         self.eviction = Eviction(self)
@@ -128,8 +133,10 @@ class StoreMaster:
         """Return what hosts and clients may call: name, handler, request and response type."""
         return [
             ("start_put", self.puts.start, StartPut, StartedPut),
+            ("put_inline", self.inline_puts.put, PutInline, KeyBytes),
             ("commit_put", self.commits.commit, CommitPut, KeyBytes),
             ("find", self.lookups.find, FindObjects, FoundObjects),
+            ("locate", self.lookups.locate, LocateObjects, Located),
             ("stage", self.lookups.stage, StageObjects, FoundObjects),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
             ("remove", self.removals.remove, KeyList, KeyBytes),
@@ -201,8 +208,11 @@ class StoreMaster:
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
         """Return writable hosts in the order in which to try them."""
+        hosts = self.writable_hosts()
+        if len(hosts) == 1:
+            return [hosts[0].number]
         return order_hosts(
-            [host.view() for host in self.writable_hosts()],
+            [host.view() for host in hosts],
             strategy=Strategy(self.config.strategy),
             draw=self._draw,
             preferred=preferred,

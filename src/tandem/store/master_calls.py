@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tandem.core.clock import Clock
@@ -43,6 +43,25 @@ class MasterCalls:
         """Return when a call that begins now must be done."""
         return self.clock.now_s() + self.config.deadline_ms / 1e3
 
+    # How to wait: a client that blocks its caller's thread has other ways for the same steps.
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
+        """Carry all of it out; what one raises is its result."""
+        if len(work) == 1:
+            try:
+                return [await work[0]]
+            except Exception as error:  # noqa: BLE001 - as asyncio.gather
+                return [error]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """Run what takes long without the GIL, so that others are served meanwhile."""
+        return await asyncio.to_thread(function)
+
     async def find(
         self, keys: Sequence[str], deadline_s: float, *, lease: bool = True
     ) -> FoundObjects:
@@ -52,7 +71,7 @@ class MasterCalls:
             found = await self.call("find", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
-            await asyncio.sleep(RETRY_S)
+            await self.sleep(RETRY_S)
 
     async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
         """Ask where objects are that lie on disks, while they are read into memory."""
@@ -62,7 +81,7 @@ class MasterCalls:
             found = await self.call("stage", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
-            await asyncio.sleep(RETRY_S)
+            await self.sleep(RETRY_S)
 
     async def simple(self, method: str, request: object, response: type[T]) -> T:
         """Call within the configured deadline."""
@@ -101,7 +120,7 @@ class MasterCalls:
             except CapacityError as error:
                 if error.where != "rpc.send":
                     raise
-            await asyncio.sleep(RETRY_S)
+            await self.sleep(RETRY_S)
             await self.channel.wait_connected(self.left_s(deadline_s))
 
     def left_s(self, deadline_s: float) -> float:

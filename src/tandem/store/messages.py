@@ -10,6 +10,7 @@ import msgspec
 
 __all__ = [
     "Ack",
+    "CallAddress",
     "CloseWriter",
     "CommitPut",
     "CommitStatus",
@@ -34,12 +35,15 @@ __all__ = [
     "LeaderAnswer",
     "ListKeys",
     "LoadObject",
+    "LocateObjects",
+    "Located",
     "OpenWriter",
     "Opened",
     "Order",
     "PinObjects",
     "PrefixRemoval",
     "PullObject",
+    "PutInline",
     "RemovePrefix",
     "RepinExtents",
     "ReportBadReplica",
@@ -69,6 +73,12 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """The same for this client's writes; -1 where it may not write."""
 
 
+class CallAddress(msgspec.Struct, frozen=True):
+    """Where a master's transfer engine takes calls; empty if it does not."""
+
+    address: str
+
+
 class StartStatus(IntEnum):
     """What became of one object of a ``StartPut``."""
 
@@ -93,6 +103,17 @@ class StartPut(msgspec.Struct, frozen=True, kw_only=True):
     hard_pin: bool = False
     soft_pin_ms: int = 0
     wait_ms: int = 0
+
+
+class PutInline(StartPut, frozen=True, kw_only=True):
+    """Puts small values at once: the master has its hosts write them. Answered as a commit."""
+
+    checksums: list[int]
+    """Of the tables, as in ``CommitPut``."""
+    blob: bytes
+    """The values, one after the other."""
+    settled_below: int
+    """The client asks no more for ids below this: a request that has one is a late copy."""
 
 
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +147,8 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     checksums: list[int]
     failed_hosts: list[list[int]]
     """Per object: hosts to which the write did not succeed."""
+    tables: list[bytes] = []
+    """Per object: the checksums of its chunks, which hosts write; empty if the client did."""
 
 
 class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +182,23 @@ class StageObjects(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[str]
     machine: str = ""
     wait_ms: int = 0
+
+
+class LocateObjects(msgspec.Struct, frozen=True):
+    """As ``FindObjects`` with a lease, for many objects that are expected to be there."""
+
+    keys: list[str]
+    machine: str = ""
+
+
+class Located(msgspec.Struct, frozen=True):
+    """Answer to ``LocateObjects``: the best replica alone, in a form that costs little a key."""
+
+    columns: bytes
+    """int64, little-endian, one after the other for all keys: size, checksum, host, offset. A host
+    of -1: ask with ``FindObjects``."""
+    endpoints: list[Endpoint]
+    lease_ms: int
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -403,6 +443,11 @@ class SealExtents(Order, frozen=True, kw_only=True):
     """Write the headers of complete objects: from now on they survive."""
 
     records: ExtentRecords
+    has_values: bool = False
+    blob: bytes = b""
+    """If so, their values, one after the other, to be written before; else clients have."""
+    tables: bytes = b""
+    """Without values: their tables, one after the other, to be written before."""
 
 
 class WipeExtents(Order, frozen=True, kw_only=True):

@@ -62,14 +62,14 @@ class Puts:
     async def start(self, caller: Caller, request: StartPut) -> StartedPut:
         """Take space for a batch, all or nothing, and say where to write."""
         check_present(caller)
-        self._check_batch(request)
-        deadline_s = (
-            self._master.clock.now_s() + min(request.wait_ms, self._master.config.put_wait_ms) / 1e3
-        )
+        self.check_batch(request)
         client = caller.instance_id
         statuses = [self._start_status(client, request, i) for i in range(len(request.keys))]
         granted = [i for i, status in enumerate(statuses) if status is StartStatus.GRANTED]
-        await self._wait_for_space(client, request, granted, deadline_s)
+        for i, put in (await self.take_space(client, request, granted)).items():
+            self.unfinished[client, request.first_put_id + i] = put
+            for number, extent in put.extents.items():
+                self._master.hosts[number].hold(client, extent)
         puts = {i: self.unfinished.get((client, request.first_put_id + i)) for i in granted}
         bases = await self._open_writers(client, [put for put in puts.values() if put is not None])
         places: list[list[tuple[int, int]]] = [[] for _ in statuses]
@@ -88,7 +88,8 @@ class Puts:
             endpoints=[self._master.hosts[host].endpoint(bases[host]) for host in used],
         )
 
-    def _check_batch(self, request: StartPut) -> None:
+    def check_batch(self, request: StartPut) -> None:
+        """Raises: ConfigError if it is beyond a limit."""
         keys, sizes, config = request.keys, request.sizes, self._master.config
         if len(keys) != len(sizes) or len(keys) > config.max_batch:
             raise ConfigError(
@@ -117,15 +118,20 @@ class Puts:
         is_taken = row != NO_ROW and self._master.directory.num_live(row) > 0 and not request.upsert
         return StartStatus.EXISTS if is_taken else StartStatus.GRANTED
 
-    async def _wait_for_space(
-        self, client: str, request: StartPut, granted: Sequence[int], deadline_s: float
-    ) -> None:
-        """Allocate for all of them or raise; what waits holds nothing meanwhile."""
+    async def take_space(
+        self, client: str, request: StartPut, granted: Sequence[int]
+    ) -> dict[int, Put]:
+        """Allocate for all of them or raise; what waits holds nothing meanwhile.
+
+        Returns: by index what is new, as yet nobody's. Raises: CapacityError.
+        """
+        wait_ms = min(request.wait_ms, self._master.config.put_wait_ms)
+        deadline_s = self._master.clock.now_s() + wait_ms / 1e3
         if not self._master.hosts and granted:
             # Nothing to wait for but a host.
             await self._wait_freed(max(0.0, deadline_s - self._master.clock.now_s()))
         is_last = False
-        while not self._allocate_all(client, request, granted, is_last=is_last):
+        while (made := self._allocate_all(client, request, granted, is_last=is_last)) is None:
             left_s = deadline_s - self._master.clock.now_s()
             if is_last:
                 raise self._describe_full(request, granted)
@@ -142,6 +148,7 @@ class Puts:
                 finally:
                     self.num_waiting -= 1
             is_last = deadline_s - self._master.clock.now_s() <= 0
+        return made
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._master.space_freed.clear()
@@ -152,8 +159,8 @@ class Puts:
 
     def _allocate_all(
         self, client: str, request: StartPut, granted: Sequence[int], *, is_last: bool
-    ) -> bool:
-        made: list[Put] = []
+    ) -> dict[int, Put] | None:
+        made: dict[int, Put] = {}
         expires_ms = self._master.now_ms() + self._master.config.put_timeout_ms
         for i in granted:
             name = (client, request.first_put_id + i)
@@ -174,15 +181,12 @@ class Puts:
                 expires_ms=expires_ms,
             )
             if not self._allocate(put, request, is_last=is_last):
-                for other in made:
-                    del self.unfinished[other.client, other.put_id]
+                for other in made.values():
                     for host, extent in other.extents.items():
-                        self._master.hosts[host].unhold(client, extent)
                         self._master.hosts[host].untake(extent)
-                return False
-            self.unfinished[name] = put
-            made.append(put)
-        return True
+                return None
+            made[i] = put
+        return made
 
     def _allocate(self, put: Put, request: StartPut, *, is_last: bool) -> bool:
         """Take space on as many hosts as wanted and there are; the last attempt is content with 1.
@@ -199,8 +203,6 @@ class Puts:
                 if len(put.extents) == goal:
                     break
         if put.extents and (len(put.extents) == goal or is_last):
-            for number, extent in put.extents.items():
-                self._master.hosts[number].hold(put.client, extent)
             return True
         for number, extent in put.extents.items():
             self._master.hosts[number].untake(extent)

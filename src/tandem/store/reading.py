@@ -1,6 +1,5 @@
 """Gets of a client: the best replica first, every chunk checked, then the next replica."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +31,7 @@ MAX_ATTEMPTS = 4
 """Times that a get begins anew after what can only be transient."""
 LEASE_SHARE = 0.9
 """Of a lease that a reader uses: clocks of two machines differ in rate, by far less than this."""
-OFF_LOOP_BYTES = 2**20
+OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
 
@@ -196,7 +195,8 @@ class ObjectReader:
                 return
             if attempt and self._calls.clock.now_s() >= deadline_s:
                 break
-            await asyncio.sleep(RETRY_S * attempt)  # Hosts and masters come back.
+            if attempt:
+                await self._calls.sleep(RETRY_S * attempt)  # Hosts and masters come back.
             sent_s = self._calls.clock.now_s()
             found = await self._calls.find([read.key for read in left], deadline_s)
             lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
@@ -204,12 +204,15 @@ class ObjectReader:
             for i, read in enumerate(left):
                 read.locate(found, i)
             on_disk = _list_on_disk(left, found)
-            await asyncio.gather(
+            outcomes = await self._calls.gather(
                 self._read_replicas(
                     [read for read in left if read.places], endpoints, lease_end_s, deadline_s
                 ),
                 self._read_staged(on_disk, deadline_s),
             )
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
         for read in reads:
             if not read.is_settled:
                 read.error = read.last_error or PeerLostError(
@@ -240,7 +243,7 @@ class ObjectReader:
                 [read for read in reads if read.places], endpoints, lease_end_s, deadline_s
             )
             if len(left) == len(reads):
-                await asyncio.sleep(RETRY_S)
+                await self._calls.sleep(RETRY_S)
             reads = left
 
     async def _read_replicas(
@@ -265,12 +268,15 @@ class ObjectReader:
                 if handle is not None:
                     lent.append(handle)
                 timeout_s = max(0.001, min(lease_end_s, deadline_s) - self._calls.clock.now_s())
-                await asyncio.gather(
+                outcomes = await self._calls.gather(
                     *(
                         self._read_from(endpoints[host], group, handle, timeout_s)
                         for host, group in by_host.items()
                     )
                 )
+                for outcome in outcomes:
+                    if outcome is not None:
+                        raise outcome
                 is_leased = self._calls.clock.now_s() <= lease_end_s
                 for read in [read for group in by_host.values() for read in group]:
                     place = read.places.pop(0)
@@ -304,7 +310,7 @@ class ObjectReader:
     async def _finish(self, read: ObjectRead) -> bool:
         """Check what was read; False if it is not what was written."""
         if read.num_bytes > OFF_LOOP_BYTES:
-            is_good = await asyncio.to_thread(read.check)
+            is_good = await self._calls.compute(read.check)
         else:
             is_good = read.check()
         if is_good:

@@ -221,20 +221,41 @@ class Segment:
 
     # Objects.
 
+    def fill(
+        self, offset: int, header: ExtentHeader, table: bytes, value: npt.NDArray[np.uint8]
+    ) -> None:
+        """Write table and value of an object that is to be sealed.
+
+        Raises: as ``seal``.
+        """
+        self.fill_table(offset, header, table)
+        value_at = offset + layout.value_offset(len(header.key.encode()), header.size)
+        self.data[value_at : value_at + header.size] = value
+
+    def fill_table(self, offset: int, header: ExtentHeader, table: bytes) -> None:
+        """Write the table alone: a client has written the value. Raises: as ``seal``."""
+        key_bytes = len(header.key.encode())
+        self._check_vacant(offset, key_bytes, header)
+        table_at = self._data_at + offset + layout.table_offset(key_bytes)
+        self._map[table_at : table_at + len(table)] = table
+
+    def _check_vacant(self, offset: int, key_bytes: int, header: ExtentHeader) -> None:
+        extent = self._extent(offset, key_bytes, header.size)
+        marks_at = FILE_HEAD_BYTES
+        if self._map.find(b"\1", marks_at + extent.start, marks_at + extent.stop) >= 0:
+            raise ConflictError(
+                "store.seal", f"offset {offset} for {header.key!r} holds another object"
+            )
+
     def seal(self, offset: int, header: ExtentHeader) -> None:
         """Make the object at ``offset`` one that survives: header first, its mark last.
 
         Raises: ConflictError if another object lies there; ConfigError if it leaves the segment.
         """
         key = header.key.encode()
-        extent = self._extent(offset, len(key), header.size)
-        marks = self._starts[extent]
-        if marks.any():
-            raise ConflictError(
-                "store.seal", f"offset {offset} for {header.key!r} holds another object"
-            )
+        self._check_vacant(offset, len(key), header)
         self._write_header(offset, key, header)
-        marks[0] = 1
+        self._starts[offset // layout.GRANULE_BYTES] = 1
 
     def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
         """Replace the pins of the object at ``offset``.
@@ -355,7 +376,7 @@ class Segment:
         )
         text = head + struct.pack("<I", zlib.crc32(key, zlib.crc32(head)))
         text = text.ljust(layout.HEADER_BYTES, b"\0") + key
-        self.data[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        self._map[self._data_at + offset : self._data_at + offset + len(text)] = text
 
 
 def _check_capacity(capacity_bytes: int) -> int:

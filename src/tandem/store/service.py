@@ -19,6 +19,7 @@ from tandem.core.errors import (
     ConfigError,
     ConflictError,
     InternalError,
+    TandemError,
     UnsupportedError,
 )
 from tandem.rpc import (
@@ -36,13 +37,16 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
+from tandem.store.blocking import make_blocking_client
 from tandem.store.campaign import Campaign
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
+from tandem.store.fast_calls import CallServer, FastChannel, Methods
 from tandem.store.host import StoreHost
 from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
+from tandem.store.messages import CallAddress
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
 from tandem.store.seat import MasterSeat
@@ -177,6 +181,7 @@ class MasterService:
         )
         self._http: asyncio.Server | None = None
         self._open = contextlib.AsyncExitStack()
+        self._callers: dict[str, Peer] = {}
         self.seat: MasterSeat
 
     @property
@@ -210,10 +215,13 @@ class MasterService:
             end_sessions=self._server.end_sessions,
         )
         opening.push_async_callback(self.seat.aclose)
-        for name, handler, request, response in self.seat.methods():
-            timed = _time_calls(handler, name, self.seat.counters.observe)
-            self._server.register(name, timed, request, response)
-        self._server.on_peer_lost(lambda peer, _: self.seat.on_caller_lost(peer))
+        methods = [
+            (name, _time_calls(handler, name, self.seat.counters.observe), request, response)
+            for name, handler, request, response in self.seat.methods()
+        ]
+        for method in methods:
+            self._server.register(*method)
+        await self._serve_calls(methods, opening)
         if config.election.backend == "none":
             self.seat.take(next_epoch(_state_folder(url)))
         self._server.start()
@@ -227,6 +235,26 @@ class MasterService:
             opening.push_async_callback(self._http.wait_closed)
             opening.callback(self._http.close)
         logger.info("event=master_up endpoint=%s epoch=%d", self.endpoint, self.epoch)
+
+    async def _serve_calls(self, methods: Methods, opening: contextlib.AsyncExitStack) -> None:
+        """Take calls over a transfer engine as well, from those that have a session here."""
+        config = self._config
+        engine = _make_engine(config, self._server.endpoint, "store master", config.listen)
+        calls = CallServer(engine, methods, self._callers.get)
+        opening.push_async_callback(calls.aclose)
+        opening.push_async_callback(asyncio.to_thread, engine.close, deadline_s=2.0)
+        address = CallAddress(engine.address)
+        self._server.register("call_address", lambda _, __: address, type(None), CallAddress)
+        self._server.on_peer(self._note_caller)
+        self._server.on_peer_lost(self._forget_caller)
+
+    def _note_caller(self, peer: Peer) -> None:
+        self._callers[peer.instance_id] = peer
+
+    def _forget_caller(self, peer: Peer, _: TandemError) -> None:
+        if self._callers.get(peer.instance_id) is peer:
+            del self._callers[peer.instance_id]
+        self.seat.on_caller_lost(peer)
 
     async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
         from tandem.store.etcd import EtcdBackend
@@ -309,7 +337,7 @@ class HostService:
             table.register(name, handler, request, response)
         self._channel = LeaderClient(
             self._urls,
-            _client_maker(config, self._rpc, self._name, "store_host", table),
+            _client_maker(config, self._rpc, _identify(self._name, "store_host"), table),
             on_peer=self.host.on_master,
             on_peer_lost=self.host.on_master_lost,
         )
@@ -367,15 +395,20 @@ class ClientService:
 
     async def __aenter__(self) -> Self:
         name = self._config.name or f"{socket.gethostname()}:{os.getpid()}"
-        self._channel = LeaderClient(
+        identity = _identify(name, "store_client")
+        self._engine = _make_engine(self._config, self._urls[0], name, ())
+        self._channel = FastChannel(self._engine, identity.instance_id)
+        self._leader = LeaderClient(
             self._urls,
-            _client_maker(self._config, self._rpc, name, "store_client", MethodTable()),
+            _client_maker(self._config, self._rpc, identity, MethodTable()),
+            on_peer=self._channel.on_peer,
+            on_peer_lost=self._channel.on_peer_lost,
         )
-        await self._channel.connect(self._rpc.connect_timeout_ms / 1e3)
+        self._channel.slow = self._leader
         try:
-            self._engine = _make_engine(self._config, self._urls[0], name, ())
+            await self._leader.connect(self._rpc.connect_timeout_ms / 1e3)
         except BaseException:
-            await self._channel.aclose()
+            await asyncio.to_thread(self._engine.close, deadline_s=2.0)
             raise
         self.client = AsyncStoreClient(
             self._channel,
@@ -389,7 +422,12 @@ class ClientService:
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
         await self._channel.aclose()
+        await self._leader.aclose()
         await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+
+    def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
+        """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
+        return make_blocking_client(self.client, self._channel, self._engine, loop)
 
 
 async def _end_task(task: "asyncio.Task[None]") -> None:
@@ -398,9 +436,8 @@ async def _end_task(task: "asyncio.Task[None]") -> None:
 
 
 def _client_maker(
-    config: StoreConfig, rpc: RpcConfig, name: str, role: str, table: MethodTable
+    config: StoreConfig, rpc: RpcConfig, identity: Identity, table: MethodTable
 ) -> Callable[[str], RpcClient]:
-    identity = _identify(name, role)
     timeout_ms = min(rpc.connect_timeout_ms, int(PROBE_TIMEOUT_S * 1e3))
     one_try = msgspec.structs.replace(rpc, connect_timeout_ms=timeout_ms)
 

@@ -3,12 +3,13 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self, TypeVar
 
 from tandem.core.errors import ConflictError, TandemError
 from tandem.rpc import RpcConfig
+from tandem.store.blocking import drive
 from tandem.store.buffers import Part, StoreBuffer
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
@@ -24,6 +25,10 @@ T = TypeVar("T")
 
 class _HasClient(Protocol):
     client: AsyncStoreClient
+
+    def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient | None:
+        """Return a client that needs no loop for its usual steps, if there is one."""
+        ...
 
 
 class StoreClient:
@@ -63,7 +68,9 @@ class StoreClient:
         )
         self._thread.start()
         try:
-            self._client = self._run(service.__aenter__()).client
+            entered = self._run(service.__aenter__())
+            self._client = entered.client
+            self._blocking = entered.make_blocking_client(self._loop)
         except BaseException:
             self._stop()
             raise
@@ -79,9 +86,14 @@ class StoreClient:
         if not self._is_closed:
             self._is_closed = True
             try:
-                self._submit(self._service.__aexit__(None, None, None)).result()
+                self._submit(self._leave()).result()
             finally:
                 self._stop()
+
+    async def _leave(self) -> None:
+        if self._blocking is not None:
+            await self._blocking.aclose()
+        await self._service.__aexit__(None, None, None)
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -103,6 +115,12 @@ class StoreClient:
         except BaseException:
             future.cancel()  # Also when the waiting thread is interrupted.
             raise
+
+    def _do(self, step: Callable[[AsyncStoreClient], Coroutine[Any, Any, T]]) -> T:
+        """Carry a step out on this thread if that can be, else on the loop's."""
+        if self._blocking is None or self._is_closed or threading.current_thread() is self._thread:
+            return self._run(step(self._client))
+        return drive(step(self._blocking))
 
     # Memory.
 
@@ -126,19 +144,19 @@ class StoreClient:
 
     def put(self, key: str, value: Any, options: PutOptions = DEFAULT_OPTIONS) -> PutResult:
         """See ``AsyncStoreClient.put``."""
-        return self._run(self._client.put(key, value, options))
+        return self._do(lambda client: client.put(key, value, options))
 
     def put_many(
         self, keys: Sequence[str], values: Sequence[Any], options: PutOptions = DEFAULT_OPTIONS
     ) -> list[PutResult | TandemError]:
         """See ``AsyncStoreClient.put_many``."""
-        return self._run(self._client.put_many(keys, values, options))
+        return self._do(lambda client: client.put_many(keys, values, options))
 
     def put_from(
         self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
     ) -> PutResult:
         """See ``AsyncStoreClient.put_from``."""
-        return self._run(self._client.put_from(key, parts, options))
+        return self._do(lambda client: client.put_from(key, parts, options))
 
     def put_from_many(
         self,
@@ -147,47 +165,47 @@ class StoreClient:
         options: PutOptions = DEFAULT_OPTIONS,
     ) -> list[PutResult | TandemError]:
         """See ``AsyncStoreClient.put_from_many``."""
-        return self._run(self._client.put_from_many(keys, parts, options))
+        return self._do(lambda client: client.put_from_many(keys, parts, options))
 
     # Reading.
 
     def get(self, key: str) -> bytes:
         """See ``AsyncStoreClient.get``."""
-        return self._run(self._client.get(key))
+        return self._do(lambda client: client.get(key))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | TandemError]:
         """See ``AsyncStoreClient.get_many``."""
-        return self._run(self._client.get_many(keys))
+        return self._do(lambda client: client.get_many(keys))
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """See ``AsyncStoreClient.get_range``."""
-        return self._run(self._client.get_range(key, offset, length))
+        return self._do(lambda client: client.get_range(key, offset, length))
 
     def get_range_many(
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
     ) -> list[bytes | TandemError]:
         """See ``AsyncStoreClient.get_range_many``."""
-        return self._run(self._client.get_range_many(keys, ranges))
+        return self._do(lambda client: client.get_range_many(keys, ranges))
 
     def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
         """See ``AsyncStoreClient.get_into``."""
-        return self._run(self._client.get_into(key, parts))
+        return self._do(lambda client: client.get_into(key, parts))
 
     def get_into_many(
         self, keys: Sequence[str], parts: Sequence[Part | Sequence[Part]]
     ) -> list[int | TandemError]:
         """See ``AsyncStoreClient.get_into_many``."""
-        return self._run(self._client.get_into_many(keys, parts))
+        return self._do(lambda client: client.get_into_many(keys, parts))
 
     # Looking, removing, pinning.
 
     def exists(self, key: str) -> bool:
         """See ``AsyncStoreClient.exists``."""
-        return self._run(self._client.exists(key))
+        return self._do(lambda client: client.exists(key))
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """See ``AsyncStoreClient.exists_many``."""
-        return self._run(self._client.exists_many(keys))
+        return self._do(lambda client: client.exists_many(keys))
 
     def size(self, key: str) -> int:
         """See ``AsyncStoreClient.size``."""

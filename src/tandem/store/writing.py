@@ -1,37 +1,43 @@
 """Puts of a client: checksums, bytes to all replicas, commit; again where that may help."""
 
-import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from tandem._native import checksum_values
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
-from tandem.store.buffers import Part, StagedPart, StoreBuffer
+from tandem.store.buffers import Part
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
+from tandem.store.config import StoreConfig
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
     CommitPut,
     CommitStatus,
     KeyBytes,
+    PutInline,
     StartedPut,
     StartPut,
     StartStatus,
 )
 
-__all__ = ["DEFAULT_OPTIONS", "Item", "ObjectWriter", "PutOptions", "PutResult"]
+__all__ = ["DEFAULT_OPTIONS", "Item", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that a put begins anew after what can only be transient."""
-OFF_LOOP_BYTES = 2**20
+MAX_INLINE_BATCH_BYTES = 2**19
+"""Of values in one request; the master passes them on."""
+OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
 
@@ -68,6 +74,14 @@ class PutOptions:
 DEFAULT_OPTIONS = PutOptions()
 
 
+OUTCOMES = {
+    CommitStatus.CREATED: PutResult.CREATED,
+    CommitStatus.EXISTS: PutResult.EXISTS,
+    CommitStatus.REPLACED: PutResult.REPLACED,
+}
+Views = Sequence[npt.NDArray[np.uint8]]
+
+
 class Item(NamedTuple):
     """An object to put."""
 
@@ -77,11 +91,51 @@ class Item(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An object as it will be written: checksum, and pieces relative to its table."""
+    """What is computed of an object before it is written."""
 
     checksum: int
-    pieces: list[tuple[Any, int, int]]
-    """(handle, local offset, length), one after the other in the extent."""
+    table: bytes
+
+
+def is_inline(views: "Sequence[Views]", config: StoreConfig) -> bool:
+    """Whether values are small enough to travel with the request."""
+    sizes = [sum(view.size for view in parts) for parts in views]
+    return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
+
+
+def _lost() -> PeerLostError:
+    return PeerLostError(
+        "store.put", f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
+    )
+
+
+class _PutIds:
+    """Numbers of the puts of a client, over all its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 1
+        self._asked: set[int] = set()
+
+    def take(self, count: int) -> int:
+        """Return the first of so many new ones."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            return first
+
+    def ask(self, count: int) -> tuple[int, int]:
+        """As ``take``, to be settled later; and the lowest that is not settled yet."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            self._asked.add(first)
+            return first, min(self._asked)
+
+    def settle(self, first: int) -> None:
+        """The request with this first id has its answer, or nobody waits for one."""
+        with self._lock:
+            self._asked.discard(first)
 
 
 class ObjectWriter:
@@ -90,7 +144,87 @@ class ObjectWriter:
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
-        self._put_ids = itertools.count(1)
+        self._ids = _PutIds()
+
+    def make_twin(self, calls: MasterCalls, port: ClientPort) -> "ObjectWriter":
+        """Return a writer of the same session that goes other ways: no put id is used twice."""
+        twin = ObjectWriter(calls, port)
+        twin._ids = self._ids
+        return twin
+
+    async def put_inline(
+        self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
+    ) -> "list[PutResult | TandemError]":
+        """Put small values with the request itself; results as ``put_items``."""
+        deadline_s = self._calls.deadline_s()
+        sizes = [sum(view.size for view in parts) for parts in views]
+        blob = b"".join([view.data for parts in views for view in parts])
+        ends = np.cumsum(np.array(sizes, dtype=np.uint64), dtype=np.uint64)
+        checksums, _ = checksum_values(
+            np.frombuffer(blob, dtype=np.uint8),
+            ends - np.array(sizes, dtype=np.uint64),
+            np.array(sizes, dtype=np.uint64),
+            layout.CHUNK_BYTES,
+        )
+        results: list[PutResult | None] = [None] * len(keys)
+        for _ in range(MAX_ATTEMPTS):
+            left = [i for i, result in enumerate(results) if result is None]
+            if not left:
+                break
+            is_whole = len(left) == len(keys)
+            flags = await self._put_inline_once(
+                [keys[i] for i in left],
+                [sizes[i] for i in left],
+                [checksums[i] for i in left],
+                blob if is_whole else b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left),
+                options,
+                deadline_s,
+            )
+            for i, flag in zip(left, flags, strict=True):
+                results[i] = OUTCOMES.get(CommitStatus(flag))
+        return [_lost() if result is None else result for result in results]
+
+    async def _put_inline_once(
+        self,
+        keys: list[str],
+        sizes: list[int],
+        checksums: list[int],
+        blob: bytes,
+        options: PutOptions,
+        deadline_s: float,
+    ) -> bytes:
+        first_id, settled_below = self._ids.ask(len(keys))
+        wait_ms = self._wait_ms(options)
+        try:
+            answer = await self._calls.call(
+                "put_inline",
+                PutInline(
+                    first_put_id=first_id,
+                    keys=keys,
+                    sizes=sizes,
+                    replicas=options.replicas,
+                    preferred=list(options.preferred),
+                    machine=self._calls.machine if options.same_machine else "",
+                    upsert=options.upsert,
+                    hard_pin=options.hard_pin,
+                    soft_pin_ms=int(options.soft_pin_s * 1e3),
+                    wait_ms=wait_ms,
+                    checksums=checksums,
+                    blob=blob,
+                    settled_below=settled_below,
+                ),
+                KeyBytes,
+                deadline_s,
+                extra_s=min(wait_ms, self._calls.config.put_wait_ms) / 1e3,
+            )
+        finally:
+            self._ids.settle(first_id)
+        return answer.flags
+
+    def _wait_ms(self, options: PutOptions) -> int:
+        if options.wait_s is None:
+            return self._calls.config.put_wait_ms
+        return int(options.wait_s * 1e3)
 
     async def put_items(
         self, items: Sequence[Item], options: PutOptions
@@ -98,54 +232,34 @@ class ObjectWriter:
         """Put all of them; one result each, an error being one."""
         deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items)
-        tables: list[StoreBuffer] = []
-        try:
-            sources = await self._prepare(items, tables)
-            for _ in range(MAX_ATTEMPTS):
-                left = [i for i, result in enumerate(results) if result is None]
-                if not left:
-                    break
-                await self._put_once(items, sources, left, options, results, deadline_s)
-        finally:
-            for buffer in tables:
-                self._port.unregister(buffer.handle)
-        lost = PeerLostError(
-            "store.put", f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
-        )
-        return [lost if result is None else result for result in results]
+        sources = await self._prepare(items)
+        for _ in range(MAX_ATTEMPTS):
+            left = [i for i, result in enumerate(results) if result is None]
+            if not left:
+                break
+            await self._put_once(items, sources, left, options, results, deadline_s)
+        return [_lost() if result is None else result for result in results]
 
-    async def _prepare(self, items: Sequence[Item], lent: list[StoreBuffer]) -> list[Source]:
-        """Compute the tables; they are registered as one buffer."""
-        views = [[part.view for part in item.parts] for item in items]
+    async def _prepare(self, items: Sequence[Item]) -> list[Source]:
+        """Compute checksums and tables."""
+        first = items[0].parts[0].buffer if items and items[0].parts else None
+        is_one = all(len(item.parts) == 1 and item.parts[0].buffer is first for item in items)
+
+        def compute() -> list[tuple[int, bytes]]:
+            if first is None or not is_one:
+                tables = [make_table([part.view for part in item.parts]) for item in items]
+                return [(checksum_table(table), table) for table in tables]
+            places = np.array([item.parts[0].offset for item in items], dtype=np.uint64)
+            sizes = np.array([item.size for item in items], dtype=np.uint64)
+            checksums, tables = checksum_values(first.array, places, sizes, layout.CHUNK_BYTES)
+            ends = list(itertools.accumulate(4 * layout.count_chunks(item.size) for item in items))
+            begins = [0, *ends]
+            slices = [tables[begin:end] for begin, end in zip(begins, ends, strict=False)]
+            return list(zip(checksums, slices, strict=True))
+
         if sum(item.size for item in items) > OFF_LOOP_BYTES:
-            tables = await asyncio.to_thread(lambda: [make_table(parts) for parts in views])
-        else:
-            tables = [make_table(parts) for parts in views]
-        sources: list[Source] = []
-        staged = bytearray()
-        for item, table in zip(items, tables, strict=True):
-            pieces: list[tuple[Any, int, int]] = []
-            if table:
-                padded = table.ljust(layout.table_bytes(item.size), b"\0")
-                first = item.parts[0]
-                if isinstance(first, StagedPart):
-                    # Staged: the room before the value is the table's.
-                    at = first.offset - len(padded)
-                    first.buffer.array[at : first.offset] = np.frombuffer(padded, np.uint8)
-                    pieces.append((first.buffer, at, len(padded) + item.size))
-                    sources.append(Source(checksum_table(table), pieces))
-                    continue
-                pieces.append((None, len(staged), len(padded)))
-                staged += padded
-            pieces += [(part.buffer, part.offset, part.view.size) for part in item.parts]
-            sources.append(Source(checksum_table(table), pieces))
-        if staged:
-            array = np.frombuffer(staged, dtype=np.uint8)
-            buffer = StoreBuffer(self._port.register(array), array)
-            lent.append(buffer)
-            for source in sources:
-                source.pieces[:] = [(b or buffer, at, length) for b, at, length in source.pieces]
-        return sources
+            return [Source(*found) for found in await self._calls.compute(compute)]
+        return [Source(*found) for found in compute()]
 
     async def _put_once(
         self,
@@ -157,11 +271,9 @@ class ObjectWriter:
         deadline_s: float,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
-        first_id = next(self._put_ids)
-        for _ in range(len(left) - 1):
-            next(self._put_ids)
+        first_id = self._ids.take(len(left))
         config = self._calls.config
-        wait_ms = config.put_wait_ms if options.wait_s is None else int(options.wait_s * 1e3)
+        wait_ms = self._wait_ms(options)
         started = await self._calls.call(
             "start_put",
             StartPut(
@@ -191,6 +303,7 @@ class ObjectWriter:
             grants=[started.grants[position] for position in granted],
             checksums=[sources[left[position]].checksum for position in granted],
             failed_hosts=[[] for _ in granted],
+            tables=[sources[left[position]].table for position in granted],
         )
         if not granted:
             return
@@ -204,13 +317,8 @@ class ObjectWriter:
         for position, row in zip(granted, commit.failed_hosts, strict=True):
             row += [host for host, _ in started.places[position] if host in failed]
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        outcomes = {
-            CommitStatus.CREATED: PutResult.CREATED,
-            CommitStatus.EXISTS: PutResult.EXISTS,
-            CommitStatus.REPLACED: PutResult.REPLACED,
-        }
         for position, flag in zip(granted, answer.flags, strict=True):
-            results[left[position]] = outcomes.get(CommitStatus(flag))
+            results[left[position]] = OUTCOMES.get(CommitStatus(flag))
 
     async def _write(
         self,
@@ -225,20 +333,21 @@ class ObjectWriter:
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
         pieces: dict[int, list[Piece]] = {host: [] for host in endpoints}
         for position in granted:
-            item, source = items[left[position]], sources[left[position]]
-            table_at = layout.table_offset(len(item.key.encode()))
+            item = items[left[position]]
+            value_at = layout.value_offset(len(item.key.encode()), item.size)
             for host, extent_at in started.places[position]:
-                at = endpoints[host].write_base + extent_at + table_at
-                for buffer, local_offset, length in source.pieces:
+                at = endpoints[host].write_base + extent_at + value_at
+                for part in item.parts:
+                    length = part.view.size
                     if length:
-                        pieces[host].append(Piece(buffer.handle, local_offset, at, length))
+                        piece = Piece(part.buffer.handle, part.offset, at, length)
+                        pieces[host].append(piece)
                         at += length
         # A write may take as long as the master lets a put be unfinished, and no longer.
         timeout_s = min(self._calls.config.put_timeout_ms / 1e3, self._calls.left_s(deadline_s))
         hosts = [host for host in endpoints if pieces[host]]
-        outcomes = await asyncio.gather(
-            *(self._port.write(endpoints[host], pieces[host], timeout_s) for host in hosts),
-            return_exceptions=True,
+        outcomes = await self._calls.gather(
+            *(self._port.write(endpoints[host], pieces[host], timeout_s) for host in hosts)
         )
         failed: set[int] = set()
         for host, outcome in zip(hosts, outcomes, strict=True):

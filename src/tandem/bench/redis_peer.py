@@ -1,0 +1,125 @@
+"""Redis as a peer of the store: run by an interpreter with redis-py (see ``peers``).
+
+Starts a ``redis-server`` of its own, which must be installed. Imports nothing of ours.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+START_TIMEOUT_S = 10.0
+
+
+class Peer:
+    """A server, and a client by tcp and one by a unix socket; each public method is a call."""
+
+    def __init__(self) -> None:
+        # By name: it is there only in the peer's own venv.
+        self._redis = importlib.import_module("redis")
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.mkdtemp(prefix="bench-redis-")
+
+    def start(self, memory_bytes: int) -> str:
+        """Start the server; returns its version."""
+        program = shutil.which("redis-server")
+        if program is None:
+            raise RuntimeError("no redis-server on this machine: install it")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        path = f"{self._folder}/s"
+        settings = {
+            "bind": "127.0.0.1",
+            "port": str(port),
+            "unixsocket": path,
+            "unixsocketperm": "700",
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": str(memory_bytes),
+            "maxmemory-policy": "allkeys-lru",
+            "dir": self._folder,
+        }
+        flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
+        self._server = subprocess.Popen([program, *flags], stdout=2, stderr=2)
+        self._clients = {
+            "tcp": self._redis.Redis(host="127.0.0.1", port=port),
+            "unix": self._redis.Redis(unix_socket_path=path),
+        }
+        end = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                for client in self._clients.values():
+                    client.ping()
+                return self._clients["tcp"].info("server")["redis_version"]
+            except self._redis.exceptions.ConnectionError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+
+    def prepare(self, path: str, size: int, batch: int) -> bool:
+        """Make ready what the next calls move; puts, gets and compares it."""
+        source = np.random.default_rng(size).integers(0, 256, size * batch, dtype=np.uint8)
+        self._client = self._clients[path]
+        self._client.flushall()
+        self._keys = [f"bench/{size}/{i:032}" for i in range(batch)]
+        self._values = [source[i * size : (i + 1) * size].tobytes() for i in range(batch)]
+        self._put()
+        return self._get() == self._values
+
+    def _put(self) -> None:
+        if len(self._keys) == 1:
+            self._client.set(self._keys[0], self._values[0])
+        else:
+            self._client.mset(dict(zip(self._keys, self._values, strict=True)))
+
+    def _get(self) -> list[Any]:
+        if len(self._keys) == 1:
+            return [self._client.get(self._keys[0])]
+        return self._client.mget(self._keys)
+
+    def measure(self, op: str, seconds: float) -> float:
+        """Return the median microseconds of a batch; puts are of new keys."""
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        while not times or time.monotonic() < end:
+            if op == "put":
+                self._client.delete(*self._keys)
+            begin = time.perf_counter()
+            (self._put if op == "put" else self._get)()
+            times.append(time.perf_counter() - begin)
+        return sorted(times)[len(times) // 2] * 1e6
+
+    def stop(self) -> None:
+        """End the server, remove its folder."""
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait(10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Answer calls until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    peer = Peer()
+    for line in sys.stdin:
+        arguments: dict[str, Any] = json.loads(line)
+        call = arguments.pop("call")
+        try:
+            answer = {"result": getattr(peer, call)(**arguments)}
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    peer.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Columns of gets, inline puts, calls over the transfer engine: their corners, and the ways out."""
+
+import asyncio
+import concurrent.futures
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem._native import checksum_values
+from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, ShapeError
+from tandem.rpc import make_runtime_dir
+from tandem.store import (
+    ClientService,
+    HostService,
+    MasterService,
+    Part,
+    PutOptions,
+    PutResult,
+    StoreClient,
+    StoreConfig,
+)
+from tandem.store.checksum import checksum_table, make_table
+from tandem.store.fast_calls import make_shared_loop
+from tandem.store.local import LocalStore
+from tandem.store.messages import (
+    CommitStatus,
+    KeyBytes,
+    KeyList,
+    Located,
+    LocateObjects,
+    PutInline,
+)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9000), max_size=12),
+    chunk_bytes=st.sampled_from([64, 1024, 4096]),
+)
+def test_checksums_of_many_are_those_of_each(sizes, chunk_bytes):
+    memory = np.random.default_rng(len(sizes)).integers(0, 256, 10_000, dtype=np.uint8)
+    places = [(10_000 - size) // 2 for size in sizes]
+    columns = np.array(places, np.uint64), np.array(sizes, np.uint64)
+    checksums, tables = checksum_values(memory, *columns, chunk_bytes)
+    expected = []
+    for at, size in zip(places, sizes, strict=True):
+        chunks = [
+            checksum_table(memory[begin : min(begin + chunk_bytes, at + size)].tobytes())
+            for begin in range(at, at + size, chunk_bytes)
+        ]
+        expected.append(b"".join(chunk.to_bytes(4, "little") for chunk in chunks))
+    assert tables == b"".join(expected)
+    assert checksums == [checksum_table(table) for table in expected]
+
+
+@pytest.mark.parametrize(("place", "size"), [(0, 101), (101, 0), (100, 1), (2**64 - 1, 2)])
+def test_a_value_beyond_the_memory_is_refused(place, size):
+    columns = np.array([place], np.uint64), np.array([size], np.uint64)
+    with pytest.raises(ShapeError):
+        checksum_values(np.zeros(100, np.uint8), *columns, 64)
+
+
+def make_values(count: int, size: int) -> list[bytes]:
+    data = np.random.default_rng(size).bytes(count * size)
+    return [data[i * size : (i + 1) * size] for i in range(count)]
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 8192])
+@pytest.mark.parametrize("size", [1, 511, 4096, 32_769, 70_000, 200_000])
+def test_batches_come_back_as_they_were(size, inline_bytes):
+    config = StoreConfig(recovery_ms=0, inline_bytes=inline_bytes)
+    with StoreClient.local(2**24, config) as client:
+        keys = [f"{'k' * (i % 130)}{i}" for i in range(24)]
+        values = make_values(len(keys), size)
+        assert set(client.put_many(keys, values)) == {PutResult.CREATED}
+        # In another order, twice, with what is missing or empty between them.
+        client.put("empty", b"")
+        asked = [*reversed(keys), "none", keys[3], "empty", keys[3]]
+        found = client.get_many(asked)
+        expected = dict(zip(keys, values, strict=True)) | {"empty": b""}
+        for key, value in zip(asked, found, strict=True):
+            if key == "none":
+                assert isinstance(value, NotFoundError)
+            else:
+                assert value == expected[key]
+        target = client.register(np.zeros(len(keys) * size, np.uint8))
+        parts = [Part(target, i * size, size) for i in range(len(keys))]
+        assert client.get_into_many(keys, parts) == [size] * len(keys)
+        assert target.array.tobytes() == b"".join(values)
+
+
+def test_a_destination_that_is_too_small_stays_as_it_was():
+    with StoreClient.local(2**22) as client:
+        client.put_many(["a", "b"], [b"x" * 100, b"y" * 50])
+        target = client.register(np.zeros(150, np.uint8))
+        first, second = client.get_into_many(["a", "b"], [Part(target, 0, 60), Part(target, 60)])
+        assert isinstance(first, ShapeError)
+        assert second == 50
+        assert target.array.tobytes() == bytes(60) + b"y" * 50 + bytes(40)
+
+
+def make_request(first_put_id: int, value: bytes, settled_below: int, **more) -> PutInline:
+    table = make_table([np.frombuffer(value, np.uint8)])
+    return PutInline(
+        first_put_id=first_put_id,
+        keys=["key"],
+        sizes=[len(value)],
+        checksums=[checksum_table(table)],
+        blob=value,
+        settled_below=settled_below,
+        **more,
+    )
+
+
+def test_a_late_copy_of_an_inline_put_changes_nothing():
+    async def run() -> None:
+        async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
+            call = store.client._calls.channel.call
+            first = make_request(10, b"first", 10)
+            for _ in range(2):
+                answer = await call("put_inline", first, KeyBytes)
+                assert list(answer.flags) == [CommitStatus.CREATED], "a doubled one sees the result"
+            assert await store.client.remove("key")
+            answer = await call("put_inline", first, KeyBytes)
+            assert list(answer.flags) == [CommitStatus.CREATED]
+            assert not await store.client.exists("key"), "it would have come back to life"
+            second = make_request(11, b"second", 11)
+            assert list((await call("put_inline", second, KeyBytes)).flags) == [
+                CommitStatus.CREATED
+            ]
+            answer = await call("put_inline", first, KeyBytes)
+            assert list(answer.flags) == [CommitStatus.EXPIRED]
+            assert await store.client.get("key") == b"second"
+
+    asyncio.run(run())
+
+
+def test_inline_values_that_changed_on_the_way_are_not_taken():
+    async def run() -> None:
+        async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
+            call = store.client._calls.channel.call
+            request = msgspec.structs.replace(make_request(1, b"value", 1), blob=b"valuf")
+            assert list((await call("put_inline", request, KeyBytes)).flags) == [
+                CommitStatus.EXPIRED
+            ]
+            assert not await store.client.exists("key")
+            assert (await store.client.status()).hosts[0].used_bytes == 0
+            with pytest.raises(ConfigError, match="do not fit"):
+                request = msgspec.structs.replace(make_request(2, b"value", 2), blob=b"valu")
+                await call("put_inline", request, KeyBytes)
+
+    asyncio.run(run())
+
+
+def make_config(tmp_path) -> StoreConfig:
+    return StoreConfig(
+        master=f"ipc://{make_runtime_dir()}/m.sock",
+        segment_dir=str(tmp_path / "segments"),
+        segment_bytes=2**22,
+        recovery_ms=0,
+        transports=("local", "tcp"),
+    )
+
+
+async def wait_for(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared):
+    async def run() -> None:
+        config = make_config(tmp_path)
+        async with MasterService(config) as master, HostService(config) as host:
+            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            async with ClientService(config) as service:
+                channel = service._channel
+                await wait_for(lambda: channel._segment is not None)
+                segment = channel._segment
+                client = service.client
+                await client.put("key", b"value")
+                assert await client.get("key") == b"value"
+                assert master.seat.counters.hits == 1
+
+                async def ask(payload: bytes) -> bytes:
+                    return await service._engine.call_async(segment, payload, deadline_s=5)
+
+                request = channel._encode("locate", LocateObjects(["key"]))
+                assert request is not None
+                located = msgspec.msgpack.decode(await ask(request), type=Located)
+                assert len(located.columns) == 4 * 8
+                stranger = msgspec.msgpack.decode(request)
+                stranger[1] = "0123456789abcdef"
+                with pytest.raises(PeerLostError, match="no session"):
+                    await ask(msgspec.msgpack.encode(stranger))
+                for method in ("remove", "join", "nonsense"):
+                    body = msgspec.Raw(msgspec.msgpack.encode(KeyList(["key"])))
+                    hostile = msgspec.msgpack.encode([method, channel._client, body])
+                    with pytest.raises(Exception, match="no fast method"):
+                        await ask(hostile)
+                for payload in (b"", b"\xc1", b"\x93\x01\x02\x03", request[:-3]):
+                    with pytest.raises(Exception, match="malformed"):
+                        await ask(payload)
+                # The master has forgotten the session: the slow way finds it.
+                master._callers.clear()
+                assert await client.get("key") == b"value"
+                assert channel._segment is None
+
+    if is_shared:
+        with asyncio.Runner(loop_factory=make_shared_loop) as runner:
+            runner.run(run())
+    else:
+        asyncio.run(run())
+
+
+def test_many_threads_of_one_blocking_client(tmp_path):
+    """Put, get, batches and misses from eight threads: ids, scratch memory and peers are shared."""
+    config = make_config(tmp_path)
+    ready, done = concurrent.futures.Future(), concurrent.futures.Future()
+
+    async def serve() -> None:
+        async with MasterService(config), HostService(config) as host:
+            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            ready.set_result(None)
+            await asyncio.wait_for(asyncio.wrap_future(done), 60)
+
+    def work(client: StoreClient, number: int) -> None:
+        for step, size in itertools.product(range(4), (10, 4096, 20_000)):
+            keys = [f"{number}/{step}/{size}/{i}" for i in range(5)]
+            values = make_values(5, size + number)
+            assert client.put(keys[0], values[0]) is PutResult.CREATED
+            results = client.put_many(keys, values)
+            assert results == [PutResult.EXISTS] + 4 * [PutResult.CREATED]
+            assert client.get_many(keys) == values
+            assert client.get(keys[1]) == values[1]
+            assert client.get_range(keys[2], 1, 5) == values[2][1:6]
+            assert client.exists_many([*keys, "none"]) == 5 * [True] + [False]
+            assert client.put(keys[0], b"new", PutOptions(upsert=True)) is PutResult.REPLACED
+            assert client.get(keys[0]) == b"new"
+            assert client.remove_many(keys) == [True] * 5
+            with pytest.raises(NotFoundError):
+                client.get(keys[0])
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        server = pool.submit(asyncio.run, serve())
+        ready.result(30)
+        try:
+            with StoreClient(config) as client:
+                for future in [pool.submit(work, client, i) for i in range(8)]:
+                    future.result(60)
+        finally:
+            done.set_result(None)
+        server.result(30)
