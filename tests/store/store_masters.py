@@ -25,7 +25,8 @@ DRIFT = 0.04
 """Rates of clocks within this of 1: two differ by at most 1.083, leases allow for 1.11."""
 SILENT_S = 3.0
 """The lease of the control channel."""
-WRITES = {"commit_put": {CommitStatus.CREATED, CommitStatus.REPLACED}, "remove": {1}, "pin": {1}}
+WRITTEN = {CommitStatus.CREATED, CommitStatus.REPLACED}
+WRITES = {"commit_put": WRITTEN, "put_inline": WRITTEN, "remove": {1}, "pin": {1}}
 """Methods that write, and the flags of their answers that acknowledge it."""
 
 
