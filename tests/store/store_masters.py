@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 from store_world import ClientChannel, Process, Session, World
 
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store.campaign import Campaign, Claim
 from tandem.store.election import Holder
-from tandem.store.messages import LeaderAnswer
+from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
 from tandem.store.seat import MasterSeat
 
 TTL_S = 3
@@ -24,7 +25,9 @@ DRIFT = 0.04
 """Rates of clocks within this of 1: two differ by at most 1.083, leases allow for 1.11."""
 SILENT_S = 3.0
 """The lease of the control channel."""
-WRITES = ("commit_put", "remove", "remove_prefix", "pin")
+WRITTEN = {CommitStatus.CREATED, CommitStatus.REPLACED}
+WRITES = {"commit_put": WRITTEN, "put_inline": WRITTEN, "remove": {1}, "pin": {1}}
+"""Methods that write, and the flags of their answers that acknowledge it."""
 
 
 class NodeClock:
@@ -242,16 +245,22 @@ class MastersWorld(World):
 
     def start_host(self, name: str, capacity: int) -> None:
         super().start_host(name, capacity)
-        _, host = self.hosts[name]
-        obey = host._obey
+        process, host = self.hosts[name]
+        for method, (handler, *types) in process.methods.items():
+            process.methods[method] = (self._watch_orders(name, host, method, handler), *types)
 
-        def watched(order) -> None:
-            obey(order)
-            if order.epoch < self.obeyed.get(name, 0):
-                self.violations.append(f"{name} obeys epoch {order.epoch} of old")
-            self.obeyed[name] = order.epoch
+    def _watch_orders(self, name: str, host, method: str, handler: Callable) -> Callable:
+        async def watched(caller, order):
+            is_ours, epoch = host._master is caller, order.epoch
+            answer = await handler(caller, order)
+            if not is_ours:
+                self.violations.append(f"{name} obeys {method} of a session that is over")
+            if epoch < self.obeyed.get(name, 0):
+                self.violations.append(f"{name} obeys {method} of epoch {epoch}, which is over")
+            self.obeyed[name] = max(epoch, self.obeyed.get(name, 0))
+            return answer
 
-        host._obey = watched
+        return watched
 
     # Finding the leader, as ``LeaderClient`` does.
 
@@ -320,10 +329,13 @@ class MastersWorld(World):
         if len(leaders) > 1:
             self.violations.append(f"{leaders} lead at a time")
 
-    def note_answer(self, far: Process, method: str, *, error: str) -> None:
+    def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
         node = self.nodes.get(far.name)
         if node is None or node.process is not far or method not in WRITES or error:
             return
+        flags = msgspec.msgpack.decode(body, type=KeyBytes).flags
+        if not set(flags) & WRITES[method]:
+            return  # It says that nothing was done.
         epoch = node.seat.master.epoch
         if epoch < self.highest_acked:
             self.violations.append(

@@ -237,7 +237,7 @@ class Session:
         except asyncio.CancelledError:
             return
         world.note_step()
-        world.note_answer(self.far, method, error=result[0])
+        world.note_answer(self.far, method, error=result[0], body=result[4])
         if world.random.random() < world.faults.lose or world.is_cut(self.near, self.far):
             return
         await world.travel()
@@ -384,7 +384,7 @@ class World:
         """Whether nothing passes between two processes."""
         return False
 
-    def note_answer(self, far: Process, method: str, *, error: str) -> None:
+    def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
         """Look at an answer that is about to leave."""
 
     def make_clock(self):

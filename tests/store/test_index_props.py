@@ -1,6 +1,7 @@
 """The directory against a dictionary. Method: a stateful machine that does to both whatever a
 master may do, and compares everything that can be asked after each step."""
 
+import gc
 from dataclasses import dataclass, field
 
 import pytest
@@ -261,3 +262,44 @@ def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
     directory.insert_many(["a"], host=0, lease_until_ms=9, **good)
     assert directory.replicas(directory.find("a")) == [Replica(0, 0)]
     assert directory.lease_until_ms(directory.find("a")) == 9
+
+
+def test_the_garbage_collector_finds_nothing_to_walk_in_a_directory():
+    """A full collection must not take longer for a directory of many objects.
+
+    What it walks are containers that can be part of a cycle. Their number is counted rather than
+    a time measured, and a directory made of an object a key is shown to be found out.
+    """
+
+    def count_tracked(make) -> int:
+        gc.collect()
+        before = len(gc.get_objects())
+        kept = make()
+        gc.collect()
+        grown = len(gc.get_objects()) - before
+        assert kept is not None
+        return grown
+
+    def make_directory() -> Directory:
+        directory = Directory()
+        for begin in (0, 10_000):
+            for i in range(begin, begin + 5_000):
+                directory.insert(
+                    f"key-{i}", size=1, checksum=2, version=i, replicas=[Replica(0, i)]
+                )
+            numbers = list(range(begin + 5_000, begin + 10_000))
+            directory.insert_many(
+                [f"key-{i}" for i in numbers],
+                sizes=numbers,
+                checksums=numbers,
+                versions=numbers,
+                wanted=[1] * len(numbers),
+                host=0,
+                offsets=numbers,
+                lease_until_ms=0,
+            )
+        assert not gc.is_tracked(directory._rows)
+        return directory
+
+    assert count_tracked(make_directory) < 100
+    assert count_tracked(lambda: {f"key-{i}": [Replica(0, i)] for i in range(5_000)}) >= 5_000
