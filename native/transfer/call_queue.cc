@@ -36,8 +36,8 @@ std::shared_ptr<Connection> IncomingCall::send(uint8_t code, std::string payload
   if (is_answered_.exchange(true)) return nullptr;
   queue_->release(payload_.size());
   std::shared_ptr<Connection> connection = connection_.lock();
-  if (connection)
-    connection->send({.type = FrameType::kReply, .code = code, .id = id_}, std::move(payload));
+  if (!connection || connection->is_shut()) return nullptr;
+  connection->send({.type = FrameType::kReply, .code = code, .id = id_}, std::move(payload));
   return connection;
 }
 

@@ -19,6 +19,8 @@ namespace {
 constexpr size_t kInputBytes = 16 << 10;
 // One system call, and so one hold of the mutex, moves no more: about 100 us.
 constexpr size_t kMaxIoBytes = 512 << 10;
+// What a peer claims to send is no reason to make room for it at once.
+constexpr size_t kPayloadStepBytes = 128 << 10;
 // Steps for one connection before the loop looks at the others.
 constexpr int kStepsPerEvent = 16;
 constexpr int kMaxIov = 64;
@@ -181,7 +183,8 @@ void Connection::want_output(bool is_wanted) {
 
 void Connection::do_read() {
   const std::lock_guard reading(read_mutex_);
-  for (int step = 0; step < kStepsPerEvent;) {
+  bool has_answers = false;
+  for (int step = 0; step < kStepsPerEvent; ++step) {
     Frame frame;
     std::string payload;
     Error error;
@@ -191,21 +194,48 @@ void Connection::do_read() {
       if (fd_ < 0) return;
       result = read_step(&frame, &payload, &error);
     }
-    if (result == ReadStep::kWait) return;
-    if (result == ReadStep::kFailed) return fail(std::move(error));
+    if (result == ReadStep::kWait) break;
+    if (result == ReadStep::kAgain) continue;
     if (result == ReadStep::kFrame) {
       const Status status = on_frame(frame, std::move(payload));
-      if (!status.is_ok()) return fail(status.error());
-      // Frames that are buffered must be handled now: epoll knows nothing of them.
-      const std::lock_guard lock(mutex_);
-      if (input_end_ - input_begin_ >= kHeaderBytes) continue;
+      has_answers = true;
+      if (!status.is_ok()) {
+        error = status.error();
+        result = ReadStep::kFailed;
+      }
     }
-    ++step;
+    if (result == ReadStep::kFailed) {
+      flush();  // What came before is answered.
+      return fail(std::move(error));
+    }
+    // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
+    // answered with goes out together: a system call for each costs more than a small slice.
+    const std::lock_guard lock(mutex_);
+    if (has_whole_frame()) --step;
   }
+  if (has_answers) flush();
 }
 
-ssize_t Connection::receive(uint8_t* to, size_t size, Error* error) {
-  const ssize_t got = recv(fd_, to, size, MSG_DONTWAIT);
+// Whether the next frame needs no more bytes from the socket.
+bool Connection::has_whole_frame() const {
+  const size_t size = input_end_ - input_begin_;
+  return size >= kHeaderBytes && size - kHeaderBytes >= peek_payload_bytes(&input_[input_begin_]);
+}
+
+// Receives into `to`, and what follows it, at most `size_behind`, into the empty input buffer.
+ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_behind) {
+  ssize_t got;
+  if (size_behind == 0) {
+    got = recv(fd_, to, size, MSG_DONTWAIT);
+  } else {
+    iovec iov[2] = {{to, size}, {input_.data(), size_behind}};
+    msghdr message{};
+    message.msg_iov = iov;
+    message.msg_iovlen = 2;
+    got = recvmsg(fd_, &message, MSG_DONTWAIT);
+    input_begin_ = 0;
+    input_end_ = got > static_cast<ssize_t>(size) ? static_cast<size_t>(got) - size : 0;
+  }
   if (got > 0) {
     const int64_t now = now_ns();
     progress_ns_.store(now, std::memory_order_relaxed);
@@ -258,18 +288,28 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
     const uint8_t* from = input_.data() + input_begin_;
     if (part > 0) {
       if (to != nullptr) std::memcpy(to, from, part);
+      if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
       input_begin_ += part;
     } else {
-      // What nobody wants, and payloads of control frames, go through scratch.
+      // What nobody wants goes through scratch; other frames' payloads grow as they come.
       part = to != nullptr ? std::min<uint64_t>(left, kMaxIoBytes)
-                           : std::min<uint64_t>(left, sizeof scratch);
-      const ssize_t got = receive(to != nullptr ? to : scratch, part, error);
+             : is_slice    ? std::min<uint64_t>(left, sizeof scratch)
+                           : std::min<uint64_t>(left, kPayloadStepBytes);
+      if (!is_slice) {
+        incoming_payload_.resize(incoming_done_ + part);
+        to = reinterpret_cast<uint8_t*>(incoming_payload_.data()) + incoming_done_;
+      }
+      // With the end of a slice comes the header of the next, and of small ones more than that.
+      const size_t behind = to == nullptr || part < left ? 0
+                            : size < kInputBytes         ? kInputBytes
+                                                         : kHeaderBytes;
+      const ssize_t got = receive(to != nullptr ? to : scratch, part, error, behind);
       if (got < 0) return ReadStep::kFailed;
-      if (got == 0) return ReadStep::kWait;
-      part = static_cast<size_t>(got);
+      part = std::min(part, static_cast<size_t>(got));
+      if (!is_slice) incoming_payload_.resize(incoming_done_ + part);
+      if (part == 0) return ReadStep::kWait;
       from = to != nullptr ? to : scratch;
     }
-    if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
     if (incoming_->flags & kFlagHasCrc) incoming_crc_ = crc32c(incoming_crc_, from, part);
     incoming_done_ += part;
     if (incoming_done_ < size && part >= kMaxIoBytes / 2) return ReadStep::kAgain;

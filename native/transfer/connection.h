@@ -84,8 +84,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   virtual Sink on_slice_begin(const Frame& frame) = 0;
   // All its bytes came; `is_intact` is the verdict of its check sum. Under mutex_.
   virtual void on_slice_end(const Frame& frame, bool is_intact) = 0;
-  // After on_slice_end for a slice, without mutex_; with the payload for any other frame.
-  // An error closes the connection.
+  // After on_slice_end for a slice, without mutex_; with the payload for any other frame. What it
+  // queues here is flushed after it, or after the frames behind it. An error closes the connection.
   virtual Status on_frame(const Frame& frame, std::string payload) = 0;
   virtual void on_closed(const Error& reason) = 0;
 
@@ -109,7 +109,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   void do_read();
   ReadStep read_step(Frame* frame, std::string* payload, Error* error);
   ReadStep read_payload(Frame* frame, std::string* payload, Error* error);
-  ssize_t receive(uint8_t* to, size_t size, Error* error);
+  ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0);
+  bool has_whole_frame() const;
   bool flush_locked(Error* error);
   void want_output(bool is_wanted);
   void fail(Error error);

@@ -95,7 +95,7 @@ Status Engine::start() {
 
 Engine::~Engine() {
   static_cast<void>(close(0));
-  file_io_.reset();
+  if (file_io_) FileIo::stop(std::move(file_io_));
   {
     const std::lock_guard lock(timer_mutex_);
     is_timer_stopping_ = true;
@@ -230,10 +230,7 @@ Result<uint64_t> Engine::open_file(const FileOptions& options) {
     Result<std::unique_ptr<FileIo>> io =
         FileIo::start(options_.file_backend, [this](const std::shared_ptr<Batch>& batch,
                                                     Error error) { abort(batch, std::move(error)); },
-                      [this] {
-                        const std::shared_ptr<FaultPlan> plan = faults(TransportKind::kFile);
-                        return plan && plan->next() != Fault::kNone;
-                      });
+                      [this] { return faults(TransportKind::kFile); });
     if (!io.is_ok()) return io.error();
     file_io_ = std::move(io.value());
   }

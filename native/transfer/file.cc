@@ -115,19 +115,17 @@ Status File::sync() const {
   return error;
 }
 
-File::Part File::cut(const uint8_t* local, uint64_t offset, uint64_t length, uint64_t most) const {
-  const uint64_t address = reinterpret_cast<uint64_t>(local);
+File::Part File::cut(uint64_t offset, uint64_t length, uint64_t most) const {
   length = std::min(length, most);
-  if (!is_direct() || (address - offset) % kAlignment != 0) return {fd_, length};
+  if (!is_direct()) return {fd_, length};
   if (const uint64_t past = offset % kAlignment; past != 0)
     return {fd_, std::min(length, kAlignment - past)};
   const uint64_t whole = length / kAlignment * kAlignment;
   return whole > 0 ? Part{direct_fd_, whole} : Part{fd_, length};
 }
 
-int File::descriptor(const uint8_t* local, uint64_t offset, uint64_t length) const {
-  const uint64_t all = reinterpret_cast<uint64_t>(local) | offset | length;
-  return is_direct() && all % kAlignment == 0 ? direct_fd_ : fd_;
+int File::descriptor(uint64_t offset, uint64_t length) const {
+  return is_direct() && (offset | length) % kAlignment == 0 ? direct_fd_ : fd_;
 }
 
 }  // namespace tandem::transfer

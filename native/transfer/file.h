@@ -1,7 +1,7 @@
 // A file as a segment: its bytes are the address space, from 0 to the length it had when opened.
 //
 // Opened with `wants_direct` it has a second descriptor with O_DIRECT, which takes the parts of a
-// transfer whose memory, offset and length are aligned; the page cache takes heads and tails. The two
+// transfer whose offset and length are aligned; the page cache takes heads and tails. The two
 // never touch one page in one transfer, and the kernel keeps them coherent between transfers.
 #pragma once
 
@@ -26,7 +26,8 @@ struct FileOptions {
 
 class File {
  public:
-  // Offset, length and address of what O_DIRECT takes; covers every block size in use.
+  // Offset, length and address (of a block of FileIo) of what O_DIRECT takes; covers every block size
+  // in use.
   static constexpr uint64_t kAlignment = 4096;
 
   // Errors: kNotFound, kPermissionDenied, kConflict (another length), kCapacity (disk full, too
@@ -52,9 +53,9 @@ class File {
     int fd;
     uint64_t length;
   };
-  Part cut(const uint8_t* local, uint64_t offset, uint64_t length, uint64_t most) const;
+  Part cut(uint64_t offset, uint64_t length, uint64_t most) const;
   // The descriptor that takes exactly this range.
-  int descriptor(const uint8_t* local, uint64_t offset, uint64_t length) const;
+  int descriptor(uint64_t offset, uint64_t length) const;
   // The device refused an aligned part (a larger block size): from now on without O_DIRECT.
   void stop_direct() { is_direct_off_.store(true); }
 

@@ -1,10 +1,12 @@
 // Moves bytes between memory and files: through io_uring where the kernel allows it, else with
 // threads that read and write. One queue, cut into parts of at most a mebibyte.
 //
-// A batch that ends early waits for its parts that are in progress: what the kernel has taken cannot
-// be called back, and no byte of a buffer may change afterwards.
+// What the kernel has taken cannot be called back, and a disk may hang for as long as it likes. So the
+// kernel never sees the memory of a batch: parts go through blocks of ours, and a batch that ends early
+// waits for a copy at most. A WRITE that is left behind so may still reach the file; until it has
+// ended, nothing else is begun on its range.
 //
-// Threads: any. Lock order: mutex_ is a leaf and never held over a system call.
+// Threads: any. Lock order: mutex_ is a leaf and never held over a system call or a copy.
 #pragma once
 
 #include <condition_variable>
@@ -13,12 +15,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/aligned_buffer.h"
 #include "transfer/batch.h"
+#include "transfer/fault_plan.h"
 #include "transfer/file.h"
 #include "transfer/io_ring.h"
 
@@ -30,13 +33,15 @@ class FileIo {
  public:
   // A part failed: the batch must end with this.
   using OnFailure = std::function<void(const std::shared_ptr<Batch>&, Error)>;
+  using Faults = std::function<std::shared_ptr<FaultPlan>()>;
 
   // Errors: kUnsupported (kIoUring, and the kernel refuses), kCapacity (threads).
-  // `has_fault`: whether this part is to fail, for tests.
+  // `faults`: what is to go wrong, for tests; may return nothing.
   static Result<std::unique_ptr<FileIo>> start(FileBackend backend, OnFailure on_failure,
-                                               std::function<bool()> has_fault);
-  // REQUIRES: every batch has ended.
-  ~FileIo();
+                                               Faults faults);
+  // Ends the threads; those that a disk holds up for more than a second are left alone, with all that
+  // they use. REQUIRES: every batch has ended.
+  static void stop(std::unique_ptr<FileIo> io);
 
   void submit(Piece piece);
   // After it returns, no byte of the batch is moved any more. REQUIRES: the batch is not open.
@@ -48,31 +53,53 @@ class FileIo {
  private:
   struct Part {
     Piece piece;  // Exactly the part; shrinks as bytes move.
+    uint64_t key = 0;
+    uint8_t* block = nullptr;
     int fd = -1;
-    iovec iov{};
+    iovec iov{};  // What is left of it, in the block.
+  };
+  // A part that the kernel may have.
+  struct Taken {
+    const Batch* batch;
+    const File* file;
+    uint64_t begin;
+    uint64_t end;
+    bool is_write;
+    bool is_stale = false;  // Its batch has ended.
   };
 
-  FileIo(OnFailure on_failure, std::function<bool()> has_fault)
-      : on_failure_(std::move(on_failure)), has_fault_(std::move(has_fault)) {}
-  bool take(std::unique_lock<std::mutex>& lock, Part* part);
+  FileIo(OnFailure on_failure, Faults faults, AlignedBuffer memory, int num_blocks);
+  // REQUIRES: mutex_ held.
+  bool take(Part* part);
+  bool is_blocked(const Piece& piece) const;
+  // A WRITE's bytes into its block. False: the batch has ended, and the part with it.
+  bool load(Part& part);
   // Some bytes moved, or an error; true if the part has ended and is not to be continued.
   bool advance(Part& part, int64_t result);
   void end(const Part& part);
-  void fail(const Part& part, int64_t result);
+  Error explain(const Part& part, int64_t result) const;
+  // Whether the batch is open; if so it stays untouched by its end until end_touch.
+  bool begin_touch(const Batch& batch);
+  void end_touch(const Batch& batch);
+  Fault next_fault(const Part& part);
   void run_thread();
   void run_ring();
 
   const OnFailure on_failure_;
-  const std::function<bool()> has_fault_;
+  const Faults faults_;
+  const AlignedBuffer memory_;  // Of all blocks.
   std::unique_ptr<IoRing> ring_;
   std::string ring_refusal_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable idle_;
   std::deque<Piece> queue_;            // GUARDED_BY(mutex_)
-  std::vector<const Batch*> running_;  // GUARDED_BY(mutex_): batches of parts in progress
-  std::map<const Batch*, Error> failures_;  // GUARDED_BY(mutex_): not told yet
+  std::vector<uint8_t*> free_blocks_;  // GUARDED_BY(mutex_)
+  std::map<uint64_t, Taken> taken_;    // GUARDED_BY(mutex_)
+  uint64_t next_key_ = 1;              // GUARDED_BY(mutex_)
+  std::vector<const Batch*> touched_;  // GUARDED_BY(mutex_): whose memory is being copied
   bool is_stopping_ = false;           // GUARDED_BY(mutex_)
+  int num_running_ = 0;                // GUARDED_BY(mutex_): threads
   std::vector<std::thread> threads_;
 };
 

@@ -263,6 +263,8 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
     }
     work.due_ns = next_due();
   }
+  // This one is flushed when what it has read is handled: many requests in one system call.
+  std::erase(work.to_flush, connection);
   finish(std::move(work));
   if (frame.type == FrameType::kRevoke && status.is_ok()) {
     // Only when no copy runs any more may the peer have its memory back.

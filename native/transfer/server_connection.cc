@@ -113,7 +113,6 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
     default:
       if (Status status = on_control(frame, std::move(payload)); !status.is_ok()) return status;
   }
-  flush();
   return {};
 }
 

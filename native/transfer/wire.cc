@@ -75,6 +75,10 @@ void encode_header(const Frame& frame, uint8_t out[kHeaderBytes]) {
   store(out + 44, crc32c(0, out, 44), 4);
 }
 
+uint32_t peek_payload_bytes(const uint8_t in[kHeaderBytes]) {
+  return static_cast<uint32_t>(load(in + 8, 4));
+}
+
 Result<Frame> decode_header(const uint8_t in[kHeaderBytes]) {
   if (load(in, 4) != kMagic) return corrupt("a header without our magic");
   if (load(in + 44, 4) != crc32c(0, in, 44)) return corrupt("a header with a wrong check sum");

@@ -74,6 +74,8 @@ struct Frame {
 void encode_header(const Frame& frame, uint8_t out[kHeaderBytes]);
 // Errors: kCorruption (magic, check sum, unknown type, a payload too long for the type).
 Result<Frame> decode_header(const uint8_t in[kHeaderBytes]);
+// As the header claims; unchecked.
+uint32_t peek_payload_bytes(const uint8_t in[kHeaderBytes]);
 
 constexpr bool is_handshake(FrameType type) { return type <= FrameType::kReady; }
 constexpr bool is_call(FrameType type) {

@@ -7,6 +7,7 @@ one thread and with two, and in blocks of another size and order.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch
@@ -116,3 +117,33 @@ def test_the_comparison_can_fail(load, open_session):
     logits = open_session(load()).run(PROMPTS[0])
     other = open_session(load()).run([PROMPTS[0][0] + 1, *PROMPTS[0][1:]])
     assert not torch.equal(logits[-1], other[-1])
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_a_layer_of_a_decode_step_asks_torch_for_nothing(model_type, checkpoint, open_session):
+    counts = []
+    for num_layers in (2, 5):
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers}
+        moe = {"moe_intermediate_size": 64} if model_type == "qwen3_moe" else {}
+        model = load_model(checkpoint(model_type, **sizes, **moe), dtype="bfloat16")
+        session = open_session(model)
+        session.run(PROMPTS[0])
+        session.run([5])  # Makes the buffers of a step of one token.
+        with CountCalls() as calls:
+            session.run([6])
+        assert calls.names  # The embedding's, at least.
+        counts.append(calls.names)
+    assert counts[0] == counts[1]

@@ -65,6 +65,7 @@ class MemoryDisk:
         self.crash_at = -1
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
+        self.on_step = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()
         self.life = 0
@@ -108,8 +109,12 @@ class MemoryDisk:
     def used_bytes(self) -> int:
         return sum(len(file.data) for file in self.files.values())
 
+    def heal(self) -> None:
+        self.fail_rate, self.slow_s, self.is_hung, self.room_bytes = 0.0, 0.0005, False, 2**40
+
     async def _step(self) -> None:
         self.steps += 1
+        self.on_step()
         if self.steps == self.crash_at:
             self.is_hung = True  # Whoever is here is dead from now on.
         life = self.life

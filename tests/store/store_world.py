@@ -20,10 +20,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from disk_world import MemoryDisk, MemoryPort
 
 from tandem.core.errors import (
+    CapacityError,
     ConflictError,
     DeadlineError,
+    InternalError,
     NotFoundError,
     PeerLostError,
     TandemError,
@@ -31,11 +34,14 @@ from tandem.core.errors import (
 )
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
+from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
 from tandem.store.segment import Segment
 
 BASE_STEP = 2**40
+BUCKET_BYTES = 2**17
+DISK_BYTES = 6 * BUCKET_BYTES
 
 
 class _VirtualSelector(selectors.SelectSelector):
@@ -48,7 +54,9 @@ class _VirtualSelector(selectors.SelectSelector):
     def select(self, timeout=None):
         if timeout is None:
             raise AssertionError("deadlock: nothing will ever happen again")
-        self.now_s += max(timeout, 0.0)
+        if timeout > 0:
+            # Less is nothing to clocks that count from long ago: they would be asked for ever.
+            self.now_s += max(timeout, 1e-6)
         return []
 
 
@@ -92,6 +100,8 @@ class Faults(msgspec.Struct, frozen=True):
     """A slice of a read that takes up to a second: readers that space could be reused under."""
     rot_per_s: float = 0.0
     """Bytes of objects that flip by themselves."""
+    disk: float = 0.0
+    """How often a disk fails, fills, slows down or hangs, each a few times a minute at 1."""
 
 
 class Process:
@@ -357,6 +367,8 @@ class World:
         self.violations: list[str] = []
         self.network = Process(self, "network")
         self.segments: dict[str, Segment] = {}
+        self.disks: dict[str, MemoryDisk] = {}
+        """Of the hosts that have an SSD tier; they survive processes."""
         self.hosts: dict[str, tuple[Process, StoreHost]] = {}
         self.master_process: Process | None = None
         self.master: StoreMaster
@@ -405,6 +417,9 @@ class World:
         """Flip bytes of objects, wherever they are, for as long as this runs."""
         while self.faults.rot_per_s:
             await asyncio.sleep(self.random.expovariate(self.faults.rot_per_s))
+            if self.disks and self.random.random() < 0.5:
+                self.disks[self.random.choice(sorted(self.disks))].rot()
+                continue
             segment = self.segments[self.random.choice(sorted(self.segments))]
             objects = list(segment.scan())
             if objects:
@@ -413,6 +428,28 @@ class World:
                 if end > begin:
                     at = offset + self.random.randrange(begin, end)
                     segment.data[at] ^= 1 << self.random.randrange(8)
+
+    def add_disk(self, name: str) -> None:
+        disk = MemoryDisk(self.random.getrandbits(32))
+        disk.on_step = self.note_step
+        self.disks[name] = disk
+
+    async def trouble_disks(self) -> None:
+        """Let disks fail, fill, slow down and hang, one after the other and each for a while."""
+        while self.faults.disk and self.disks:
+            await asyncio.sleep(self.random.expovariate(self.faults.disk))
+            disk = self.disks[self.random.choice(sorted(self.disks))]
+            kind = self.random.choice(("fail", "full", "slow", "hang"))
+            if kind == "fail":
+                disk.fail_rate = self.random.choice((0.05, 0.5))
+            elif kind == "full":
+                disk.room_bytes = disk.used_bytes + self.random.choice((0, BUCKET_BYTES))
+            elif kind == "slow":
+                disk.slow_s = self.random.choice((0.05, 1.0))
+            else:
+                disk.is_hung = True
+            await asyncio.sleep(self.random.choice((0.5, 3.0, 40.0 if kind == "hang" else 8.0)))
+            disk.heal()
 
     def stall(self, process: Process) -> None:
         process.stalled_until_s = asyncio.get_running_loop().time() + self.random.uniform(5, 60)
@@ -479,9 +516,14 @@ class World:
         if name not in self.segments:
             self.segments[name] = self._watch(Segment.make_anonymous(capacity))
         process = Process(self, name)
-        host = StoreHost(name, name, self.segments[name], SimHostPort(
-            self, process, self.segments[name]
-        ))  # fmt: skip
+        segment, disk = self.segments[name], None
+        if name in self.disks:
+            self.disks[name].empty()
+            disk = DiskTier(
+                MemoryPort(self.disks[name]), segment, capacity_bytes=DISK_BYTES, clock=self.clock
+            )
+            disk._bucket_bytes = BUCKET_BYTES
+        host = StoreHost(name, name, segment, SimHostPort(self, process, segment), disk)
         process.serve(host.methods())
         self.hosts[name] = (process, host)
         process.spawn(self._keep_joined(process, host))
@@ -504,14 +546,27 @@ class World:
             return
         process, host = self.hosts.pop(name)
         process.kill()
-        for task in [host._joining, *host._pulls.values()]:
+        tasks = [host._joining, host._reporting, *host._pulls.values(), *host._forgetting]
+        if name in self.disks:
+            self.disks[name].lose_process()
+        if host.disk is not None:
+            tasks += [host.disk._running, *host.disk._io.tasks]
+        for task in tasks:
             if task is not None:
                 task.cancel()
         for session in [s for s in self.sessions if process in (s.near, s.far)]:
             self.end_session(session)
 
     async def _keep_joined(self, process: Process, host: StoreHost) -> None:
-        """As ``RpcClient`` with ``reconnect`` does."""
+        """As ``RpcClient`` with ``reconnect`` does; opens the disk before, as a service does."""
+        if host.disk is not None:
+            try:
+                await host.disk.open()
+            except (InternalError, CapacityError):
+                self.disks[host.name].is_condemned = True
+                host.disk = None
+            else:
+                host.disk.start()
         while True:
             await asyncio.sleep(self.random.uniform(0.02, 0.25))
             if self.master_process is None:

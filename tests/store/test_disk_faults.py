@@ -14,8 +14,7 @@ from disk_world import MemoryDisk, MemoryPort
 from store_world import LoopClock, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
-from tandem.store import disk as disk_module
-from tandem.store import layout
+from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
 from tandem.store.messages import DiskState
@@ -46,7 +45,7 @@ class Bench:
     def stop(self) -> None:
         """Nothing of an earlier life goes on."""
         if self.tier is not None:
-            for task in [*self.tier._tasks, self.tier._running]:
+            for task in [*self.tier._io.tasks, self.tier._running]:
                 if task is not None:
                     task.cancel()
 
@@ -212,6 +211,30 @@ async def crash_and_return(step: int, is_power_lost: bool) -> None:
     await bench.check()
 
 
+async def sync_nothing(disk: MemoryDisk, number: int) -> None:
+    await disk._step()
+
+
+async def bury_nothing(tier: DiskTier, records) -> None:
+    return None
+
+
+MUTANTS = {
+    "copies count before they are synced": (MemoryDisk, "sync", sync_nothing),
+    "what is forgotten is not buried": (DiskTier, "_bury", bury_nothing),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, monkeypatch):
+    monkeypatch.setattr(*MUTANTS[name])
+    whole = MemoryDisk(1)
+    run_virtual(lambda: play(Bench(whole)))
+    with pytest.raises((AssertionError, TandemError)):
+        for step in range(1, whole.steps):
+            run_virtual(lambda step=step: crash_and_return(step, True))
+
+
 def run_day(seed: int, day, **faults) -> None:
     async def main() -> None:
         disk = MemoryDisk(seed)
@@ -330,7 +353,7 @@ def test_a_disk_that_hangs_is_given_up_and_empty_after_a_restart():
         bench.put("b", 30_000)
         await asyncio.sleep(0.1)
         removal = asyncio.ensure_future(bench.forget("a"))
-        await asyncio.sleep(3 * disk_module.HANG_S)
+        await asyncio.sleep(3 * disk_io.HANG_S)
         assert removal.done()
         assert not removal.exception()
         assert bench.tier.state is DiskState.FAILED

@@ -3,6 +3,7 @@ master may do, and compares everything that can be asked after each step."""
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -61,6 +62,28 @@ class DirectoryMachine(RuleBasedStateMachine):
             wanted=wanted,
         )
         self.model[key] = made
+
+    @rule(keys=st.lists(KEYS, max_size=6, unique=True), host=HOSTS, wanted=st.integers(1, 300))
+    def insert_many(self, keys, host, wanted):
+        keys = [key for key in keys if key not in self.model]
+        if host in self.lost:
+            return
+        made = [
+            Model(10 * i, self.uses, i, min(wanted, 255), self.use(), {host: 512 * self.uses}, 50)
+            for i, _ in enumerate(keys)
+        ]
+        rows = self.directory.insert_many(
+            keys,
+            sizes=[m.size for m in made],
+            checksums=[m.checksum for m in made],
+            versions=[m.version for m in made],
+            wanted=[wanted] * len(made),
+            host=host,
+            offsets=[m.replicas[host] for m in made],
+            lease_until_ms=50,
+        )
+        assert [self.directory.find(key) for key in keys] == list(rows)
+        self.model.update(zip(keys, made, strict=True))
 
     @rule(key=KEYS)
     def remove(self, key):
@@ -228,3 +251,15 @@ def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
     keys = ["disk", "both", "memory"]
     assert directory.locate_many(keys, 0)[1][2].tolist() == [-2, -2, 1]
     assert [int(directory.locate_many([key], 0)[1][2, 0]) for key in keys] == [-2, -2, 1]
+
+
+def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
+    directory = Directory()
+    good = {"sizes": [1], "checksums": [1], "versions": [1], "wanted": [1], "offsets": [0]}
+    for bad in ({"checksums": [2**32]}, {"sizes": [2**63]}, {"offsets": [2**64]}):
+        with pytest.raises(OverflowError):
+            directory.insert_many(["a"], host=0, lease_until_ms=0, **{**good, **bad})
+        assert directory.find("a") == NO_ROW
+    directory.insert_many(["a"], host=0, lease_until_ms=9, **good)
+    assert directory.replicas(directory.find("a")) == [Replica(0, 0)]
+    assert directory.lease_until_ms(directory.find("a")) == 9

@@ -93,11 +93,17 @@ def test_a_restarted_host_brings_its_objects_back(cluster):
     assert client.get_many(list(values)) == list(values.values())
 
 
+def measure_share() -> float:
+    """Return what part of a core a thread gets here: 1 on a machine that does nothing else."""
+    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall_s < 0.3:
+        pass
+    return (time.thread_time() - cpu_s) / (time.perf_counter() - wall_s)
+
+
 def test_a_new_master_learns_of_100_000_objects_in_three_seconds(cluster):
     cluster.config = msgspec.structs.replace(cluster.config, put_timeout_ms=30_000)
-    begin_s = time.monotonic()
     master = cluster.start("master")
-    start_s = time.monotonic() - begin_s
     host = cluster.start("host", name="h1", segment_bytes=2**27)
     client = cluster.client()
     cluster.wait_hosts(client, 1)
@@ -107,18 +113,19 @@ def test_a_new_master_learns_of_100_000_objects_in_three_seconds(cluster):
         results = client.put_many(part, [key[-8:].encode() for key in part])
         assert set(results) == {PutResult.CREATED}
     epoch = client.status().epoch
+    share = measure_share()
     begin_s = time.monotonic()
     master.kill()
     cluster.start("master")
     assert all(client.exists_many(keys))
     taken_s = time.monotonic() - begin_s
+    share = min(share, measure_share())
     assert client.status().epoch > epoch
     assert client.put("new", b"x") is PutResult.CREATED
     some = keys[::997]
     assert client.get_many(some) == [key[-8:].encode() for key in some]
     assert host.process.poll() is None
-    # An empty master starts in half a second; where it takes longer, so may everything.
-    assert taken_s < max(3.0, 6 * start_s), f"complete after {taken_s:.2f} s"
+    assert taken_s * share < 3.0, f"complete after {taken_s:.2f} s with {share:.2f} of a core"
 
 
 def test_a_client_killed_in_mid_put_leaves_nothing(cluster):

@@ -4,7 +4,10 @@ Canaries stand around each range. What the kernel of this machine refuses is ski
 """
 
 import os
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,11 +17,13 @@ from tandem.core.errors import (
     CancelledError,
     ConfigError,
     ConflictError,
+    DeadlineError,
     NotFoundError,
     PermissionDeniedError,
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer
+from tandem.transfer.faults import inject_faults
 
 MIB = 1 << 20
 PAGE = 4096
@@ -181,3 +186,65 @@ def test_backend_is_told(world, tmp_path):
     assert engine.core.file_backend == ("", "")
     engine.open_file(tmp_path / "f", length=10, writable=True)
     assert engine.core.file_backend == ("threads", "")
+
+
+def test_a_disk_that_hangs_holds_up_no_batch(engine, world, tmp_path):
+    """A batch ends by its deadline, its memory is free then, and no late byte follows."""
+    file = engine.open_file(tmp_path / "f", length=4 * MIB, writable=True)
+    first, second = world.random(4 * MIB), world.random(4 * MIB)
+    ours = engine.register(first)
+    move(engine, file, Op.WRITE, ours, 0, 4 * MIB)
+    target = np.zeros(4 * MIB, np.uint8)
+    buffer = engine.register(target)
+    with inject_faults(engine, "file", delay=1.0, delay_s=0.7):
+        begin = time.monotonic()
+        with pytest.raises(DeadlineError):
+            move(engine, file, Op.READ, buffer, 0, 4 * MIB, deadline_s=0.1)
+        engine.unregister(buffer)
+        assert time.monotonic() - begin < 0.5
+        seen = target.copy()
+        stale = engine.submit([Transfer(Op.WRITE, ours, file, 0, 4 * MIB)], deadline_s=0.1)
+        with pytest.raises(DeadlineError):
+            stale.wait()
+    # What was left behind may still reach the file: this one waits for it, and comes after.
+    move(engine, file, Op.WRITE, engine.register(second), 0, 4 * MIB)
+    assert time.monotonic() - begin > 0.6
+    assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), second)
+    assert np.array_equal(target, seen)
+
+
+HUNG = """
+import gc, sys, time
+from tandem.core.errors import DeadlineError
+from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
+from tandem.transfer.faults import inject_faults
+engine = TransferEngine(TransferConfig(file_backend=sys.argv[2]))
+file = engine.open_file(sys.argv[1], length=1 << 20, writable=True)
+local = engine.register(bytearray(1 << 20))
+with inject_faults(engine, "file", delay=1.0, delay_s=8.0):
+    try:
+        engine.submit([Transfer(Op.READ, local, file, 0, 1 << 20)], deadline_s=0.1).wait()
+    except DeadlineError:
+        print("late", flush=True)
+begin = time.monotonic()
+engine.close()
+del engine, file, local
+gc.collect()
+print(time.monotonic() - begin)
+"""
+
+
+@pytest.mark.parametrize("backend", ["auto", "threads"])
+def test_a_disk_that_hangs_keeps_no_process(tmp_path, backend):
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HUNG, str(tmp_path / "f"), backend],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    late, closed_s = done.stdout.split()
+    assert late == "late"
+    assert float(closed_s) < 3
+    assert time.monotonic() - begin < 7

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     ceiling_fraction: float | None
     check: str
     n: int
+    others: dict[str, float] = {}
+    """What the rivals took that were not the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class BenchCase:
     """A callable where ``check`` finds out which rival is the fastest."""
     ceiling: Callable[[], float] | None = None
     higher_is_better: bool = False
+    rivals: Mapping[str, Callable[[], float]] | None = None
+    """Instead of ``baseline``, by name: all are measured, ours is compared with the best."""
 
 
 def time_call(function: Callable[[], object]) -> float:
@@ -118,15 +122,23 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
     ours: list[float] = []
     baseline: list[float] = []
     ceiling: list[float] = []
+    rivals: dict[str, list[float]] = {name: [] for name in case.rivals or {}}
     end_s = time.monotonic() + budget_s
     while len(ours) < rounds and (not ours or time.monotonic() < end_s):
         ours.append(case.ours())
         if case.baseline is not None:
             baseline.append(case.baseline())
+        for rival, measure in (case.rivals or {}).items():
+            rivals[rival].append(measure())
         if case.ceiling is not None:
             ceiling.append(case.ceiling())
     record.n = len(ours)
     record.ours = statistics.median(ours)
+    if rivals:
+        medians = {rival: statistics.median(times) for rival, times in rivals.items()}
+        best = (max if case.higher_is_better else min)(medians, key=lambda rival: medians[rival])
+        record.baseline_name, baseline = best, rivals[best]
+        record.others = {rival: value for rival, value in medians.items() if rival != best}
     if baseline:
         record.baseline = statistics.median(baseline)
         ratios = [_better(a, b, case) for a, b in zip(ours, baseline, strict=True)]
@@ -163,6 +175,7 @@ def format_record(record: BenchRecord) -> str:
     if record.ratio is not None and record.ratio_iqr is not None:
         low, high = record.ratio_iqr
         parts.append(f"ratio {record.ratio:.2f} [{low:.2f}, {high:.2f}]")
+    parts.extend(f"{rival} {value:.4g} {record.unit}" for rival, value in record.others.items())
     parts.append(f"n={record.n} interleaved")
     parts.append(f"check {record.check}")
     if record.ceiling is not None and record.ceiling_fraction is not None:

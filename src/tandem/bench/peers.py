@@ -8,12 +8,14 @@ What its libraries print goes to standard error and into a log in its venv's fol
 import contextlib
 import json
 import selectors
+import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
@@ -72,6 +74,7 @@ class PeerProcess:
         script: beside this module.
         arguments: of the script.
         environment: of the process; None = ours.
+        settings: variables on top of it.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class PeerProcess:
         script: str,
         *arguments: str,
         environment: dict[str, str] | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         path = Path(__file__).parent / script
         self._name = script
         self._log = (python.parents[1] / "log.txt").open("ab")
+        variables = [f"{name}={value}" for name, value in settings.items()]
         self._process = subprocess.Popen(
-            [python, path, *arguments],
+            ["env", *variables, python, path, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -115,9 +120,18 @@ class PeerProcess:
             raise UnsupportedError("bench.call_peer", f"{self._name} {name}: {answer['error']}")
         return answer["result"]
 
+    def pause(self) -> None:
+        """Stop it: some poll without a break, and would take a core from whom is measured now."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the process; idempotent."""
         process = self._process
+        self.resume()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

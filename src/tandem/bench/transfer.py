@@ -6,21 +6,31 @@ to the engine. ``workload=kv`` is the cache of a prompt of 4K tokens: 61 layers 
 KiB, each as 128 and 16. Batches are prepared. Bytes are compared before a time counts.
 
 The ceiling of tcp is a plain blocking socket to the same process, one request and one confirmation
-a batch; that of the others a memcpy of as many bytes. The baseline is the ceiling, or, with peers,
-Mooncake's transfer engine over tcp in processes of its own, measured in turns with ours.
+a batch, and with peers iperf3 from a mebibyte on; that of the others a memcpy of as many bytes. The
+baseline is the ceiling, or, with peers, the best of them, each in processes of its own and measured
+in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel has it) and NIXL, as
+it comes for the same host and with ``UCX_TLS=tcp`` for tcp.
+
+``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
+the same over pyzmq.
 """
 
 import contextlib
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
+import zmq
 
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.peers import PeerProcess, install_peer
@@ -40,18 +50,33 @@ MAX_PREPARED = 64
 MEASURE_S = 0.02
 """A measurement repeats short batches until it has lasted this long."""
 KV_LAYERS, KV_BLOCKS, KV_PARTS = 61, 32, (128 * 1024, 16 * 1024)
-PEERS = ("mooncake-transfer-engine-non-cuda==0.3.13", "numpy>=1.26")
+MOONCAKE = ("mooncake-transfer-engine-non-cuda==0.3.13", "numpy>=1.26")
+NIXL = ("nixl-cu12==1.5.1", "numpy>=1.26")
+IPERF_BYTES = 256 * 2**20
+IPERF_FROM_BYTES = 2**20
+"""A measurement of iperf3 moves this much; for less than that its streams have no meaning."""
+CALL_SIZES = (200, 65_536)
 
 TransportChoice = Literal["tcp", "shm", "cma", "best"]
 
 SERVER = """
-import socket, sys
+import socket, sys, threading
 import numpy as np
+import zmq
 from tandem.transfer import TransferConfig, TransferEngine
 engine = TransferEngine(TransferConfig(name="bench", secret=sys.argv[1]))
+engine.serve_calls(lambda calls: [call.payload for call in calls])
 buffer = engine.allocate(int(sys.argv[2]), name="buffer")
+def answer(replies=zmq.Context.instance().socket(zmq.REP)):
+    bound.append(replies.bind_to_random_port("tcp://127.0.0.1"))
+    ready.set()
+    while True:
+        replies.send(replies.recv())
+bound, ready = [], threading.Event()
+threading.Thread(target=answer, daemon=True).start()
+ready.wait(30)
 listener = socket.create_server(("127.0.0.1", 0))
-print(engine.address, listener.getsockname()[1], flush=True)
+print(engine.address, listener.getsockname()[1], bound[0], flush=True)
 peer, _ = listener.accept()
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 view = memoryview(np.ones(1 << 28, np.uint8))
@@ -80,7 +105,7 @@ class _Pair:
         )
         assert self.child.stdout is not None
         line = self.child.stdout.readline().split()
-        if len(line) != 2:
+        if len(line) != 3:
             raise PeerLostError("bench.start", "the serving process did not start")
         self.engine = TransferEngine(TransferConfig(secret=secret))
         self.segment = self.engine.open(line[0])
@@ -92,6 +117,9 @@ class _Pair:
         self.scratch = np.ones(min(buffer_bytes, 2**28), np.uint8)
         self.socket = socket.create_connection(("127.0.0.1", int(line[1])))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.context = zmq.Context()
+        self.zmq = self.context.socket(zmq.REQ)
+        self.zmq.connect(f"tcp://127.0.0.1:{line[2]}")
 
     def transfers(self, op: Op, parts: list[tuple[int, int]]) -> list[Transfer]:
         """Return a transfer for each (place, length), at the same place on both sides."""
@@ -122,6 +150,7 @@ class _Pair:
     def close(self) -> None:
         """End the child."""
         self.socket.close()
+        self.context.destroy(linger=0)
         self.engine.close(deadline_s=5)
         self.child.kill()
         self.child.wait(10)
@@ -129,31 +158,110 @@ class _Pair:
         self.child.stdout.close()
 
 
-class _Mooncake:
-    """Two processes of the rival; one offers, one moves."""
+class _Rival:
+    """Two processes of a rival, one offers, one moves; they start with the first measurement."""
 
-    def __init__(self, stack: contextlib.ExitStack, buffer_bytes: int) -> None:
-        python = install_peer("mooncake", PEERS)
-        giver, self._taker = (
-            stack.enter_context(PeerProcess(python, "mooncake_peer.py")) for _ in range(2)
-        )
-        self._at = giver.call("start", size=buffer_bytes)
-        self._taker.call("start", size=buffer_bytes)
-        if not self._taker.call(
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        install: Callable[[], Path],
+        script: str,
+        buffer_bytes: int,
+        settings: dict[str, str],
+    ) -> None:
+        self._stack = stack
+        self._install = install
+        self._script = script
+        self._buffer_bytes = buffer_bytes
+        self._settings = settings
+        self._processes: list[PeerProcess] = []
+        self._at: dict[str, Any] = {}
+
+    def _start(self) -> None:
+        python = self._install()
+        self._processes = [
+            self._stack.enter_context(PeerProcess(python, self._script, settings=self._settings))
+            for _ in range(2)
+        ]
+        giver, taker = self._processes
+        self._at = giver.call("start", size=self._buffer_bytes)
+        taker.call("start", size=self._buffer_bytes)
+        if not taker.call(
             "check", target=self._at["name"], address=self._at["address"], size=2**20
         ):
             raise PeerLostError("bench.start", "the peer moved other bytes than it was given")
 
     def measure_us(self, op: Op, batches: list[list[tuple[int, int]]]) -> float:
         """Microseconds a batch; each is a list of (place, length)."""
-        return self._taker.call(
-            "measure",
-            target=self._at["name"],
-            address=self._at["address"],
-            op=op.name.lower(),
-            batches=batches,
-            seconds=MEASURE_S,
+        if not self._processes:
+            self._start()
+        for process in self._processes:
+            process.resume()
+        try:
+            return self._processes[1].call(
+                "measure",
+                target=self._at["name"],
+                address=self._at["address"],
+                op=op.name.lower(),
+                batches=batches,
+                seconds=MEASURE_S,
+            )
+        finally:
+            for process in self._processes:
+                process.pause()
+
+
+class _Iperf:
+    """iperf3 on loopback: what a stream of TCP carries here at best."""
+
+    def __init__(self, stack: contextlib.ExitStack, program: str) -> None:
+        self._program = program
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self._port = str(probe.getsockname()[1])
+        server = subprocess.Popen(
+            [program, "-s", "-B", "127.0.0.1", "-p", self._port], stdout=subprocess.DEVNULL
         )
+        stack.callback(server.wait, 10)
+        stack.callback(server.kill)
+
+    def time_us(self, size: int) -> float:
+        """Microseconds for so many bytes, at the rate of a stream measured now."""
+        command = [self._program, "-c", "127.0.0.1", "-p", self._port, "-n", str(IPERF_BYTES), "-J"]
+        for _ in range(50):
+            done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+            if done.returncode == 0:
+                report = msgspec.json.decode(done.stdout)
+                return size * 8e6 / report["end"]["sum_received"]["bits_per_second"]
+            time.sleep(0.1)  # It listens soon, or is busy with the end of the last stream.
+        raise PeerLostError("bench.iperf3", done.stdout.decode(errors="replace")[-300:])
+
+
+class _Peers:
+    """The rivals and the ceiling that are not ours."""
+
+    def __init__(self, stack: contextlib.ExitStack, buffer_bytes: int) -> None:
+        def rival(name: str, needs: tuple[str, ...], script: str, **settings: str) -> _Rival:
+            install = lambda: install_peer(name, needs)  # noqa: E731
+            return _Rival(stack, install, script, buffer_bytes, settings)
+
+        mooncake = {"mooncake tcp": rival("mooncake", MOONCAKE, "mooncake_peer.py")}
+        if _has_tent(install_peer("mooncake", MOONCAKE)):
+            mooncake["mooncake tent"] = rival(
+                "mooncake", MOONCAKE, "mooncake_peer.py", MC_USE_TENT="1"
+            )
+        else:
+            sys.stderr.write("mooncake's TENT is not built into its wheel: not measured\n")
+        nixl_tcp = rival("nixl", NIXL, "nixl_peer.py", UCX_TLS="tcp")
+        self.over_tcp = {**mooncake, "nixl UCX_TLS=tcp": nixl_tcp}
+        self.on_host = {**mooncake, "nixl": rival("nixl", NIXL, "nixl_peer.py")}
+        program = shutil.which("iperf3")
+        self.iperf = None if program is None else _Iperf(stack, program)
+
+
+def _has_tent(python: Path) -> bool:
+    """Whether the engine of this venv was built with it: the names of its namespace are there."""
+    engines = python.parents[1].glob("lib/python*/site-packages/mooncake/engine*.so")
+    return any(b"8mooncake4tent" in engine.read_bytes() for engine in engines)
 
 
 def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
@@ -161,13 +269,13 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 
     Args:
         quick: few sizes, one place, 64 MiB.
-        with_peers: the baseline is the rival, installed if need be.
+        with_peers: the baseline is the best rival; all are installed if need be.
     """
     buffer_bytes = QUICK_BUFFER_BYTES if quick else WALK_BUFFER_BYTES
     with contextlib.ExitStack() as stack:
         pair = _Pair(buffer_bytes)
         stack.callback(pair.close)
-        mooncake = _Mooncake(stack, buffer_bytes) if with_peers else None
+        peers = _Peers(stack, buffer_bytes) if with_peers else None
         for transport in ("tcp", "shm", "cma", "best"):
             for op in (Op.WRITE, Op.READ):
                 for size in QUICK_SIZES if quick else SIZES:
@@ -175,14 +283,16 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                         for walk in (False,) if quick else (False, True):
                             limit = buffer_bytes if walk else min(buffer_bytes, SMALL_BUFFER_BYTES)
                             if size * count <= limit:
-                                yield _make_case(pair, mooncake, transport, op, size, count, walk)
+                                yield _make_case(pair, peers, transport, op, size, count, walk)
                 if not quick:
-                    yield _make_kv_case(pair, mooncake, transport, op)
+                    yield _make_kv_case(pair, peers, transport, op)
+        for size in CALL_SIZES:
+            yield _make_call_case(pair, size)
 
 
 def _make_case(
     pair: _Pair,
-    mooncake: _Mooncake | None,
+    peers: _Peers | None,
     transport: TransportChoice,
     op: Op,
     size: int,
@@ -193,13 +303,11 @@ def _make_case(
     places = list(range(0, pair.buffer_bytes - total + 1, total))[:MAX_PREPARED] if walk else [0]
     batches = [[(at + i * size, size) for i in range(count)] for at in places]
     name = f"transport={transport} op={op.name.lower()} size={size} batch={count}"
-    return _compare(
-        f"{name} walk={'yes' if walk else 'no'}", pair, mooncake, transport, op, batches
-    )
+    return _compare(f"{name} walk={'yes' if walk else 'no'}", pair, peers, transport, op, batches)
 
 
 def _make_kv_case(
-    pair: _Pair, mooncake: _Mooncake | None, transport: TransportChoice, op: Op
+    pair: _Pair, peers: _Peers | None, transport: TransportChoice, op: Op
 ) -> BenchCase:
     """Blocks lie apart, as a cache has them: nothing can be merged."""
     parts, at = [], 0
@@ -208,29 +316,57 @@ def _make_kv_case(
             parts.append((at, size))
             at += size + 4096
     name = f"workload=kv transport={transport} op={op.name.lower()}"
-    return _compare(name, pair, mooncake, transport, op, [parts])
+    return _compare(name, pair, peers, transport, op, [parts])
+
+
+def _make_call_case(pair: _Pair, size: int) -> BenchCase:
+    payload = pair.local.array[:size].tobytes()
+
+    def call() -> bytes:
+        return pair.engine.call(pair.segment, payload)
+
+    def ask_zmq() -> bytes:
+        pair.zmq.send(payload)
+        return pair.zmq.recv()
+
+    return BenchCase(
+        name=f"workload=call size={size}",
+        unit="us",
+        ours=lambda: _measure_us(call),
+        check=lambda: "ok" if call() == ask_zmq() == payload else "bytes differ",
+        baseline=lambda: _measure_us(ask_zmq),
+        baseline_name="pyzmq",
+    )
 
 
 def _compare(
     name: str,
     pair: _Pair,
-    mooncake: _Mooncake | None,
+    peers: _Peers | None,
     transport: TransportChoice,
     op: Op,
     batches: list[list[tuple[int, int]]],
 ) -> BenchCase:
     case = _Comparison(pair, transport, op, batches)
-    baseline: Callable[[], float] = case.at_ceiling_us
-    if mooncake is not None:
-        baseline = lambda: mooncake.measure_us(op, batches)  # noqa: E731
+    ceiling: Callable[[], float] = case.at_ceiling_us
+    rivals: dict[str, Callable[[], float]] = {}
+    if peers is not None:
+        chosen = peers.over_tcp if transport == "tcp" else peers.on_host
+        rivals = {
+            rival: partial(process.measure_us, op, batches) for rival, process in chosen.items()
+        }
+        total = sum(size for _, size in batches[0])
+        if transport == "tcp" and peers.iperf is not None and total >= IPERF_FROM_BYTES:
+            ceiling = partial(peers.iperf.time_us, total)
     return BenchCase(
         name=name,
         unit="us",
         ours=case.ours_us,
         check=case.check,
-        baseline=baseline,
-        baseline_name=case.ceiling_name if mooncake is None else "mooncake tcp",
-        ceiling=case.at_ceiling_us,
+        baseline=None if rivals else case.at_ceiling_us,
+        baseline_name=case.ceiling_name,
+        rivals=rivals or None,
+        ceiling=ceiling,
     )
 
 

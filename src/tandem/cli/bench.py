@@ -19,7 +19,9 @@ BENCHES = {
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
+    "sampling": "tandem.bench.sampling",
     "store": "tandem.bench.store",
+    "store-disk": "tandem.bench.store_disk",
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""

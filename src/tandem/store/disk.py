@@ -8,13 +8,11 @@ a disk that fails, fills or hangs costs copies, never a put. See docs/design/sto
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from tandem._native import crc32c
 from tandem.core.clock import Clock
 from tandem.core.errors import (
     CapacityError,
@@ -28,19 +26,24 @@ from tandem.store import bucket as form
 from tandem.store import layout
 from tandem.store.bucket import Grave, Record
 from tandem.store.disk_index import Bucket, DiskIndex
+from tandem.store.disk_io import (
+    OFF_LOOP_BYTES,
+    PIECE_BYTES,
+    DiskIo,
+    DiskPort,
+    RecordWriter,
+    copy_bytes,
+)
+from tandem.store.disk_scan import index_name, read_bucket
 from tandem.store.messages import DiskState, DiskStatus
 from tandem.store.metrics import LatencyHistogram
 from tandem.store.segment import ExtentHeader, Segment
 
-__all__ = ["DiskBuffer", "DiskPort", "DiskTier"]
+__all__ = ["DiskTier"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PIECE_BYTES = 4 * 2**20
-"""Of one read or write; large enough for the bandwidth of any disk at the depth below."""
-NUM_PIECES = 12
-"""Buffers of that size, made when they are needed."""
 ROUND_BYTES = 32 * 2**20
 """Written between two syncs; a copy counts only after the sync."""
 MAX_QUEUED = 200_000
@@ -53,88 +56,11 @@ SCAN_PERIOD_S = 10.0
 SCAN_SLICE = 500
 FULL_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
-HANG_S = 20.0
-"""A disk that takes longer for one piece is given up until the process starts again."""
-CLOSE_S = 2.0
 COMPACT_GRAVES = 100_000
-OFF_LOOP_BYTES = 256 * 1024
 GRAVES = "removed"
 COUNTS = (
     "written", "written_bytes", "loaded", "loaded_bytes", "skipped", "evicted", "corrupt", "errors",
 )  # fmt: skip
-
-
-class DiskBuffer(Protocol):
-    """Aligned memory that a disk reads and writes."""
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """Its bytes."""
-        ...
-
-
-class DiskPort(Protocol):
-    """The files of one folder, which no other process uses. Buckets have numbers, notes names.
-
-    Each raises CapacityError for want of space, other errors of tandem for what fails otherwise.
-    """
-
-    @property
-    def folder_id(self) -> bytes:
-        """16 random bytes, those of the folder."""
-        ...
-
-    def make_buffer(self, nbytes: int) -> DiskBuffer:
-        """Make memory that ``read`` and ``write`` take."""
-        ...
-
-    async def list_buckets(self) -> list[tuple[int, int]]:
-        """Return (number, bytes) of each bucket file."""
-        ...
-
-    async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Make a bucket file whose space is reserved."""
-        ...
-
-    async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Write the first bytes of ``buffer``; they are durable after ``sync``."""
-        ...
-
-    async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Read into ``buffer``."""
-        ...
-
-    async def sync(self, number: int) -> None:
-        """Return when what was written to a bucket survives the machine."""
-        ...
-
-    async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """Shorten the file."""
-        ...
-
-    async def drop_bucket(self, number: int) -> None:
-        """Remove the file; reads that have begun go on."""
-        ...
-
-    async def read_note(self, name: str) -> bytes:
-        """Return a small file; empty if it is not there."""
-        ...
-
-    async def write_note(self, name: str, data: bytes) -> None:
-        """Replace a small file, whole or not at all; durable on return."""
-        ...
-
-    async def append_note(self, name: str, data: bytes) -> None:
-        """Append to a small file; durable on return."""
-        ...
-
-    async def drop_note(self, name: str) -> None:
-        """Remove a small file if it is there."""
-        ...
-
-    def condemn(self) -> None:
-        """Remember, elsewhere than on this disk, that its content is not to be believed again."""
-        ...
 
 
 class DiskTier:
@@ -170,7 +96,7 @@ class DiskTier:
         self.load_latency = LatencyHistogram()
         wanted = capacity_bytes // BUCKETS_OF_CAPACITY // form.ALIGNMENT * form.ALIGNMENT
         self._bucket_bytes = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
-        self._port = port
+        self._io = DiskIo(port, self._fail)
         self._segment = segment
         self._clock = clock
         self._graves: list[Grave] = []
@@ -194,11 +120,6 @@ class DiskTier:
         self._round_ended.set()
         self._work = asyncio.Event()
         self._pause_s = 0.0
-        self._free_buffers: list[DiskBuffer] = []
-        self._buffers = asyncio.Semaphore(NUM_PIECES)
-        self._busy: dict[int, asyncio.Task[Any]] = {}
-        """By identity of a buffer: what the disk does with it, whoever waits for that."""
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._running: asyncio.Task[None] | None = None
 
     # Life.
@@ -208,15 +129,15 @@ class DiskTier:
 
         Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
         """
-        self._graves = form.parse_graves(await self._port.read_note(GRAVES))
+        self._graves = form.parse_graves(await self._io.port.read_note(GRAVES))
         dead = set(self._graves)
-        for number, nbytes in sorted(await self._port.list_buckets()):
+        for number, nbytes in sorted(await self._io.port.list_buckets()):
             self._next_number = max(self._next_number, number + 1)
             try:
-                records, used = await self._read_bucket(number, nbytes)
+                records, used = await read_bucket(self._io, number, nbytes)
             except CorruptionError as error:
                 logger.warning("event=bucket_dropped reason=%s", error)
-                await self._port.drop_bucket(number)
+                await self._io.port.drop_bucket(number)
                 continue
             self.index.add_bucket(number, nbytes)
             for record in records:
@@ -249,10 +170,7 @@ class DiskTier:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=CLOSE_S)
-        for task in list(self._tasks):
-            task.cancel()
+        await self._io.aclose()
 
     def status(self) -> DiskStatus:
         """Return what the master shows of this disk."""
@@ -273,7 +191,7 @@ class DiskTier:
     @property
     def disk_id(self) -> str:
         """Names the folder over all starts."""
-        return self._port.folder_id.hex()
+        return self._io.port.folder_id.hex()
 
     @property
     def is_failed(self) -> bool:
@@ -345,12 +263,12 @@ class DiskTier:
         key_bytes = len(record.header.key.encode())
         table_at = layout.table_offset(key_bytes)
         end = layout.value_offset(key_bytes, record.header.size) + record.header.size
-        buffer = await self._take_buffer()
+        buffer = await self._io.take_buffer()
         try:
             for at in range(0, record.length, PIECE_BYTES):
                 nbytes = min(PIECE_BYTES, record.length - at)
-                reading = self._port.read(record.bucket, record.position + at, buffer, nbytes)
-                await self._bounded(reading, buffer)
+                reading = self._io.port.read(record.bucket, record.position + at, buffer, nbytes)
+                await self._io.bounded(reading, buffer)
                 if at == 0:
                     head = bytes(buffer.array[:table_at])
                     if form.parse_record(head, record.bucket, record.position) != record:
@@ -358,9 +276,9 @@ class DiskTier:
                 first, last = max(at, table_at), min(at + nbytes, end)
                 if first < last:
                     target = self._segment.data[offset + first : offset + last]
-                    await _copy(target, buffer.array[first - at : last - at])
+                    await copy_bytes(target, buffer.array[first - at : last - at])
         finally:
-            self._give_buffer(buffer)
+            self._io.give_buffer(buffer)
 
     async def _check(self, offset: int, header: ExtentHeader) -> bool:
         if header.size > OFF_LOOP_BYTES:
@@ -403,7 +321,7 @@ class DiskTier:
         self._graves += graves
         try:
             async with self._grave_lock:
-                await self._bounded(self._port.append_note(GRAVES, form.pack_graves(graves)))
+                await self._io.bounded(self._io.port.append_note(GRAVES, form.pack_graves(graves)))
                 self._num_listed += len(graves)
                 if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
                     await self._compact_graves()
@@ -420,7 +338,7 @@ class DiskTier:
 
     async def _compact_graves(self) -> None:
         self._graves = self.index.keep_graves(self._graves)
-        await self._port.write_note(GRAVES, form.pack_graves(self._graves))
+        await self._io.port.write_note(GRAVES, form.pack_graves(self._graves))
         self._num_listed = len(self._graves)
 
     def _note_gone(self, record: Record) -> None:
@@ -505,7 +423,7 @@ class DiskTier:
         """Write some of the queue, and sync; only then it counts."""
         self._round_ended.clear()
         begin_s = self._clock.now_s()
-        writer = _Writer(self, self._open)
+        writer = self._write_to(self._open)
         taken: tuple[int, int] | None = None
         try:
             while self._queue and writer.num_bytes < ROUND_BYTES:
@@ -522,7 +440,7 @@ class DiskTier:
                 if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
                     await self._count(writer)
                     opened = await self._begin_bucket(form.HEAD_BYTES + length)
-                    writer = _Writer(self, opened)
+                    writer = self._write_to(opened)
                 assert writer.bucket is not None
                 record = Record(writer.bucket.number, writer.at, header)
                 self._flight[header.key] = record
@@ -545,6 +463,9 @@ class DiskTier:
             self._round_ended.set()
             self.write_latency.observe(self._clock.now_s() - begin_s)
 
+    def _write_to(self, bucket: Bucket | None) -> RecordWriter:
+        return RecordWriter(self._io, self._segment.data, bucket)
+
     def _current(self, offset: int, version: int) -> ExtentHeader | None:
         """Return the header at ``offset`` if it is that of this version and is to be written."""
         if not self._segment.has_object(offset):
@@ -557,13 +478,13 @@ class DiskTier:
         is_there = record is not None and record.header.version >= version
         return None if header.version != version or is_there else header
 
-    async def _count(self, writer: "_Writer") -> None:
+    async def _count(self, writer: RecordWriter) -> None:
         """Sync what was written; from now on these are copies."""
         await writer.finish()
         bucket = writer.bucket
         if not writer.placed or bucket is None:
             return
-        await self._bounded(self._port.sync(bucket.number))
+        await self._io.bounded(self._io.port.sync(bucket.number))
         if bucket.number not in self.index.buckets:
             raise InternalError("store.disk", f"bucket {bucket.number} was given up meanwhile")
         dead: list[Record] = list(writer.torn)
@@ -608,7 +529,7 @@ class DiskTier:
         number = self._next_number
         self._next_number += 1
         try:
-            await self._bounded(self._port.make_bucket(number, nbytes))
+            await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         except CapacityError:
             # Others fill the file system: go on with what we have of it, but do not give that up
             # piece by piece while nothing comes of it.
@@ -616,26 +537,26 @@ class DiskTier:
             if victim is None or self.state is DiskState.FULL:
                 raise
             await self._evict(victim)
-            await self._bounded(self._port.make_bucket(number, nbytes))
+            await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         opened = self._open = self.index.add_bucket(number, nbytes)
-        buffer = await self._take_buffer()
+        buffer = await self._io.take_buffer()
         try:
-            head = form.pack_head(number, nbytes, self._port.folder_id)
+            head = form.pack_head(number, nbytes, self._io.port.folder_id)
             buffer.array[: len(head)] = np.frombuffer(head, np.uint8)
-            await self._bounded(self._port.write(number, 0, buffer, len(head)), buffer)
+            await self._io.bounded(self._io.port.write(number, 0, buffer, len(head)), buffer)
         except BaseException:
             await self._abandon_bucket()
             raise
         finally:
-            self._give_buffer(buffer)
+            self._io.give_buffer(buffer)
         return opened
 
     async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
         """Write the index of a bucket that takes no more, and give back what it has not used."""
         listed = [record for record in bucket.records if self.index.is_live(record)]
         data = form.pack_index(bucket.number, listed)
-        await self._bounded(self._port.write_note(_index_name(bucket.number), data))
-        await self._bounded(self._port.cut_bucket(bucket.number, used_bytes))
+        await self._io.bounded(self._io.port.write_note(index_name(bucket.number), data))
+        await self._io.bounded(self._io.port.cut_bucket(bucket.number, used_bytes))
         self.index.resize_bucket(bucket.number, used_bytes)
         for key in [k for k, r in self._doubtful.items() if r.bucket == bucket.number]:
             del self._doubtful[key]  # The index does not have it, and is what a start believes.
@@ -670,8 +591,8 @@ class DiskTier:
         await self._remove_files(number)
 
     async def _remove_files(self, number: int) -> None:
-        await self._bounded(self._port.drop_bucket(number))
-        await self._bounded(self._port.drop_note(_index_name(number)))
+        await self._io.bounded(self._io.port.drop_bucket(number))
+        await self._io.bounded(self._io.port.drop_note(index_name(number)))
         for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
             del self._doubtful[key]
         self._graves = [grave for grave in self._graves if grave.bucket != number]
@@ -684,115 +605,11 @@ class DiskTier:
         except TandemError:
             self._fail()
 
-    async def _read_bucket(self, number: int, nbytes: int) -> tuple[list[Record], int]:
-        """Return the records of a bucket, and where they end.
-
-        Raises: CorruptionError if it has no head of its own.
-        """
-        buffer = await self._take_buffer()
-        try:
-            if nbytes < form.HEAD_BYTES:
-                raise CorruptionError("store.disk", f"bucket {number} has {nbytes} bytes")
-            await self._port.read(number, 0, buffer, form.HEAD_BYTES)
-            form.parse_head(bytes(buffer.array[: form.HEAD_BYTES]), number, self._port.folder_id)
-            data = await self._port.read_note(_index_name(number))
-            if data:
-                try:
-                    records = form.parse_index(data, number)
-                except CorruptionError as error:
-                    logger.warning("event=bucket_index_dropped reason=%s", error)
-                else:
-                    ends = [record.position + record.length for record in records]
-                    if max(ends, default=form.HEAD_BYTES) <= nbytes:
-                        return records, max(ends, default=form.HEAD_BYTES)
-            return await self._scan_bucket(number, nbytes, buffer)
-        finally:
-            self._give_buffer(buffer)
-
-    async def _scan_bucket(
-        self, number: int, nbytes: int, buffer: DiskBuffer
-    ) -> tuple[list[Record], int]:
-        """Read a bucket without index, values included: what is torn ends it or is left out."""
-        records: list[Record] = []
-        position = form.HEAD_BYTES
-        window = _Window(self._port, number, nbytes, buffer)
-        while position + form.ALIGNMENT <= nbytes:
-            try:
-                head = await window.view(position, min(2**16 + 2**12, nbytes - position))
-                record = form.parse_record(bytes(head), number, position)
-                if position + record.length > nbytes:
-                    break
-                if await self._is_whole(record, window):
-                    records.append(record)
-            except CorruptionError:
-                break
-            position += record.length
-        return records, position
-
-    async def _is_whole(self, record: Record, window: "_Window") -> bool:
-        header = record.header
-        key_bytes = len(header.key.encode())
-        table_at = record.position + layout.table_offset(key_bytes)
-        num_chunks = layout.count_chunks(header.size)
-        table = np.empty(4 * num_chunks, np.uint8)
-        await window.copy(table_at, table)
-        if num_chunks and crc32c(table) != header.checksum:
-            return False
-        value_at = record.position + layout.value_offset(key_bytes, header.size)
-        expected = table.view("<u4")
-        for i in range(num_chunks):
-            at = i * layout.CHUNK_BYTES
-            chunk = np.empty(min(layout.CHUNK_BYTES, header.size - at), np.uint8)
-            await window.copy(value_at + at, chunk)
-            if crc32c(chunk) != int(expected[i]):
-                return False
-        return True
-
-    # Buffers and bounds.
-
-    async def _take_buffer(self) -> DiskBuffer:
-        await self._buffers.acquire()
-        return self._free_buffers.pop() if self._free_buffers else self._make_buffer()
-
-    def _make_buffer(self) -> DiskBuffer:
-        return self._port.make_buffer(PIECE_BYTES)
-
-    def _give_buffer(self, buffer: DiskBuffer) -> None:
-        task = self._busy.pop(id(buffer), None)
-        if task is not None and not task.done():
-            task.add_done_callback(lambda _: self._give_buffer(buffer))
-            return
-        self._free_buffers.append(buffer)
-        self._buffers.release()
-
-    async def _bounded(self, work: Coroutine[Any, Any, T], buffer: DiskBuffer | None = None) -> T:
-        """Wait for a disk, but not for one that hangs: the kernel gives nothing back of that.
-
-        What is under way is never cancelled, since that would wait for the disk as well.
-
-        Raises: DeadlineError when the disk has been given up; what the work raises.
-        """
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-        if buffer is not None:
-            self._busy[id(buffer)] = task
-        done, _ = await asyncio.wait([task], timeout=HANG_S)
-        if not done:
-            self._fail()
-            raise DeadlineError("store.disk", f"the disk has not answered for {HANG_S} s")
-        return task.result()
-
-    def _note_end(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # Whoever waits sees it; nobody may.
-
     def _fail(self) -> None:
         """Give the disk up: nothing of it is believed any more, now or after a restart."""
         if self.is_failed:
             return
-        self._port.condemn()
+        self._io.port.condemn()
         for record in self.index.list_records():
             self.dropped[record.header.key] = record.header.version
         self.stored.clear()
@@ -802,120 +619,3 @@ class DiskTier:
         self._round_ended.set()
         self._set_state(DiskState.FAILED, InternalError("store.disk", "the disk hangs"))
         self._work.set()
-
-
-class _Writer:
-    """Packs records side by side and writes them in pieces, one being filled meanwhile."""
-
-    def __init__(self, tier: DiskTier, bucket: Bucket | None) -> None:
-        self._tier = tier
-        self.bucket = bucket
-        self.at = 0 if bucket is None else bucket.used_bytes
-        """Where the next record goes."""
-        self._begin = self.at
-        """Where the next piece goes."""
-        self.num_bytes = 0
-        self.placed: list[tuple[Record, int]] = []
-        self.torn: list[Record] = []
-        self._buffer: DiskBuffer | None = None
-        self._fill = 0
-        self._writes: list[asyncio.Task[None]] = []
-
-    async def add(self, record: Record, offset: int) -> None:
-        """Copy an object behind the last."""
-        self.placed.append((record, offset))
-        head = np.frombuffer(form.pack_record(record), np.uint8)
-        key_bytes = len(record.header.key.encode())
-        end = layout.value_offset(key_bytes, record.header.size) + record.header.size
-        data = self._tier._segment.data
-        at = 0
-        while at < record.length:
-            if self._fill == PIECE_BYTES:
-                await self._push()
-            if self._buffer is None:
-                self._buffer = await self._tier._take_buffer()
-            nbytes = min(PIECE_BYTES - self._fill, record.length - at)
-            room = self._buffer.array[self._fill : self._fill + nbytes]
-            copied = max(0, min(nbytes, end - at))
-            await _copy(room[:copied], data[offset + at : offset + at + copied])
-            room[copied:] = 0
-            if at < len(head):
-                part = head[at : at + nbytes]
-                room[: len(part)] = part
-            self._fill += nbytes
-            at += nbytes
-        self.at += record.length
-        self.num_bytes += record.length
-
-    async def _push(self) -> None:
-        buffer, nbytes = self._buffer, self._fill
-        if buffer is None:
-            return
-        self._buffer, self._fill = None, 0
-        assert self.bucket is not None
-        writing = self._write(self.bucket.number, self._begin, buffer, nbytes)
-        self._begin += nbytes
-        self._writes.append(asyncio.get_running_loop().create_task(writing))
-        if len(self._writes) > NUM_PIECES // 3:
-            await asyncio.gather(*self._writes)
-
-    async def _write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        try:
-            writing = self._tier._port.write(number, at, buffer, nbytes)
-            await self._tier._bounded(writing, buffer)
-        finally:
-            self._tier._give_buffer(buffer)
-
-    async def finish(self) -> None:
-        """Write what is left, and wait for all of it."""
-        await self._push()
-        await asyncio.gather(*self._writes)
-
-    async def abandon(self) -> None:
-        """Wait for what is under way; nothing is raised."""
-        if self._buffer is not None:
-            self._tier._give_buffer(self._buffer)
-            self._buffer = None
-        await asyncio.gather(*self._writes, return_exceptions=True)
-
-
-class _Window:
-    """A piece of a bucket in memory, moved along as it is read."""
-
-    def __init__(self, port: DiskPort, number: int, nbytes: int, buffer: DiskBuffer) -> None:
-        self._port, self._number, self._nbytes, self._buffer = port, number, nbytes, buffer
-        self._begin = self._end = 0
-
-    async def view(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes, fewer than a piece."""
-        if at < self._begin or at + nbytes > self._end:
-            self._begin = at // form.ALIGNMENT * form.ALIGNMENT
-            length = min(PIECE_BYTES, self._nbytes - self._begin)
-            self._end = self._begin  # In case the read fails.
-            await self._port.read(self._number, self._begin, self._buffer, length)
-            self._end = self._begin + length
-        return self._buffer.array[at - self._begin : at - self._begin + nbytes]
-
-    async def copy(self, at: int, target: npt.NDArray[np.uint8]) -> None:
-        """Copy bytes out."""
-        step = PIECE_BYTES // 2
-        for begin in range(0, target.size, step):
-            part = target[begin : begin + step]
-            part[:] = await self.view(at + begin, part.size)
-
-
-async def _copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    if target.size > OFF_LOOP_BYTES:
-        # Whoever gives up waits for the thread: it writes into memory that others will be given.
-        task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
-    else:
-        np.copyto(target, source)
-
-
-def _index_name(number: int) -> str:
-    return f"{number:016x}.index"

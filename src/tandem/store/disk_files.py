@@ -28,7 +28,7 @@ from tandem.core.errors import (
     TandemError,
     UnsupportedError,
 )
-from tandem.store.disk import DiskBuffer
+from tandem.store.disk_io import DiskBuffer
 from tandem.store.segment import check_folder
 from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
 

@@ -230,10 +230,22 @@ class StoreHost:
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
         num_pages = 0
-        async for records, is_disk in self._list_inventory():
-            page = InventoryPage(joined.session, num_pages, records, is_disk)
-            await master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
-            num_pages += 1
+        telling: asyncio.Task[Ack] | None = None
+        try:
+            async for records, is_disk in self._list_inventory():
+                # The master takes one page while we read the next.
+                if telling is not None:
+                    await telling
+                page = InventoryPage(joined.session, num_pages, records, is_disk)
+                call = master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
+                telling = asyncio.get_running_loop().create_task(call)
+                await asyncio.sleep(0)  # For it to leave.
+                num_pages += 1
+            if telling is not None:
+                await telling
+        finally:
+            if telling is not None:
+                telling.cancel()
         can_write = await self._close_writers(old_writers)
         while True:
             done = InventoryDone(joined.session, num_pages, can_write)

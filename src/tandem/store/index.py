@@ -260,6 +260,56 @@ class Directory:
         self.touch(row)
         return row
 
+    def insert_many(
+        self,
+        keys: Sequence[str],
+        *,
+        sizes: Sequence[int],
+        checksums: Sequence[int],
+        versions: Sequence[int],
+        wanted: Sequence[int],
+        host: int,
+        offsets: Sequence[int],
+        lease_until_ms: int,
+    ) -> range:
+        """Add objects that have one replica each, all on one host; as ``insert``, many at a time.
+
+        Returns: their rows, in order.
+        REQUIRES: the keys are absent and differ; the host is there.
+        """
+        assert host not in self._lost_hosts, host
+        # Whatever does not fit a column is refused before the first one has grown.
+        numbers = array("q", sizes), array("q", versions), array("q", offsets)
+        sums, counts = array("I", checksums), array("B", [min(n, MAX_REPLICAS) for n in wanted])
+        count, first, at = len(keys), len(self._size), len(self._replica_host)
+        assert {len(column) for column in (*numbers, sums, counts)} <= {count}, count
+        rows = range(first, first + count)
+        self._rows.update(zip(keys, rows, strict=True))
+        assert len(self._rows) == first + count - len(self._spare_rows), "a key was there"
+        if first + count > len(self._keys):
+            grown = np.empty(first + count + max(16, first // 4), dtype=object)
+            grown[:first] = self._keys[:first]
+            self._keys = grown
+        self._keys[first : first + count] = keys
+        self._size.extend(numbers[0])
+        self._version.extend(numbers[1])
+        self._checksum.extend(sums)
+        self._lease_until_ms.extend([lease_until_ms] * count)
+        self._used_tick.extend(range(self._tick + 1, self._tick + 1 + count))
+        self._tick += count
+        self._flags.extend([_ALIVE] * count)
+        self._wanted.extend(counts)
+        self._live.extend([1] * count)
+        self._memory.extend([1] * count)
+        self._num_disks.extend([0] * count)
+        self._first.extend(range(at, at + count))
+        self._replica_host.extend([host] * count)
+        self._replica_offset.extend(numbers[2])
+        self._replica_next.extend([-1] * count)
+        self._replica_row.extend(rows)
+        self.total_bytes += sum(sizes)
+        return rows
+
     def remove(self, row: int) -> list[Replica]:
         """Drop an object and return its replicas; their space is the caller's to give back."""
         replicas = self.replicas(row)

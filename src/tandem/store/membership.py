@@ -102,12 +102,49 @@ class Membership:
         if page.page > host.num_pages:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
         host.num_pages += 1
-        for offset, header in iterate_records(page.records):
-            if page.is_disk:
+        listed = iterate_records(page.records)
+        if page.is_disk:
+            for _, header in listed:
                 self._adopt_disk(host, header)
-            else:
+        else:
+            for offset, header in self._adopt_new(host, listed):
                 self._adopt(host, offset, header)
         return Ack()
+
+    def _adopt_new(
+        self, host: HostSpace, listed: list[tuple[int, ExtentHeader]]
+    ) -> list[tuple[int, ExtentHeader]]:
+        """Take at once what nothing is known of, nearly all after a restart; return the rest."""
+        if host.is_known:
+            return listed
+        find, dropped = self._master.directory.find, self._master.dropped_versions
+        new: dict[str, tuple[int, ExtentHeader]] = {}
+        rest: list[tuple[int, ExtentHeader]] = []
+        for item in listed:
+            offset, header = item
+            key = header.key
+            is_plain = not header.hard_pin and not header.soft_pin_ms
+            is_new = find(key) == NO_ROW and key not in new and key not in dropped
+            if is_new and is_plain and not host.is_dropping(offset):
+                new[key] = item
+            else:
+                rest.append(item)
+        headers = [header for _, header in new.values()]
+        lengths = [layout.extent_bytes(len(h.key.encode()), h.size) for h in headers]
+        offsets = [offset for offset, _ in new.values()]
+        rows = self._master.directory.insert_many(
+            list(new),
+            sizes=[header.size for header in headers],
+            checksums=[header.checksum for header in headers],
+            versions=[header.version for header in headers],
+            wanted=[header.wanted for header in headers],
+            host=host.number,
+            offsets=offsets,
+            # A reader that an earlier master sent there may still be reading.
+            lease_until_ms=self._master.now_ms() + self._master.config.lease_ms,
+        )
+        host.confirmed.update(zip(rows, map(Extent, offsets, lengths), strict=True))
+        return rest
 
     def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
         """Fit an object that a host reports into the directory, or have it wiped."""

@@ -42,6 +42,7 @@ FILE_HEAD = struct.Struct("<8sIIQ16sQ")  # magic, version, granule, capacity, id
 FILE_HEAD_BYTES = 4096
 OBJECT_MAGIC = 0x4A424F54  # "TOBJ"
 OBJECT_HEAD = struct.Struct("<IHBBQQII")  # magic, key, wanted, flags, size, version, checksum, soft
+HEAD_CRC = struct.Struct("<I")
 HARD_PIN = 1
 FIRST_RESERVE_BYTES = 2**30
 """tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
@@ -289,18 +290,18 @@ class Segment:
 
     def _read(self, offset: int) -> tuple[ExtentHeader, int]:
         """Return the header at ``offset`` and the length of the extent."""
-        fields = OBJECT_HEAD.unpack_from(self._map, self._data_at + offset)
+        at = self._data_at + offset
+        head = self._map[at : at + OBJECT_HEAD.size + 4]
+        fields = OBJECT_HEAD.unpack_from(head)
         magic, key_bytes, wanted, flags, size, version, checksum, soft_pin_ms = fields
         key_at = offset + layout.HEADER_BYTES
         end = key_at + key_bytes
         if magic == OBJECT_MAGIC and end <= self.usable_bytes and size <= self.usable_bytes:
-            (stored,) = struct.unpack_from(
-                "<I", self._map, self._data_at + offset + OBJECT_HEAD.size
-            )
-            key = self.data[key_at:end].tobytes()
-            head = self.data[offset : offset + OBJECT_HEAD.size].tobytes()
+            (stored,) = HEAD_CRC.unpack_from(head, OBJECT_HEAD.size)
+            key = self._map[self._data_at + key_at : self._data_at + end]
             extent = layout.extent_bytes(key_bytes, size)
-            if zlib.crc32(key, zlib.crc32(head)) == stored and offset + extent <= self.usable_bytes:
+            is_whole = zlib.crc32(key, zlib.crc32(head[: OBJECT_HEAD.size])) == stored
+            if is_whole and offset + extent <= self.usable_bytes:
                 header = ExtentHeader(
                     key.decode(),
                     size,

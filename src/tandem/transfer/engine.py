@@ -214,7 +214,7 @@ class TransferEngine:
             length: make the file with this many bytes, reserved on the disk, mode 0600, if it is
                 not there; one that is there must have this length. None = it must be there.
             writable: allow WRITE.
-            direct: bypass the page cache where memory, offset and length are multiples of 4096;
+            direct: bypass the page cache where offset and length are multiples of 4096;
                 see ``FileSegment.is_direct``.
 
         Raises: NotFoundError; PermissionDeniedError; ConflictError (another length); CapacityError

@@ -45,7 +45,8 @@ def inject_faults(
 
     Args:
         engine: whose transfers.
-        transport: not tcp, which has ``FaultProxy``. For file every fault is an I/O error.
+        transport: not tcp, which has ``FaultProxy``. For file, ``delay`` is a disk that hangs, and
+            every other fault an I/O error.
         seed: of the generator.
         drop: probability that a chunk is not moved, and reported as failed.
         corrupt: that wrong bytes are moved and the failure is reported (torn).

@@ -1,0 +1,121 @@
+"""NIXL as a peer: run by its own interpreter (see ``peers``).
+
+Two processes run this script: one offers a buffer, the other moves bytes over UCX, which picks its
+transport by ``UCX_TLS``. Batches are prepared, as ours are: a descriptor list for each side, one
+request, posted again and again. Imports nothing of ours.
+"""
+
+import base64
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+PAGE = 4096
+DRAM = "DRAM"
+
+
+class Peer:
+    """One agent with one registered buffer; each public method is a call."""
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+        self._memory = np.ones(0, np.uint8)
+        self._address = 0
+        self._remotes: dict[str, str] = {}
+        self._handles: dict[str, list[Any]] = {}
+
+    def start(self, size: int) -> dict[str, Any]:
+        """Register a buffer; returns what the other process needs."""
+        # By name: it is there only in the peer's own venv.
+        api = importlib.import_module("nixl_cu12._api")
+        self._agent = api.nixl_agent(f"bench-{os.getpid()}")
+        self._memory = np.ones(size + PAGE, np.uint8)
+        self._address = (self._memory.ctypes.data + PAGE - 1) // PAGE * PAGE
+        self._agent.register_memory([(self._address, size, 0, "")], DRAM)
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return {"name": metadata, "address": self._address}
+
+    def measure(
+        self, target: str, address: int, op: str, batches: list[list[list[int]]], seconds: float
+    ) -> float:
+        """Return the median microseconds of a batch; each is a list of (place, length)."""
+        handles = self._prepare(target, address, op, batches)
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        while not times or time.monotonic() < end:
+            handle = handles[len(times) % len(handles)]
+            begin = time.perf_counter()
+            self._move(handle)
+            times.append(time.perf_counter() - begin)
+        return sorted(times)[len(times) // 2] * 1e6
+
+    def check(self, target: str, address: int, size: int) -> bool:
+        """Write, read back and compare."""
+        begin = self._address - self._memory.ctypes.data
+        view = self._memory[begin : begin + size]
+        view[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        expected = view.copy()
+        for op in ("write", "read"):
+            self._move(self._prepare(target, address, op, [[[0, size]]])[0])
+            if op == "write":
+                view[:] = 0
+        return bool(np.array_equal(view, expected))
+
+    def _prepare(
+        self, target: str, address: int, op: str, batches: list[list[list[int]]]
+    ) -> list[Any]:
+        """Return a request for each batch; those of the last call are kept."""
+        key = json.dumps([target, address, op, batches])
+        if key in self._handles:
+            return self._handles[key]
+        for handle in [handle for kept in self._handles.values() for handle in kept]:
+            self._agent.release_xfer_handle(handle)
+        self._handles.clear()
+        if target not in self._remotes:
+            self._remotes[target] = self._agent.add_remote_agent(base64.b64decode(target))
+        remote = self._remotes[target]
+        handles = []
+        for parts in batches:
+            near, far = (
+                self._agent.prep_xfer_dlist(
+                    agent, [(base + at, size, 0) for at, size in parts], DRAM
+                )
+                for agent, base in (("NIXL_INIT_AGENT", self._address), (remote, address))
+            )
+            indices = list(range(len(parts)))
+            handles.append(self._agent.make_prepped_xfer(op.upper(), near, indices, far, indices))
+        self._handles[key] = handles
+        return handles
+
+    def _move(self, handle: Any) -> None:
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"transfer gave {state}")
+
+
+def main() -> None:
+    """Answer calls until standard input ends."""
+    # The library prints to standard output, which is ours for answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    peer = Peer()
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        call = arguments.pop("call")
+        try:
+            answer = {"result": getattr(peer, call)(**arguments)}
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    os._exit(0)  # Its threads do not end by themselves.
+
+
+if __name__ == "__main__":
+    main()
