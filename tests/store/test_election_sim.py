@@ -230,7 +230,7 @@ def test_mutants_are_caught(name, monkeypatch):
     """The simulator can fail: each safety rule, taken away, is missed within a few seeds."""
     monkeypatch.setattr(*MUTANTS[name])
     caught = []
-    for seed in range(100):
+    for seed in range(200):
         try:
             simulate(seed)
         except AssertionError as error:

@@ -197,7 +197,7 @@ def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared
                 stranger[1] = "0123456789abcdef"
                 with pytest.raises(PeerLostError, match="no session"):
                     await ask(msgspec.msgpack.encode(stranger))
-                for method in ("remove", "join", "nonsense"):
+                for method in ("drain", "join", "nonsense"):
                     body = msgspec.Raw(msgspec.msgpack.encode(KeyList(["key"])))
                     hostile = msgspec.msgpack.encode([method, channel._client, body])
                     with pytest.raises(Exception, match="no fast method"):

@@ -110,6 +110,24 @@ class DirectoryMachine(RuleBasedStateMachine):
             made = self.model[key]
             made.lease_until_ms = max(made.lease_until_ms, until_ms)
 
+    @rule(keys=st.lists(KEYS | st.just("none"), min_size=1, max_size=8), until_ms=TIMES)
+    def locate(self, keys, until_ms):
+        rows, columns = self.directory.locate_many(keys, until_ms)
+        for key, row, column in zip(keys, rows.tolist(), columns.T.tolist(), strict=True):
+            made = self.model.get(key)
+            assert row == self.directory.find(key)
+            if made is None:
+                assert column == [-1] * 4
+                continue
+            made.used = self.use()
+            made.lease_until_ms = max(made.lease_until_ms, until_ms)
+            size, checksum, host, offset = column
+            assert (size, checksum) == (made.size, made.checksum)
+            if len(made.replicas) == 1:
+                assert made.replicas == {host: offset}
+            else:
+                assert host == (-2 if made.replicas else -1)
+
     @rule(key=KEYS, hard=st.booleans(), soft_until_ms=TIMES)
     def pin(self, key, hard, soft_until_ms):
         if key in self.model:
@@ -250,6 +268,19 @@ def test_victims_go_in_order_of_use():
         for row in rows:
             directory.remove(row)
     assert order == [*range(1, 5000, 2), *range(0, 5000, 2)]
+
+
+def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
+    directory = Directory()
+    for key, replicas, disks in (
+        ("disk", [], [1]),
+        ("both", [Replica(1, 512)], [1]),
+        ("memory", [Replica(1, 1024)], []),
+    ):
+        directory.insert(key, size=1, checksum=2, version=3, replicas=replicas, disks=disks)
+    keys = ["disk", "both", "memory"]
+    assert directory.locate_many(keys, 0)[1][2].tolist() == [-2, -2, 1]
+    assert [int(directory.locate_many([key], 0)[1][2, 0]) for key in keys] == [-2, -2, 1]
 
 
 def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import checksum_values, crc32c
+from tandem._native import checksum_values
 from tandem.core.errors import TandemError
 from tandem.store import layout
-from tandem.store.buffers import Part, ScratchPool
-from tandem.store.checksum import checksum_table
+from tandem.store.buffers import MAX_SCRATCH_BYTES, Part, ScratchPool
+from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import Endpoint, Located, LocateObjects
@@ -75,20 +75,32 @@ class BulkReader:
 
     async def _get_one(self, key: str) -> bytes | None:
         """As ``get_many``; columns of one cost more than they save."""
-        located, lease_end_s = await self._ask([key])
-        size, checksum, host, offset = ONE.unpack(located.columns)
-        if host < 0 or size <= 0 or size > DIRECT_BYTES:
+        found = _One(key, *await self._ask([key]))
+        if found.is_missing or found.size > MAX_SCRATCH_BYTES:
             return None
-        endpoint = located.endpoints[0]
-        at = endpoint.read_base + offset + layout.value_offset(len(key.encode()), size)
-        with self._scratch.lend(size) as buffer:
-            if not await self._read(endpoint, [Piece(buffer.handle, 0, at, size)], lease_end_s):
-                return None
-            value = buffer.array[:size].tobytes()
-        # DIRECT_BYTES are less than a chunk, so the table is one checksum.
-        table = crc32c(np.frombuffer(value, np.uint8)).to_bytes(4, "little")
-        is_good = checksum_table(table) == checksum
-        return value if is_good and self._calls.clock.now_s() <= lease_end_s else None
+        with self._scratch.lend(found.size) as buffer:
+            is_good = await self._read_one(found, Part(buffer, 0, found.size))
+            return buffer.array[: found.size].tobytes() if is_good else None
+
+    async def _get_one_into(self, key: str, part: Part) -> int:
+        """As ``get_into_many``."""
+        found = _One(key, *await self._ask([key]))
+        if found.is_missing or found.size > part.view.size:
+            return -1
+        is_good = await self._read_one(found, Part(part.buffer, part.offset, found.size))
+        return found.size if is_good else -1
+
+    async def _read_one(self, found: "_One", part: Part) -> bool:
+        piece = Piece(part.buffer.handle, part.offset, found.at, found.size)
+        if not await self._read(found.endpoint, [piece], found.lease_end_s):
+            return False
+
+        def compute() -> bool:
+            return checksum_table(make_table([part.view])) == found.checksum
+
+        is_long = found.size > OFF_LOOP_BYTES
+        is_good = await self._calls.compute(compute) if is_long else compute()
+        return is_good and self._calls.clock.now_s() <= found.lease_end_s
 
     async def get_into_many(
         self, keys: Sequence[str], targets: Sequence[Sequence[Part]]
@@ -99,6 +111,8 @@ class BulkReader:
         """
         sizes = [-1] * len(keys)
         buffer = targets[0][0].buffer if targets and targets[0] else None
+        if len(keys) == 1 and len(targets[0]) == 1:
+            return [await self._get_one_into(keys[0], targets[0][0])]
         if buffer is None or any(len(t) != 1 or t[0].buffer is not buffer for t in targets):
             return sizes
         into = np.array([target[0].offset for target in targets], dtype=np.int64)
@@ -179,6 +193,19 @@ class BulkReader:
     def close(self) -> None:
         """Give back the memory kept for scratch."""
         self._scratch.close()
+
+
+class _One:
+    """The master's answer for one key."""
+
+    def __init__(self, key: str, located: Located, lease_end_s: float) -> None:
+        self.size, self.checksum, host, offset = ONE.unpack(located.columns)
+        self.is_missing = host < 0 or self.size <= 0
+        self.lease_end_s = lease_end_s
+        if not self.is_missing:
+            self.endpoint = located.endpoints[0]
+            value_at = layout.value_offset(len(key.encode()), self.size)
+            self.at = self.endpoint.read_base + offset + value_at
 
 
 class _Found:

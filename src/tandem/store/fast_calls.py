@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Methods = Sequence[tuple[str, Callable[..., Any], type, type]]
-FAST_METHODS = frozenset({"locate", "exists", "put_inline", "start_put", "commit_put"})
+FAST_METHODS = frozenset(
+    {"locate", "find", "exists", "put_inline", "start_put", "commit_put", "remove"}
+)
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
 OPEN_TIMEOUT_S = 3.0

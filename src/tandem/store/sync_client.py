@@ -209,19 +209,19 @@ class StoreClient:
 
     def size(self, key: str) -> int:
         """See ``AsyncStoreClient.size``."""
-        return self._run(self._client.size(key))
+        return self._do(lambda client: client.size(key))
 
     def size_many(self, keys: Sequence[str]) -> list[int | TandemError]:
         """See ``AsyncStoreClient.size_many``."""
-        return self._run(self._client.size_many(keys))
+        return self._do(lambda client: client.size_many(keys))
 
     def remove(self, key: str) -> bool:
         """See ``AsyncStoreClient.remove``."""
-        return self._run(self._client.remove(key))
+        return self._do(lambda client: client.remove(key))
 
     def remove_many(self, keys: Sequence[str]) -> list[bool]:
         """See ``AsyncStoreClient.remove_many``."""
-        return self._run(self._client.remove_many(keys))
+        return self._do(lambda client: client.remove_many(keys))
 
     def remove_prefix(self, prefix: str) -> int:
         """See ``AsyncStoreClient.remove_prefix``."""
