@@ -623,9 +623,10 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     try:
         return loop.run_until_complete(main())
     finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        for _ in range(10):  # What is cancelled may begin something else.
+            if not (tasks := asyncio.all_tasks(loop)):
+                break
+            for task in tasks:
+                task.cancel()
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()

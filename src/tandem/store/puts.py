@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 16_384
 """Results of commits kept for requests that come twice."""
+MIN_WAIT_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +153,9 @@ class Puts:
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._master.space_freed.clear()
+        # The loop's timer and the master's clock need not agree: what is left may be too little for
+        # the one to go on by, and be something to the other for ever.
+        timeout_s = max(timeout_s, MIN_WAIT_S)
         try:
             await asyncio.wait_for(self._master.space_freed.wait(), timeout_s)
         except TimeoutError:
