@@ -13,8 +13,11 @@ IncomingCall::IncomingCall(std::shared_ptr<CallQueue> queue, std::weak_ptr<Conne
       payload_(std::move(payload)) {}
 
 IncomingCall::~IncomingCall() {
-  const auto connection =
-      refuse({Code::kInternal, "transfer.serve_calls", "the handler gave no answer", ""});
+  const Error error =
+      queue_->is_closed()
+          ? Error{Code::kPeerLost, "transfer.serve_calls", "the engine that serves is closing", ""}
+          : Error{Code::kInternal, "transfer.serve_calls", "the handler gave no answer", ""};
+  const auto connection = refuse(error);
   if (connection) connection->flush();
 }
 
@@ -93,6 +96,11 @@ std::vector<std::shared_ptr<IncomingCall>> CallQueue::take(size_t max) {
   }
   lock.unlock();
   return taken;
+}
+
+bool CallQueue::is_closed() {
+  const std::lock_guard lock(mutex_);
+  return is_closed_;
 }
 
 void CallQueue::release(size_t size) {

@@ -61,6 +61,7 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
               std::string payload);
   // At most `max` calls; waits for the first. Nothing: the queue is closed.
   std::vector<std::shared_ptr<IncomingCall>> take(size_t max);
+  bool is_closed();
   // Whether `take` would return at once.
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
 

@@ -8,6 +8,7 @@ clocks agree.
 """
 
 import asyncio
+import gc
 
 import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
@@ -225,6 +226,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name, monkeypatch):
     """The simulator can fail: each safety rule, taken away, is missed within a few seeds."""
@@ -234,9 +236,10 @@ def test_mutants_are_caught(name, monkeypatch):
         try:
             simulate(seed)
         except (AssertionError, TandemError) as error:  # A store that cannot be used again, too.
-            caught.append(error)
+            caught.append(str(error))  # Its traceback would keep the world.
             break
     assert caught, name
+    gc.collect()  # What a broken world left unfinished is reported here, where it is expected.
 
 
 @pytest.mark.asyncio

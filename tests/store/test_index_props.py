@@ -123,10 +123,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             made.lease_until_ms = max(made.lease_until_ms, until_ms)
             size, checksum, host, offset = column
             assert (size, checksum) == (made.size, made.checksum)
-            if len(made.replicas) == 1:
+            if len(made.replicas) == 1 and not made.disks:
                 assert made.replicas == {host: offset}
             else:
-                assert host == (-2 if made.replicas else -1)
+                assert host == (-2 if made.replicas or made.disks else -1)
 
     @rule(key=KEYS, hard=st.booleans(), soft_until_ms=TIMES)
     def pin(self, key, hard, soft_until_ms):

@@ -157,6 +157,10 @@ class CallServer:
             call.reply(self._encoder.encode(answer))
         except TandemError as error:
             call.fail(error)
+        except asyncio.CancelledError:
+            # Of a master that is deposed or ends. An error of its own would be taken for a bug.
+            call.fail(PeerLostError("store.call", "the master has ended"))
+            raise
         except Exception as error:
             logger.exception("event=fast_call_failed")
             call.fail(InternalError("store.call", f"the handler raised {error!r:.200}"))
