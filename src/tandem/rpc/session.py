@@ -218,3 +218,4 @@ class ClientSession:
     def _fail(self, error: TandemError) -> None:
         if not self._greeted.done():
             self._greeted.set_exception(error)
+            self._greeted.exception()  # Whoever waited may be gone: that is no news for the log.
