@@ -3,13 +3,12 @@
 Packs MoE layers from bfloat16 weights in a file, and runs them on the CPU alone, a layer a call.
 """
 
-import json
-import os
 import sys
 import time
 
 import torch
 from kt_kernel import kt_kernel_ext
+from peer_loop import answer_calls
 from safetensors.torch import load_file, save_file
 
 CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
@@ -90,19 +89,7 @@ class Peer:
 
 
 def main():
-    # Libraries print: answers keep what was standard output to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    peer = Peer(int(sys.argv[1]))
-    for line in sys.stdin:
-        request = json.loads(line)
-        call = request.pop("call")
-        try:
-            answer = {"result": getattr(peer, call)(**request)}
-        except Exception as error:  # noqa: BLE001 - the edge of this process: told to the caller
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    answer_calls(lambda: Peer(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ batches of several sequences, greedy. The fork repacks the weights as it loads t
 
 import ctypes
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import gguf
 import numpy as np
+from peer_loop import answer_calls
 
 IS_FORK = sys.argv[1] == "ik_llama.cpp"
 if IS_FORK:
@@ -202,30 +202,29 @@ class Model:
         return [self.logits(i).tolist() for i in range(len(prompt))]
 
 
-def main():
-    model = None
-    # Libraries may print: answers keep what was standard output to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        call = request.pop("call")
-        try:
-            if call == "write_gguf":
-                result = write_gguf(**request)
-            elif call == "load":
-                model = Model(**request)
-                result = find_isa()
-            elif call == "prefill":
-                result = model.prefill(**request)[0]
-            else:
-                result = getattr(model, call)(**request)
-            answer = {"result": result}
-        except Exception as error:  # noqa: BLE001 - the edge of this process: told to the caller
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+class Peer:
+    """What is asked for over the pipes: a model written, one loaded, its measurements."""
+
+    def __init__(self):
+        self.model = None
+
+    def write_gguf(self, folder, path, kind):
+        return write_gguf(folder, path, kind)
+
+    def load(self, **arguments):
+        """Load a model; return what the library was built for."""
+        self.model = Model(**arguments)
+        return find_isa()
+
+    def prefill(self, prompts):
+        return self.model.prefill(prompts)[0]
+
+    def decode(self, prompts):
+        return self.model.decode(prompts)
+
+    def score(self, prompt):
+        return self.model.score(prompt)
 
 
 if __name__ == "__main__":
-    main()
+    answer_calls(Peer)

@@ -4,13 +4,12 @@ Two processes run this script: one offers a buffer, the other moves bytes. Impor
 """
 
 import importlib
-import json
 import os
-import sys
 import time
 from typing import Any
 
 import numpy as np
+from peer_loop import answer_calls
 
 PAGE = 4096
 MAX_BATCH = 256
@@ -89,18 +88,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    # The library prints to standard output, which is ours for answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    peer = Peer()
-    for line in sys.stdin:
-        arguments = json.loads(line)
-        call = arguments.pop("call")
-        try:
-            answer = {"result": getattr(peer, call)(**arguments)}
-        except Exception as error:  # noqa: BLE001 - the edge of the process
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+    answer_calls(Peer)
     os._exit(0)  # Its threads do not end by themselves.
 
 

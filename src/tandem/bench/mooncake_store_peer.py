@@ -5,16 +5,15 @@ that is measured. Imports nothing of ours.
 """
 
 import importlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from peer_loop import answer_calls
 
 LOCAL_BUFFER_BYTES = 512 * 2**20
 START_TIMEOUT_S = 20.0
@@ -182,18 +181,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    # The library prints to standard output, which is ours for answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    peer = Peer()
-    for line in sys.stdin:
-        arguments: dict[str, Any] = json.loads(line)
-        call = arguments.pop("call")
-        try:
-            answer = {"result": getattr(peer, call)(**arguments)}
-        except Exception as error:  # noqa: BLE001 - the edge of the process
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+    peer = answer_calls(Peer)
     peer.stop()
     os._exit(0)  # Its threads do not end by themselves.
 

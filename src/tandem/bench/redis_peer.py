@@ -4,17 +4,15 @@ Starts a ``redis-server`` of its own, which must be installed. Imports nothing o
 """
 
 import importlib
-import json
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
 import numpy as np
+from peer_loop import answer_calls
 
 START_TIMEOUT_S = 10.0
 
@@ -107,17 +105,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    peer = Peer()
-    for line in sys.stdin:
-        arguments: dict[str, Any] = json.loads(line)
-        call = arguments.pop("call")
-        try:
-            answer = {"result": getattr(peer, call)(**arguments)}
-        except Exception as error:  # noqa: BLE001 - the edge of the process
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+    peer = answer_calls(Peer)
     peer.stop()
 
 
