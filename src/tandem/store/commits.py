@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError, TandemError
-from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
@@ -19,7 +18,7 @@ from tandem.store.messages import (
     SealExtents,
 )
 from tandem.store.puts import Put
-from tandem.store.segment import ExtentHeader
+from tandem.store.segment import ExtentHeader, append_record
 from tandem.store.sessions import Caller
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.eviction import Eviction
-from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Directory
 from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
@@ -58,7 +57,7 @@ from tandem.store.metrics import StoreCounters
 from tandem.store.policies import Strategy, order_hosts
 from tandem.store.puts import Puts
 from tandem.store.removals import Removals
-from tandem.store.segment import ExtentHeader
+from tandem.store.segment import ExtentHeader, append_record
 from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 from tandem.store.upkeep import Upkeep

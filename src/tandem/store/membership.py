@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from tandem.core.errors import ConflictError, NotFoundError, PeerLostError
 from tandem.store import layout
-from tandem.store.host import iterate_records
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
@@ -19,7 +18,7 @@ from tandem.store.messages import (
     KeyBytes,
     SegmentGrown,
 )
-from tandem.store.segment import ExtentHeader
+from tandem.store.segment import ExtentHeader, iterate_records
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import Extent, HostSpace
 
