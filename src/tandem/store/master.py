@@ -184,14 +184,18 @@ class StoreMaster:
 
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
-        self._counter += 1
-        return self.epoch << layout.VERSION_BITS | self._counter
+        return self.take_versions(1)
 
     def order_epoch(self) -> int:
         """Return the epoch that orders bear. Raises: PeerLostError after the end of the term."""
         if self._term is not None and not self._term.holds():
             raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
         return self.epoch
+
+    def take_versions(self, count: int) -> int:
+        """Return the first of so many consecutive versions; see ``next_version``."""
+        self._counter += count
+        return self.epoch << layout.VERSION_BITS | self._counter - count + 1
 
     @property
     def newest_version(self) -> int:
@@ -394,7 +398,7 @@ class StoreMaster:
             total_bytes=self.directory.total_bytes,
             num_unreadable=self.directory.num_unreadable,
             num_under_replicated=self.directory.count_under_replicated(),
-            num_unfinished=len(self.puts.unfinished),
+            num_unfinished=self.puts.num_unfinished,
             hosts=[
                 HostStatus(
                     name=host.name,

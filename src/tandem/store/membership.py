@@ -293,8 +293,7 @@ class Membership:
     def lose_host(self, host: HostSpace) -> None:
         """Its session has ended; its objects may come back with it."""
         logger.warning("event=host_lost host=%s", host.name)
-        for put in self._master.puts.unfinished.values():
-            put.extents.pop(host.number, None)
+        self._master.puts.forget_host(host.number)
         self._by_session.pop(host.session, None)
         host.end_session()
         self._master.directory.lose_host(host.number)
