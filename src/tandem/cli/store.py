@@ -48,10 +48,12 @@ def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any
 def host(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
     """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
     from tandem.store import HostService
+    from tandem.store.fast_calls import make_shared_loop
 
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
-    asyncio.run(_serve(service, lambda: f"store host {service.host.name} is up"))
+    with asyncio.Runner(loop_factory=make_shared_loop) as runner:
+        runner.run(_serve(service, lambda: f"store host {service.host.name} is up"))
 
 
 @app.command("put")

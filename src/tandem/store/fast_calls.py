@@ -6,16 +6,20 @@ takes the slow way, which waits for a master. Every request may come twice, as e
 """
 
 import asyncio
-import inspect
+import contextlib
+import functools
 import logging
+import math
 import selectors
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from tandem.core.errors import (
+    ConfigError,
     InternalError,
     NotFoundError,
     PeerLostError,
@@ -24,11 +28,12 @@ from tandem.core.errors import (
 )
 from tandem.rpc import Peer
 from tandem.store.client_edges import MasterChannel
+from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, Segment, TransferEngine
 
-__all__ = ["CallServer", "FastChannel", "Methods", "make_shared_loop"]
+__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods", "make_shared_loop"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,6 +44,7 @@ FAST_METHODS = frozenset(
 )
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
+MAX_METHOD_BYTES = 64
 OPEN_TIMEOUT_S = 3.0
 
 
@@ -56,8 +62,11 @@ class _SharingSelector(selectors.DefaultSelector):
         super().__init__()
         self.lock = threading.Lock()
         self.lock.acquire()
+        self.wakes_at_s = 0.0
+        """When it goes on, whatever happens."""
 
     def select(self, timeout: float | None = None) -> Any:
+        self.wakes_at_s = math.inf if timeout is None else time.monotonic() + timeout
         self.lock.release()
         try:
             return super().select(timeout)
@@ -67,9 +76,33 @@ class _SharingSelector(selectors.DefaultSelector):
 
 class _SharedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        selector = _SharingSelector()
-        super().__init__(selector)
-        self.lock = selector.lock
+        self._sharing = _SharingSelector()
+        super().__init__(self._sharing)
+        self._has_news = False
+        """Something waits for the loop that its selector knows nothing of."""
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        self._has_news = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        self._has_news |= when < self._sharing.wakes_at_s
+        return super().call_at(when, callback, *args, context=context)
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[None]:
+        """Be the loop on another thread, while the loop waits for events."""
+        with self._sharing.lock:
+            self._has_news = False
+            asyncio._set_running_loop(self)
+            try:
+                yield
+            finally:
+                asyncio._set_running_loop(None)
+                if self._has_news:
+                    self.call_soon_threadsafe(_do_nothing)
 
 
 def make_shared_loop() -> asyncio.AbstractEventLoop:
@@ -77,16 +110,21 @@ def make_shared_loop() -> asyncio.AbstractEventLoop:
     return _SharedLoop()
 
 
+def _do_nothing() -> None:
+    """To wake a loop with."""
+
+
 class CallServer:
     """Answers calls that come over a transfer engine.
 
-    Plain handlers run on the engine's thread, if the loop is of ``make_shared_loop``: no thread
-    has to wake up for them. All others run on the loop.
+    Handlers begin on the engine's thread, if the loop is of ``make_shared_loop``: what needs not
+    wait for anything is answered without waking another thread. Else they run on the loop. They
+    begin in the order in which the calls of a peer came, in either case.
 
     Args:
         engine: borrowed; has no other handler.
         methods: name, handler, request type, response type.
-        find_caller: the live session of an ``instance_id``.
+        find_caller: the live session that a call names.
     """
 
     def __init__(
@@ -96,15 +134,13 @@ class CallServer:
         find_caller: Callable[[str], Caller | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = self._loop.lock if isinstance(self._loop, _SharedLoop) else None
         self._find_caller = find_caller
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._methods = {
-            name: (handler, msgspec.msgpack.Decoder(request), inspect.iscoroutinefunction(handler))
+            name: (handler, msgspec.msgpack.Decoder(request))
             for name, handler, request, _ in methods
-            if name in FAST_METHODS
         }
         engine.serve_calls(self._handle)
 
@@ -117,59 +153,121 @@ class CallServer:
             envelope = self._envelopes.decode(call.payload)
             if envelope.method not in self._methods:
                 return UnsupportedError("store.call", f"no fast method {envelope.method!r}")
-            handler, decoder, is_slow = self._methods[envelope.method]
+            handler, decoder = self._methods[envelope.method]
             request = decoder.decode(envelope.body)
         except msgspec.MsgspecError as error:
             return UnsupportedError("store.call", f"malformed: {error}")
-        if is_slow or self._lock is None:
-            try:
-                self._loop.call_soon_threadsafe(
-                    self._start, call, handler, envelope.client, request
-                )
-            except RuntimeError:
-                return PeerLostError("store.call", "the master is ending")
-            return None
-        with self._lock:
-            try:
-                answer = handler(self._caller(envelope.client), request)
-            except TandemError as error:
-                return error
-        return self._encoder.encode(answer)
+        if isinstance(self._loop, _SharedLoop):
+            with self._loop.borrow():
+                return self._begin(call, handler, envelope.client, request)
+        try:
+            self._loop.call_soon_threadsafe(
+                self._begin_and_reply, call, handler, envelope.client, request
+            )
+        except RuntimeError:
+            return PeerLostError("store.call", "this process is ending")
+        return None
 
-    def _caller(self, client: str) -> Caller:
-        caller = self._find_caller(client)
-        if caller is None:
-            raise PeerLostError("store.call", "the caller has no session here")
-        return caller
+    def _begin(
+        self, call: Call, handler: Callable[..., Any], client: str, request: object
+    ) -> bytes | TandemError | None:
+        """Run a handler up to where it waits; what it waits for leads to the answer, if it does."""
+        try:
+            caller = self._find_caller(client)
+            if caller is None:
+                raise PeerLostError("store.call", "the caller has no session here")  # noqa: TRY301
+            answer = handler(caller, request)
+            if asyncio.iscoroutine(answer):
+                task = start_eagerly(answer)
+                if not task.done():
+                    self._tasks.add(task)
+                    task.add_done_callback(functools.partial(self._finish, call))
+                    return None
+                answer = task.result()
+            return self._encoder.encode(answer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
+            return _describe(error)
 
-    def _start(self, call: Call, handler: Callable[..., Any], client: str, request: object) -> None:
-        task = self._loop.create_task(self._run(call, handler, client, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(
+    def _begin_and_reply(
         self, call: Call, handler: Callable[..., Any], client: str, request: object
     ) -> None:
-        try:
-            answer = handler(self._caller(client), request)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-            call.reply(self._encoder.encode(answer))
-        except TandemError as error:
-            call.fail(error)
-        except asyncio.CancelledError:
+        answer = self._begin(call, handler, client, request)
+        if answer is not None:
+            _reply(call, answer)
+
+    def _finish(self, call: Call, task: "asyncio.Future[Any]") -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
             # Of a master that is deposed or ends. An error of its own would be taken for a bug.
-            call.fail(PeerLostError("store.call", "the master has ended"))
-            raise
-        except Exception as error:
-            logger.exception("event=fast_call_failed")
-            call.fail(InternalError("store.call", f"the handler raised {error!r:.200}"))
+            _reply(call, PeerLostError("store.call", "the other side has ended"))
+            return
+        error = task.exception()
+        if error is None:
+            _reply(call, self._encoder.encode(task.result()))
+        else:
+            _reply(call, _describe(error))
 
     async def aclose(self) -> None:
         """End what is under way; the engine is the caller's to close."""
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _describe(error: BaseException) -> TandemError:
+    if isinstance(error, TandemError):
+        return error
+    logger.error("event=fast_call_failed", exc_info=error)
+    return InternalError("store.call", f"the handler raised {error!r:.200}")
+
+
+def _reply(call: Call, answer: bytes | TandemError) -> None:
+    if isinstance(answer, TandemError):
+        call.fail(answer)
+        return
+    try:
+        call.reply(answer)
+    except ConfigError as error:  # Too long for a call.
+        call.fail(error)
+
+
+class CallWay:
+    """Calls to one peer over an engine, in order; see ``OrderWay``.
+
+    Args:
+        engine: borrowed.
+        segment: the peer; closed by ``close``.
+        client: what the calls name.
+    """
+
+    def __init__(self, engine: TransferEngine, segment: Segment, client: str) -> None:
+        self._engine = engine
+        self._segment = segment
+        self._client = client
+        self._encoder = msgspec.msgpack.Encoder()
+        self._body: tuple[object, bytes] | None = None
+
+    def takes(self, request: object) -> bool:
+        """See ``OrderWay``."""
+        body = self._encoder.encode(request)
+        self._body = (request, body)  # The call that follows needs it.
+        return len(body) <= MAX_BYTES - len(self._client) - MAX_METHOD_BYTES
+
+    async def call(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> T:
+        """See ``OrderWay``."""
+        kept, self._body = self._body, None
+        body = kept[1] if kept is not None and kept[0] is request else self._encoder.encode(request)
+        payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
+        answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
+        return msgspec.msgpack.decode(answer, type=response_type)
+
+    def close(self) -> None:
+        """Let go of the peer."""
+        with contextlib.suppress(TandemError):  # Gone already.
+            self._segment.close()
 
 
 class FastChannel:

@@ -99,6 +99,7 @@ class StoreHost:
         segment: owned by the caller, who closes it last.
         port: the data path to that segment.
         disk: its SSD tier, opened and started by the caller, who closes it after this.
+        call_token: told to masters, see ``JoinHost``.
     """
 
     def __init__(
@@ -108,12 +109,14 @@ class StoreHost:
         segment: Segment,
         port: HostPort,
         disk: DiskTier | None = None,
+        call_token: str = "",
     ) -> None:
         self.name = name
         self.machine = machine
         self.segment = segment
         self.port = port
         self.disk = disk
+        self._call_token = call_token
         self._reporting: asyncio.Task[None] | None = None
         self._disk_changed = asyncio.Event()
         if disk is not None:
@@ -125,7 +128,8 @@ class StoreHost:
         self._writers: set[int] = set()
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
-        self._master: Caller | None = None
+        self.master: Caller | None = None
+        """The session in which orders come."""
         self._num_attempts = 0
         self.is_joined = asyncio.Event()
 
@@ -146,13 +150,13 @@ class StoreHost:
     def on_master(self, master: Caller) -> None:
         """A session with a master has begun: join it. Replaces a join that is under way."""
         self.on_master_lost()
-        self._master = master
+        self.master = master
         self._joining = asyncio.get_running_loop().create_task(self._join(master))
 
     def on_master_lost(self) -> None:
         """The session has ended; nothing of it is obeyed any more."""
         self._session = -1
-        self._master = None
+        self.master = None
         self.is_joined.clear()
         if self._joining is not None:
             self._joining.cancel()
@@ -163,7 +167,7 @@ class StoreHost:
 
     def on_grown(self, usable_bytes: int) -> None:
         """Tell the master that more of the segment is usable; call on the loop."""
-        if self._master is None or not self.is_joined.is_set():
+        if self.master is None or not self.is_joined.is_set():
             return  # The join will tell.
         message = SegmentGrown(self._session, usable_bytes)
         self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
@@ -213,6 +217,7 @@ class StoreHost:
                 attempt=self._num_attempts,
                 disk_id="" if self.disk is None else self.disk.disk_id,
                 disk=None if self.disk is None else self.disk.status(),
+                call_token=self._call_token,
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,
@@ -341,10 +346,10 @@ class StoreHost:
         return not bases
 
     async def _tell_grown(self, message: SegmentGrown) -> None:
-        if self._master is None:
+        if self.master is None:
             return
         try:
-            await self._master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self.master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
 

@@ -7,7 +7,7 @@ when a caller goes away runs as a task of the master's own.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from tandem.core.clock import Clock
@@ -15,6 +15,7 @@ from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
+from tandem.store.eager import start_eagerly
 from tandem.store.eviction import Eviction
 from tandem.store.index import NO_ROW, Directory
 from tandem.store.inline_puts import InlinePuts
@@ -54,6 +55,7 @@ from tandem.store.messages import (
     VerifyExtent,
 )
 from tandem.store.metrics import StoreCounters
+from tandem.store.orders import OrderWay
 from tandem.store.policies import Strategy, order_hosts
 from tandem.store.puts import Puts
 from tandem.store.removals import Removals
@@ -62,7 +64,7 @@ from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
-__all__ = ["StoreMaster", "Term"]
+__all__ = ["OpenWay", "StoreMaster", "Term"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,6 +82,7 @@ class Term(Protocol):
         ...
 
 
+OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 TICK_S = 0.05
 
 
@@ -93,6 +96,7 @@ class StoreMaster:
             seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
         term: the elected one; None for a single master, which always leads.
+        open_way: opens a fast way for orders to a host that takes them; None for none.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class StoreMaster:
         epoch: int,
         draw: Callable[[int], int],
         term: "Term | None" = None,
+        open_way: "OpenWay | None" = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -112,12 +117,13 @@ class StoreMaster:
         self.clock = clock
         self._term = term
         self._draw = draw
+        self.open_way = open_way
         self._counter = 0
         self.space_freed = asyncio.Event()
         self._started_ms = self.now_ms()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self.puts = Puts(self)
         self.commits = Commits(self)
         self.inline_puts = InlinePuts(self)
@@ -288,11 +294,12 @@ class StoreMaster:
             self.drop_row(row)
             self.counters.objects_evicted += 1
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run a coroutine that its caller's going does not end."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Run a coroutine that its caller's going does not end; it begins at once."""
+        task = start_eagerly(work)
+        if not task.done():
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return task
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:

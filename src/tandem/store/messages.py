@@ -384,6 +384,8 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     disk_id: str = ""
     """Of the folder of its SSD tier; empty without one."""
     disk: DiskStatus | None = None
+    call_token: str = ""
+    """What orders over the transfer engine at ``address`` must name; empty: it takes none."""
 
 
 class Joined(msgspec.Struct, frozen=True):

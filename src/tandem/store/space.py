@@ -33,6 +33,7 @@ from tandem.store.messages import (
     Order,
     WipeExtents,
 )
+from tandem.store.orders import OrderLine
 from tandem.store.policies import HostView
 from tandem.store.sessions import Caller
 
@@ -110,6 +111,8 @@ class HostSpace:
         self.is_known = False
         """This master has seen its whole inventory once, so what it does not know is stale."""
         self.caller: Caller | None = None
+        self.line: OrderLine | None = None
+        """Its orders; None without a session."""
         self.session = -1
         self.attempt = -1
         self.num_pages = 0
@@ -132,7 +135,6 @@ class HostSpace:
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
-        self._next_number = 0
         self._drops: dict[int, _Drop] = {}
         """By offset: dropped objects whose space is not free yet."""
         self._dropped_bytes = 0
@@ -200,7 +202,8 @@ class HostSpace:
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
         """The host has come; its inventory follows."""
-        self.caller, self.session, self._next_number = caller, session, 0
+        self.caller, self.session = caller, session
+        self.line = OrderLine(caller, session, self._epoch)
         self.attempt = join.attempt
         self.machine, self.segment_id = join.machine, join.segment_id
         self.address, self.read_base = join.address, join.read_base
@@ -216,6 +219,9 @@ class HostSpace:
     def end_session(self) -> None:
         """The host is gone, or has gone and come back: what was under way there is over."""
         self.caller, self.session = None, -1
+        if self.line is not None:
+            self.line.end()
+            self.line = None
         self.stage = HostStage.LOST
         self.allocator = None
         self.quarantined_bytes = 0
@@ -274,17 +280,10 @@ class HostSpace:
         timeout_s: float = ORDER_TIMEOUT_S,
         **fields: Any,
     ) -> T:
-        """Have the host do something.
-
-        Raises: PeerLostError if it is not there; else as ``rpc.Peer.call``.
-        """
-        caller = self.caller
-        if caller is None:
+        """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
+        if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
-        number = self._next_number
-        self._next_number += 1
-        request = kind(epoch=self._epoch(), session=self.session, number=number, **fields)
-        return await caller.call(method, request, response, timeout_s=timeout_s)
+        return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine that ends with this session."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that a put begins anew after what can only be transient."""
-MAX_INLINE_BATCH_BYTES = 2**19
+MAX_INLINE_BATCH_BYTES = 2**15
 """Of values in one request; the master passes them on."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
