@@ -20,24 +20,35 @@ Error lost(const Error& reason) {
 
 }  // namespace
 
-Result<std::shared_ptr<CallInbox>> CallInbox::create() {
+Result<std::shared_ptr<CallInbox>> CallInbox::create(std::shared_ptr<CallQueue> queue) {
   const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (fd < 0) return Error{Code::kCapacity, "transfer.call", describe_errno("eventfd", errno), ""};
-  return std::shared_ptr<CallInbox>(new CallInbox(fd));
+  return std::shared_ptr<CallInbox>(new CallInbox(fd, std::move(queue)));
 }
 
 CallInbox::~CallInbox() { close(fd_); }
 
 void CallInbox::put(uint64_t tag) {
   const std::lock_guard lock(mutex_);
-  if (ended_.empty()) eventfd_write(fd_, 1);
+  if (ended_.empty()) {
+    if (queue_)
+      queue_->interrupt();
+    else
+      eventfd_write(fd_, 1);
+  }
   ended_.push_back(tag);
+}
+
+void CallInbox::leave_queue() {
+  const std::lock_guard lock(mutex_);
+  queue_.reset();
+  if (!ended_.empty()) eventfd_write(fd_, 1);
 }
 
 std::vector<uint64_t> CallInbox::take() {
   const std::lock_guard lock(mutex_);
   eventfd_t count;
-  eventfd_read(fd_, &count);
+  if (!queue_) eventfd_read(fd_, &count);
   return std::exchange(ended_, {});
 }
 

@@ -17,30 +17,35 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/call_queue.h"
 #include "transfer/connection.h"
 
 namespace tandem::transfer {
 
 class PendingCall;
 
-// Where calls that have ended are collected for one thread that sleeps on a descriptor.
+// Where calls that have ended are collected for one thread, which sleeps on a descriptor, or takes
+// calls of peers out of a queue.
 class CallInbox {
  public:
-  static Result<std::shared_ptr<CallInbox>> create();
+  static Result<std::shared_ptr<CallInbox>> create(std::shared_ptr<CallQueue> queue = nullptr);
   ~CallInbox();
   CallInbox(const CallInbox&) = delete;
   CallInbox& operator=(const CallInbox&) = delete;
 
-  // Readable while something is in it.
+  // Readable while something is in it, unless there is a queue, which is interrupted instead.
   int fd() const { return fd_; }
   void put(uint64_t tag);
   std::vector<uint64_t> take();
+  // From now on the descriptor tells.
+  void leave_queue();
 
  private:
-  explicit CallInbox(int fd) : fd_(fd) {}
+  CallInbox(int fd, std::shared_ptr<CallQueue> queue) : fd_(fd), queue_(std::move(queue)) {}
   const int fd_;
-  std::mutex mutex_;             // Leaf.
-  std::vector<uint64_t> ended_;  // GUARDED_BY(mutex_)
+  std::mutex mutex_;                  // Before CallQueue::mutex_.
+  std::shared_ptr<CallQueue> queue_;  // GUARDED_BY(mutex_), with all below
+  std::vector<uint64_t> ended_;
 };
 
 // One call; ends once.

@@ -528,7 +528,11 @@ Status Engine::serve_calls() {
   return server_->calls()->begin_serving();
 }
 
-std::vector<std::shared_ptr<IncomingCall>> Engine::take_calls(size_t max) {
+Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
+  return CallInbox::create(server_->calls());
+}
+
+std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
   CallQueue& calls = *server_->calls();
   if (!calls.is_ready()) poll_loops([&] { return calls.is_ready(); });
   return calls.take(max);

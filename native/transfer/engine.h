@@ -104,8 +104,11 @@ class Engine {
   void poll_for(const PendingCall& call);
   // Peers' calls are taken with `take_calls` from now on. Errors: kConflict (they are already).
   Status serve_calls();
-  // Calls of peers, at most `max`; waits for the first. Nothing: the engine is closed.
-  std::vector<std::shared_ptr<IncomingCall>> take_calls(size_t max);
+  // Calls of peers, at most `max`; waits for the first, or an end of calls of ours that are
+  // collected in `make_inbox`. nullopt: the engine is closed.
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> take_calls(size_t max);
+  // For the thread that takes calls: it is told of the ends of its own there.
+  Result<std::shared_ptr<CallInbox>> make_inbox();
 
   Status notify(uint64_t segment, const std::string& name, const std::string& payload,
                 int64_t deadline_ns);

@@ -24,7 +24,6 @@ from tandem.store import (
     StoreConfig,
 )
 from tandem.store.checksum import checksum_table, make_table
-from tandem.store.fast_calls import make_shared_loop
 from tandem.store.local import LocalStore
 from tandem.store.messages import (
     CommitStatus,
@@ -34,6 +33,7 @@ from tandem.store.messages import (
     LocateObjects,
     PutInline,
 )
+from tandem.transfer import SharedLoop
 
 
 @given(
@@ -213,7 +213,7 @@ def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared
                 assert channel._segment is None
 
     if is_shared:
-        with asyncio.Runner(loop_factory=make_shared_loop) as runner:
+        with asyncio.Runner(loop_factory=SharedLoop) as runner:
             runner.run(run())
     else:
         asyncio.run(run())

@@ -615,10 +615,18 @@ class CoreBatch:
 class CallInbox:
     """Where calls that have ended are collected."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, core: TransferCore | None = None) -> None:
+        """
+        Args:
+            core: whose `exchange_calls` returns when something is in it; None: the
+                descriptor tells.
+        """
 
     def fileno(self) -> int:
         """Readable while something is in it."""
+
+    def leave_core(self) -> None:
+        """From now on the descriptor tells."""
 
     def take(self) -> list[int]:
         """The tags of the calls that have ended since the last call."""
@@ -711,8 +719,10 @@ class TransferCore:
 
     def serve_calls(self) -> None: ...
 
-    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall]:
-        """Send answers and wait for calls; none: the engine is closed."""
+    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall] | None:
+        """
+        Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.
+        """
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import sys
-import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 __all__ = ["start_eagerly"]
@@ -30,25 +29,34 @@ def start_eagerly(work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
     except Exception as error:  # noqa: BLE001 - as a task
         ended.set_exception(error)
     else:
-        return loop.create_task(_go_on(work, waits_for))
+        return loop.create_task(_Rest(work, waits_for))
     return ended
 
 
-@types.coroutine
-def _go_on(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+class _Rest(Coroutine[Any, Any, T]):
     """Be ``work``, which waits for something already."""
-    value: Any = None
-    thrown: BaseException | None = None
-    while True:
-        try:
-            value = yield waits_for
-        except GeneratorExit:
-            work.close()
-            raise
-        except BaseException as error:  # noqa: BLE001 - handed on
-            thrown = error
-        try:
-            waits_for = work.send(value) if thrown is None else work.throw(thrown)
-        except StopIteration as end:
-            return end.value
-        thrown = None
+
+    def __init__(self, work: Coroutine[Any, Any, T], waits_for: Any) -> None:
+        self._work = work
+        self._waits_for = waits_for
+        self._is_awaited = False
+
+    def send(self, value: Any) -> Any:
+        if self._is_awaited:
+            return self._work.send(value)
+        self._is_awaited = True
+        return self._waits_for
+
+    def throw(self, *error: Any) -> Any:
+        if not self._is_awaited:
+            # Cancelled before anybody knew for what it waits.
+            self._is_awaited = True
+            if asyncio.isfuture(self._waits_for):
+                self._waits_for.cancel()
+        return self._work.throw(*error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        raise TypeError("for a task alone")

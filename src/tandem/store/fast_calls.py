@@ -9,11 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
-import selectors
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,9 +27,9 @@ from tandem.store.client_edges import MasterChannel
 from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
-from tandem.transfer import Call, Segment, TransferEngine
+from tandem.transfer import Call, Segment, SharedLoop, TransferEngine
 
-__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods", "make_shared_loop"]
+__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,71 +51,12 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
     body: msgspec.Raw
 
 
-class _SharingSelector(selectors.DefaultSelector):
-    """Lets go of a lock while it waits, so that another thread may use what the loop guards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.wakes_at_s = 0.0
-        """When it goes on, whatever happens."""
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.wakes_at_s = math.inf if timeout is None else time.monotonic() + timeout
-        self.lock.release()
-        try:
-            return super().select(timeout)
-        finally:
-            self.lock.acquire()
-
-
-class _SharedLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._sharing = _SharingSelector()
-        super().__init__(self._sharing)
-        self._has_news = False
-        """Something waits for the loop that its selector knows nothing of."""
-
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        self._has_news = True
-        return super().call_soon(callback, *args, context=context)
-
-    def call_at(
-        self, when: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
-        self._has_news |= when < self._sharing.wakes_at_s
-        return super().call_at(when, callback, *args, context=context)
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[None]:
-        """Be the loop on another thread, while the loop waits for events."""
-        with self._sharing.lock:
-            self._has_news = False
-            asyncio._set_running_loop(self)
-            try:
-                yield
-            finally:
-                asyncio._set_running_loop(None)
-                if self._has_news:
-                    self.call_soon_threadsafe(_do_nothing)
-
-
-def make_shared_loop() -> asyncio.AbstractEventLoop:
-    """Return a loop whose state another thread may touch while the loop waits for events."""
-    return _SharedLoop()
-
-
-def _do_nothing() -> None:
-    """To wake a loop with."""
-
-
 class CallServer:
     """Answers calls that come over a transfer engine.
 
-    Handlers begin on the engine's thread, if the loop is of ``make_shared_loop``: what needs not
-    wait for anything is answered without waking another thread. Else they run on the loop. They
-    begin in the order in which the calls of a peer came, in either case.
+    If the loop is a ``SharedLoop``, handlers run on the engine's thread, which borrows it: no
+    other thread has to wake up. They begin in the order in which the calls of a peer came, in any
+    case.
 
     Args:
         engine: borrowed; has no other handler.
@@ -142,7 +79,9 @@ class CallServer:
             name: (handler, msgspec.msgpack.Decoder(request))
             for name, handler, request, _ in methods
         }
-        engine.serve_calls(self._handle)
+        shared = self._loop if isinstance(self._loop, SharedLoop) else None
+        self._is_borrowed = shared is not None
+        engine.serve_calls(self._handle, loop=shared)
 
     def _handle(self, calls: list[Call]) -> list[bytes | TandemError | None]:
         """On the engine's thread."""
@@ -157,9 +96,8 @@ class CallServer:
             request = decoder.decode(envelope.body)
         except msgspec.MsgspecError as error:
             return UnsupportedError("store.call", f"malformed: {error}")
-        if isinstance(self._loop, _SharedLoop):
-            with self._loop.borrow():
-                return self._begin(call, handler, envelope.client, request)
+        if self._is_borrowed:
+            return self._begin(call, handler, envelope.client, request)
         try:
             self._loop.call_soon_threadsafe(
                 self._begin_and_reply, call, handler, envelope.client, request
@@ -261,7 +199,12 @@ class CallWay:
         kept, self._body = self._body, None
         body = kept[1] if kept is not None and kept[0] is request else self._encoder.encode(request)
         payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
-        answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
+        try:
+            answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
+        except (NotFoundError, UnsupportedError) as error:
+            if error.where.startswith("transfer."):  # Not of the host's.
+                raise PeerLostError("store.order", error.what) from None
+            raise
         return msgspec.msgpack.decode(answer, type=response_type)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class _Requests:
 
     def __init__(self) -> None:
         self.settled_below = 0
-        self.tasks: dict[int, asyncio.Task[bytes]] = {}
+        self.tasks: dict[int, asyncio.Future[bytes]] = {}
 
     def settle(self, below: int) -> None:
         """Forget what the client will not ask for again."""

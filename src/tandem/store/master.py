@@ -269,7 +269,12 @@ class StoreMaster:
     def evict_row(self, row: int) -> bool:
         """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
         if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
-            self.drop_row(row)
+            key = self.directory.key(row)
+            hosts = [self.hosts[replica.host] for replica in self.directory.replicas(row)]
+            # It may be on its way to a disk, and would come back from there after a removal.
+            going = self.drop_row(row, wait=any(host.disk is not None for host in hosts))
+            if going:
+                self.removals.note_going(key, going)
             return False
         free_at_ms = self.directory.lease_until_ms(row)
         for replica in self.directory.replicas(row):
