@@ -538,15 +538,15 @@ def test_a_crash_at_every_step(victim, has_disks, inline):
 
 def free_without_proof(space: HostSpace, client: str) -> None:
     writer = space.writers.pop(client, None)
-    for extent in sorted(writer.extents) if writer is not None else ():
-        space.release(extent)
+    for offsets, lengths in writer.held.values() if writer is not None else ():
+        space.release(offsets, lengths)
 
 
 async def accept_all(reader, memory, places, sizes, checksums) -> np.ndarray:
     return np.ones(len(sizes), dtype=bool)
 
 
-async def seal_nowhere(commits: Commits, records, blobs) -> set[int]:
+async def seal_nowhere(commits: Commits, records, blobs, is_values) -> set[int]:
     return set(records)
 
 
@@ -579,7 +579,10 @@ def test_mutants_are_caught(name, monkeypatch):
     for owner, attribute, replacement in MUTANTS[name]:
         monkeypatch.setattr(owner, attribute, replacement)
     caught = []
-    for seed in range(60):
+    # Every other five have disks.
+    for seed in range(80, 400) if "disk" in name else range(100):
+        if "disk" in name and not seed // 5 % 2:
+            continue
         try:
             simulate(seed)
         except AssertionError as error:

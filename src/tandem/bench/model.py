@@ -43,8 +43,8 @@ LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else, on both sides: 0.03 is seen between two that are right."""
 PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6}
-"""The same of llama.cpp, which has q4_0, without minimum, in attention as well. Its fork's q8_0 is
-0.08 off on a CPU with AVX-512: the activations have 8 bits for 256 values."""
+"""The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
+0.080 off in q8_0, with AVX-512."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
 PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
