@@ -105,7 +105,7 @@ void Server::close() {
 }
 
 void Server::admit(int fd) {
-  tune_stream(fd, options_.socket_buffer_bytes);
+  tune_stream(fd, remote_address_of(fd), options_.socket_buffer_bytes);
   std::shared_ptr<ServerConnection> connection;
   {
     const std::lock_guard lock(mutex_);
