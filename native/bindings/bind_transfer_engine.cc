@@ -429,7 +429,7 @@ void bind_batch(nb::module_& module) {
              return self.batch->items()[index].bytes_done.load();
            }, "index"_a)
       .def("completion_fd", [](CoreBatch& self) {
-             return run([&] { return self.batch->completion_fd(); });
+             return run([&] { return self.engine->completion_fd(self.batch); });
            });
 }
 

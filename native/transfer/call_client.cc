@@ -52,27 +52,13 @@ std::vector<uint64_t> CallInbox::take() {
   return std::exchange(ended_, {});
 }
 
-bool PendingCall::wait(int64_t deadline_ns) {
-  if (is_done()) return true;
-  std::unique_lock lock(mutex_);
-  const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
-  return done_.wait_until(lock, deadline, [&] { return is_done_.load(); });
-}
-
 Result<std::string> PendingCall::take_answer() {
-  const std::lock_guard lock(mutex_);
-  return std::move(answer_);
+  return completion_.hold([&] { return std::move(answer_); });
 }
 
 void PendingCall::finish(Result<std::string> answer) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_done_.load()) return;
-    answer_ = std::move(answer);
-    is_done_.store(true, std::memory_order_release);
-    done_.notify_all();
-  }
-  if (inbox_) inbox_->put(tag_);
+  const bool is_first = completion_.complete([&] { answer_ = std::move(answer); });
+  if (is_first && inbox_) inbox_->put(tag_);
 }
 
 CallClient::Begun CallClient::begin(const std::shared_ptr<PendingCall>& call,

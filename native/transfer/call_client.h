@@ -18,6 +18,7 @@
 
 #include "base/status.h"
 #include "transfer/call_queue.h"
+#include "transfer/completion.h"
 #include "transfer/connection.h"
 
 namespace tandem::transfer {
@@ -54,9 +55,9 @@ class PendingCall {
   PendingCall() = default;
   PendingCall(std::shared_ptr<CallInbox> inbox, uint64_t tag) : inbox_(std::move(inbox)), tag_(tag) {}
 
-  bool is_done() const { return is_done_.load(std::memory_order_acquire); }
-  // True once it has ended.
-  bool wait(int64_t deadline_ns);
+  bool is_done() const { return completion_.is_done(); }
+  // To wait for the end.
+  Completion& completion() { return completion_; }
   // REQUIRES: is_done(). The answer may be taken once.
   Result<std::string> take_answer();
 
@@ -67,10 +68,8 @@ class PendingCall {
   const std::shared_ptr<CallInbox> inbox_;
   const uint64_t tag_ = 0;
   uint64_t id_ = 0;  // 0 until it is sent. GUARDED_BY(CallClient::mutex_)
-  std::atomic<bool> is_done_{false};
-  std::mutex mutex_;
-  std::condition_variable done_;
-  Result<std::string> answer_{std::string()};  // GUARDED_BY(mutex_)
+  Completion completion_;
+  Result<std::string> answer_{std::string()};  // While completion_ is held.
 };
 
 class CallClient {
