@@ -158,7 +158,14 @@ class TransferEngine:
         return self._add(SharedArray(nbytes), name, location, remote)
 
     def register(
-        self, buffer: Any, *, location: str = "*", remote: Remote = True, name: str = ""
+        self,
+        buffer: Any,
+        *,
+        location: str = "*",
+        remote: Remote = True,
+        name: str = "",
+        file: int = -1,
+        file_offset: int = 0,
     ) -> Buffer:
         """Let transfers touch memory of the caller, in place.
 
@@ -168,12 +175,22 @@ class TransferEngine:
             location: where it lies, ``cpu:0``; ``*`` = unknown.
             remote: what peers may do with it.
             name: by which peers find it; unique in this engine.
+            file: descriptor of the file that ``buffer`` is a shared mapping of, so that peers of
+                our user on this host map it too; it stays open while the buffer is registered.
+                Whoever shortens the file may kill them: nobody should. While any process may write
+                to the file through a grant it holds a shared lock of it (``F_OFD_SETLK``).
+            file_offset: where in the file the buffer begins, bytes.
 
         Raises: UnsupportedError (not host memory); ShapeError (strided); ConflictError (name in
-            use, engine closed); ConfigError (no bytes).
+            use, engine closed); ConfigError (no bytes; no mapping of the file);
+            PermissionDeniedError (the file is not of our user, or others may write to it).
         """
         self._check_open()
-        return self._add(wrap_memory(buffer), name, location, remote)
+        if not 0 <= file_offset < MAX_ADDRESS:
+            raise ConfigError(
+                "transfer.register", f"offset {file_offset} of a file", field="file_offset"
+            )
+        return self._add(wrap_memory(buffer), name, location, remote, file, file_offset)
 
     def unregister(self, buffer: Buffer, *, deadline_s: float | None = None) -> None:
         """Take memory back: when this returns, no transfer and no peer touches it.
@@ -401,7 +418,13 @@ class TransferEngine:
         return segment.id
 
     def _add(
-        self, memory: HostMemory | SharedArray, name: str, location: str, remote: Remote
+        self,
+        memory: HostMemory | SharedArray,
+        name: str,
+        location: str,
+        remote: Remote,
+        file: int = -1,
+        file_offset: int = 0,
     ) -> Buffer:
         rights = {
             "name": name,
@@ -412,7 +435,7 @@ class TransferEngine:
         if isinstance(memory, SharedArray):
             offset = self.core.register_shared(memory, **rights)
         else:
-            offset = self.core.register_host(memory, **rights)
+            offset = self.core.register_host(memory, **rights, fd=file, file_offset=file_offset)
         self._held[offset] = memory
         return Buffer(self, memory, offset, name=name, location=location)
 
