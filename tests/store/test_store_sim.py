@@ -619,7 +619,7 @@ async def wake_after_restart() -> dict[str, bytes | TandemError]:
 def test_a_client_that_wakes_in_the_middle_of_a_copy_harms_no_restarted_host(
     is_proven, monkeypatch
 ):
-    """The host gives no space out while a client of its former life may write; else: wrong bytes."""
+    """No space is given out while a client of the former life may write; else bytes are wrong."""
     if not is_proven:
         monkeypatch.setattr(SimHostPort, "former_writers", lambda port: set())
     found = run_virtual(wake_after_restart)
