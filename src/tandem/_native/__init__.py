@@ -11,6 +11,7 @@ try:
     from tandem._native._core import (
         AlignedBuffer,
         BatchCounters,
+        BytesPool,
         CacheSizes,
         CallInbox,
         CgroupLimits,
@@ -69,6 +70,7 @@ try:
         sample_tokens,
         split_capacity,
         swiglu,
+        view_new_bytes,
     )
 except ImportError as error:
     raise UnsupportedError(
@@ -80,6 +82,7 @@ except ImportError as error:
 __all__ = [
     "AlignedBuffer",
     "BatchCounters",
+    "BytesPool",
     "CacheSizes",
     "CallInbox",
     "CgroupLimits",
@@ -138,4 +141,5 @@ __all__ = [
     "sample_tokens",
     "split_capacity",
     "swiglu",
+    "view_new_bytes",
 ]

@@ -1135,3 +1135,35 @@ def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: 
     Returns: of each the checksum of its table (0 if empty); all tables, one after the other.
     Raises: ShapeError (a value leaves the memory).
     """
+
+class BytesPool:
+    """
+    Memory of large results: ``bytes`` that are filled again when nobody else
+    has them any more. Fresh memory costs more to touch than a copy does.
+    """
+
+    def __init__(self, limit_bytes: int) -> None: ...
+
+    def take(self, sizes: Sequence[int]) -> list[bytes]:
+        """
+        Objects of these sizes; what is in them is anything. The caller fills them (see
+        ``view_new_bytes``) before anybody else sees them.
+        """
+
+    def keep(self, values: Sequence[bytes]) -> None:
+        """
+        Note objects that were taken and filled, for another time; the oldest are forgotten.
+        """
+
+    def clear(self) -> None:
+        """Forget all."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that are noted, in use or not."""
+
+def view_new_bytes(value: bytes) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    A writable view of what ``BytesPool.take`` has given, for him who fills it. Gone before the
+    object is shown to anybody.
+    """

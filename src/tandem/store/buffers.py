@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem._native import BytesPool, view_new_bytes
 from tandem.core.errors import ShapeError
 from tandem.store.client_edges import ClientPort
 
 __all__ = [
     "Part",
+    "Result",
+    "ResultPool",
     "ScratchPool",
     "Staging",
     "StoreBuffer",
@@ -88,6 +91,45 @@ class ScratchPool:
     def _drop(self, buffer: StoreBuffer | None) -> None:
         if buffer is not None:
             self._port.unregister(buffer.handle)
+
+
+class ResultPool:
+    """Memory of large values that are given out as ``bytes``: filled in place, and again later.
+
+    What was given out is noted, up to ``limit_bytes``, and its memory is used anew once nobody else
+    has it: touching fresh memory costs more than all the rest of a get.
+    """
+
+    def __init__(self, port: ClientPort, limit_bytes: int) -> None:
+        self._port = port
+        self._pool = BytesPool(limit_bytes)
+
+    @contextlib.contextmanager
+    def lend(self, sizes: Sequence[int]) -> "Iterator[list[Result]]":
+        """Lend an object of each size, registered; inside, transfers may fill it."""
+        values = self._pool.take(sizes)
+        results: list[Result] = []
+        try:
+            for value in values:
+                array = view_new_bytes(value)
+                results.append(Result(value, StoreBuffer(self._port.register(array), array)))
+            yield results
+        finally:
+            # Taking it back waits for whatever may still be moving.
+            for result in results:
+                self._port.unregister(result.buffer.handle)
+        self._pool.keep(values)
+
+    def close(self) -> None:
+        """Forget what was noted."""
+        self._pool.clear()
+
+
+class Result(NamedTuple):
+    """A value to be, and the buffer that its bytes are."""
+
+    value: bytes
+    buffer: StoreBuffer
 
 
 class Part(NamedTuple):
