@@ -141,19 +141,24 @@ class Part(NamedTuple):
     """-1: to the end."""
 
     @property
-    def view(self) -> npt.NDArray[np.uint8]:
-        """The bytes.
+    def nbytes(self) -> int:
+        """Its length.
 
         Raises: ShapeError if the range leaves the buffer.
         """
-        length = self.buffer.nbytes - self.offset if self.length < 0 else self.length
-        if not 0 <= self.offset <= self.offset + length <= self.buffer.nbytes:
+        whole = self.buffer.array.size
+        length = whole - self.offset if self.length < 0 else self.length
+        if not 0 <= self.offset <= self.offset + length <= whole:
             raise ShapeError(
                 "store.part",
-                f"range [{self.offset}, {self.offset + length}) of a buffer of "
-                f"{self.buffer.nbytes} bytes",
+                f"range [{self.offset}, {self.offset + length}) of a buffer of {whole} bytes",
             )
-        return self.buffer.array[self.offset : self.offset + length]
+        return length
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The bytes. Raises: as ``nbytes``."""
+        return self.buffer.array[self.offset : self.offset + self.nbytes]
 
 
 class Staging:

@@ -106,7 +106,7 @@ class BulkReader:
     async def _get_one_into(self, key: str, part: Part) -> int:
         """As ``get_into_many``."""
         found = _One(key, *await self._ask([key]))
-        if found.is_missing or found.size > part.view.size:
+        if found.is_missing or found.size > part.nbytes:
             return -1
         is_good = await self._read_one(found, Part(part.buffer, part.offset, found.size))
         return found.size if is_good else -1
@@ -133,7 +133,7 @@ class BulkReader:
         if buffer is None or any(len(t) != 1 or t[0].buffer is not buffer for t in targets):
             return sizes
         into = np.array([target[0].offset for target in targets], dtype=np.int64)
-        room = np.array([target[0].view.size for target in targets], dtype=np.int64)
+        room = np.array([target[0].nbytes for target in targets], dtype=np.int64)
         found = await self._locate(keys)
         found.places[found.sizes > room] = -1
         is_direct = found.sizes > DIRECT_BYTES
@@ -165,8 +165,9 @@ class BulkReader:
                 columns = (into[chosen], staged.scratch_at[is_good], staged.sizes[is_good])
                 for at, begin, size in zip(*(c.tolist() for c in columns), strict=True):
                     buffer.array[at : at + size] = scratch.array[begin : begin + size]
-                for i in (*good.tolist(), *chosen.tolist()):
-                    sizes[i] = int(found.sizes[i])
+                for done in (good, chosen):
+                    for i, size in zip(done.tolist(), found.sizes[done].tolist(), strict=True):
+                        sizes[i] = size
         return sizes
 
     async def _locate(self, keys: Sequence[str]) -> "_Found":
@@ -258,6 +259,11 @@ class _Plan:
     """Values of one host that are read side by side into scratch memory."""
 
     def __init__(self, found: _Found, indexes: Numbers) -> None:
+        if not len(indexes):
+            self.indexes = self.sizes = self.checksums = self.scratch_at = indexes
+            self.scratch_bytes = 0
+            self._columns = ()
+            return
         at = found.value_at[indexes]
         order = np.argsort(at)
         self.indexes = indexes[order]
@@ -265,7 +271,7 @@ class _Plan:
         self.checksums = found.checksums[self.indexes]
         begins = at[order]
         ends = begins + self.sizes
-        base = 0 if not len(indexes) else found.endpoints[int(found.places[indexes[0]])].read_base
+        base = found.endpoints[int(found.places[indexes[0]])].read_base
         limit = np.minimum(MAX_GAP_BYTES, self.sizes[1:] // 4)
         is_first = np.ones(len(begins), dtype=bool)
         # The same object twice, too, begins a piece of its own.
@@ -276,9 +282,9 @@ class _Plan:
         lengths = ends[lasts] - begins[firsts]
         places = np.cumsum(lengths) - lengths
         piece_of = np.cumsum(is_first) - 1
-        self.scratch_at: Numbers = places[piece_of] + begins - begins[firsts][piece_of]
+        self.scratch_at = places[piece_of] + begins - begins[firsts][piece_of]
         self.scratch_bytes = int(lengths.sum())
-        self._columns = (places, base + begins[firsts], lengths)
+        self._columns: tuple[Numbers, ...] = (places, base + begins[firsts], lengths)
 
     def pieces(self, scratch: object) -> list[Piece]:
         """Return what to read into scratch memory."""

@@ -13,7 +13,7 @@ from tandem.core.errors import ConfigError, DeadlineError, NotFoundError, PeerLo
 from tandem.store.client_edges import Piece
 from tandem.store.messages import Endpoint
 from tandem.store.segment import Segment
-from tandem.transfer import Buffer, Op, Transfer, TransferEngine
+from tandem.transfer import Buffer, Op, TransferEngine
 from tandem.transfer import Segment as RemoteSegment
 
 __all__ = ["FORMER_WRITERS", "TransferClientPort", "TransferHostPort"]
@@ -43,15 +43,8 @@ class _Peers:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         segment = await self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        transfers = [
-            Transfer(
-                op, piece.memory, segment, piece.offset, piece.length,
-                local_offset=piece.local_offset,
-            )
-            for piece in pieces
-        ]  # fmt: skip
         try:
-            await self._engine.submit(transfers, deadline_s=left_s)
+            await self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s)
         except PeerLostError:
             self._drop(endpoint.address)
             raise

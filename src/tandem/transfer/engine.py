@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
@@ -23,7 +23,7 @@ from tandem._native import (
     TransferCore,
 )
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
-from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer
+from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
 from tandem.transfer.calls import CallHandler, await_call, start_serving
 from tandem.transfer.config import TransferConfig, TransportName
@@ -288,7 +288,32 @@ class TransferEngine:
         listed = list(transfers)
         requests = [self._request(transfer) for transfer in listed]
         core = self.core.submit(requests, self._deadline(deadline_s), transport)
-        return Batch(self, core, listed)
+        return Batch(self, core, [transfer.length for transfer in listed])
+
+    def submit_ranges(
+        self,
+        op: Op,
+        segment: Segment,
+        ranges: Sequence[Range],
+        *,
+        deadline_s: float | None = None,
+        transport: TransportName | None = None,
+    ) -> Batch:
+        """Begin to move many ranges of one segment: ``submit`` without an object for each.
+
+        Raises: as ``submit``; numbers that are none of 64 bits are a TypeError.
+        """
+        segment_id = self._id_of(segment)
+        for local in {id(range_.memory): range_.memory for range_ in ranges}.values():
+            if local._engine is not self:
+                raise NotFoundError("transfer.submit", f"{local!r} belongs to another engine")
+        number = int(op)
+        requests = [
+            (number, each.memory.offset, each.local_offset, segment_id, each.offset, each.length)
+            for each in ranges
+        ]
+        core = self.core.submit(requests, self._deadline(deadline_s), transport)
+        return Batch(self, core, [each.length for each in ranges])
 
     def prepare(
         self, transfers: Iterable[Transfer], *, transport: TransportName | None = None
@@ -304,7 +329,7 @@ class TransferEngine:
         """
         listed = list(transfers)
         prepared = self.core.prepare([self._request(t) for t in listed], transport)
-        return PreparedBatch(self, prepared, listed)
+        return PreparedBatch(self, prepared, [transfer.length for transfer in listed])
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
         """Submit native requests; ``PreparedBatch.submit`` is the face of this."""
