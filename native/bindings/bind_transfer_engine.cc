@@ -150,9 +150,10 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
 
 uint64_t register_memory(TransferCore& core, uint8_t* data, uint64_t length, bool is_writable,
                          std::shared_ptr<SharedMemory> memory, const std::string& name,
-                         const std::string& location, bool remote_read, bool remote_write) {
+                         const std::string& location, bool remote_read, bool remote_write,
+                         FileRange file = {}) {
   BufferSpec spec{data, length, name, location, is_writable, remote_read, remote_write,
-                  std::move(memory)};
+                  std::move(memory), file};
   return run([&] { return core.engine->register_buffer(std::move(spec)); });
 }
 
@@ -451,10 +452,17 @@ void bind_transfer_engine(nb::module_& module) {
            "quota_boards"_a = Strings(), "quota_weight"_a = 1.0)
       .def("register_host", [](TransferCore& core, const HostMemory& memory,
                                const std::string& name, const std::string& location,
-                               bool remote_read, bool remote_write) {
+                               bool remote_read, bool remote_write, int fd,
+                               uint64_t file_offset) {
+             FileRange file;
+             if (fd >= 0)
+               file = run([&] {
+                 return transfer::check_file_range(fd, file_offset, memory.data, memory.size);
+               });
              return register_memory(core, memory.data, memory.size, !memory.is_readonly, nullptr,
-                                    name, location, remote_read, remote_write);
-           }, "memory"_a, nb::kw_only(), "name"_a, "location"_a, "remote_read"_a, "remote_write"_a)
+                                    name, location, remote_read, remote_write, file);
+           }, "memory"_a, nb::kw_only(), "name"_a, "location"_a, "remote_read"_a,
+           "remote_write"_a, "fd"_a = -1, "file_offset"_a = 0)
       .def("register_shared", [](TransferCore& core, const SharedArray& array,
                                  const std::string& name, const std::string& location,
                                  bool remote_read, bool remote_write) {

@@ -28,6 +28,7 @@ void bind_status(nanobind::module_& module);
 void bind_topology(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
 void bind_buffer(nanobind::module_& module);
+void bind_bytes_pool(nanobind::module_& module);
 void bind_probe(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);
 void bind_row_ops(nanobind::module_& module);

@@ -41,7 +41,7 @@ class ChunkQueue {
     if (count_ > 0 && length != length_) flush();
     length_ = length;
     waiting_[count_++] = data;
-    if (count_ == 3) flush();
+    if (count_ == 3 || transfer::has_wide_crc32c()) flush();
   }
 
   void flush() {
@@ -92,7 +92,7 @@ void checksum_values(const Value* values, size_t count, size_t chunk_bytes, uint
 void checksum_chunks(const void* data, size_t size, size_t chunk_bytes, uint32_t* sums) {
   const uint8_t* at = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
-  if (chunk_bytes % 8 == 0 && __builtin_cpu_supports("sse4.2")) {
+  if (chunk_bytes % 8 == 0 && __builtin_cpu_supports("sse4.2") && !transfer::has_wide_crc32c()) {
     for (; size / 3 >= chunk_bytes; size -= 3 * chunk_bytes, at += 3 * chunk_bytes, sums += 3)
       checksum_three(at, at + chunk_bytes, at + 2 * chunk_bytes, chunk_bytes, sums);
   }

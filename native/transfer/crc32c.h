@@ -9,6 +9,10 @@ namespace tandem::transfer {
 // Continues from `crc`; begin with 0.
 uint32_t crc32c(uint32_t crc, const void* data, size_t size);
 
+// Whether one stream is as fast as can be (carry-less products of 512 bits): else several side by side
+// are faster.
+bool has_wide_crc32c();
+
 // The same without the instruction of SSE 4.2; for machines without it, and for the test.
 uint32_t crc32c_portable(uint32_t crc, const void* data, size_t size);
 

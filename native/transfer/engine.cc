@@ -44,6 +44,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     if (!quota.is_ok()) return quota.error();
     options.peer.quotas.push_back(std::move(quota.value()));
   }
+  options.peer.mapped_files = std::make_shared<MappedFiles>();
   options.peer.penalties.emplace_back();  // Location 0: unknown.
   for (const auto& [location, penalties] : options.penalties)
     options.peer.penalties.push_back(penalties);

@@ -69,6 +69,30 @@ class ShmMapping : public Mapping {
   const std::shared_ptr<SharedMemory> memory_;
 };
 
+class FileMapping : public Mapping {
+ public:
+  FileMapping(const Grant& grant, std::shared_ptr<MappedFile> file)
+      : grant_(grant), file_(std::move(file)) {}
+  TransportKind kind() const override { return TransportKind::kShm; }
+
+ protected:
+  Status copy_held(Op op, uint8_t* local, uint64_t offset, uint64_t length) override {
+    if (Status status = check_range(grant_, op, offset, length); !status.is_ok()) return status;
+    const uint64_t begin = grant_.file_offset + (offset - grant_.base);
+    if (Status status = file_->reach(begin, length); !status.is_ok()) return status;
+    uint8_t* far = file_->data() + begin;
+    if (op == Op::kRead)
+      std::memmove(local, far, length);
+    else
+      std::memmove(far, local, length);
+    return {};
+  }
+
+ private:
+  const Grant grant_;
+  const std::shared_ptr<MappedFile> file_;
+};
+
 class CmaMapping : public Mapping {
  public:
   explicit CmaMapping(const Grant& grant) : grant_(grant) {}
@@ -137,10 +161,15 @@ std::shared_ptr<Mapping> make_local_mapping(Registry* registry) {
   return std::make_shared<LocalMapping>(registry);
 }
 
-Result<std::shared_ptr<Mapping>> make_shm_mapping(const Grant& grant) {
+Result<std::shared_ptr<Mapping>> make_shm_mapping(const Grant& grant, MappedFiles& files) {
   if (grant.fd < 0)
     return Error{Code::kUnsupported, "transfer.shm",
-                 "the buffer is not from allocate(): it cannot be mapped", ""};
+                 "the buffer is neither from allocate() nor of a file: it cannot be mapped", ""};
+  if (!grant.is_sealed) {
+    Result<std::shared_ptr<MappedFile>> file = files.get(grant);
+    if (!file.is_ok()) return file.error();
+    return std::shared_ptr<Mapping>(std::make_shared<FileMapping>(grant, file.value()));
+  }
   Result<std::shared_ptr<SharedMemory>> memory = SharedMemory::map_peer(grant);
   if (!memory.is_ok()) return memory.error();
   return std::shared_ptr<Mapping>(std::make_shared<ShmMapping>(grant, memory.value()));

@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "transfer/batch.h"
+#include "transfer/mapped_file.h"
 #include "transfer/registry.h"
 #include "transfer/transport_kind.h"
 #include "transfer/wire.h"
@@ -37,8 +38,8 @@ class Mapping {
 
 // Buffers of this engine itself.
 std::shared_ptr<Mapping> make_local_mapping(Registry* registry);
-// Errors: see SharedMemory::map_peer; kUnsupported (the memory is not shared).
-Result<std::shared_ptr<Mapping>> make_shm_mapping(const Grant& grant);
+// Errors: see SharedMemory::map_peer and MappedFile::map_peer; kUnsupported (neither can be mapped).
+Result<std::shared_ptr<Mapping>> make_shm_mapping(const Grant& grant, MappedFiles& files);
 // Reads the peer's cookie to find out whether the kernel allows it and whether that process is the
 // one meant. Errors: kPermissionDenied (another user, ptrace hardening), kPeerLost.
 Result<std::shared_ptr<Mapping>> make_cma_mapping(const Grant& grant);

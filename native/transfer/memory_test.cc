@@ -1,13 +1,18 @@
 // Goal: memory is reached within its bounds and rights only, and stays while it is in use.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <thread>
+#include <vector>
 
 #include "base/idle_spin.h"
 #include "base/test.h"
+#include "transfer/mapped_file.h"
 #include "transfer/process_id.h"
 #include "transfer/registry.h"
 
@@ -49,6 +54,104 @@ TEST(shared_memory_refuses_what_is_not_meant) {
   CHECK(SharedMemory::map_peer(grant).error().code == Code::kCorruption);
   grant.fd = 1 << 20;
   CHECK(!SharedMemory::map_peer(grant).is_ok());
+}
+
+// A file of 1 MiB that is mapped, and what its owner would grant of it.
+struct OwnFile {
+  OwnFile() : fd(memfd_create("test", MFD_CLOEXEC)) {
+    CHECK_EQ(ftruncate(fd, kSize), 0);
+    CHECK_EQ(fchmod(fd, 0600), 0);
+    data = static_cast<uint8_t*>(mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
+  }
+  ~OwnFile() {
+    munmap(data, kSize);
+    close(fd);
+  }
+  Grant grant(uint64_t offset) const {
+    const FileRange range = check_file_range(fd, offset, data + offset, kSize - offset).value();
+    Grant grant;
+    grant.process = read_own_process();
+    grant.length = kSize - offset;
+    grant.can_read = grant.can_write = true;
+    grant.fd = fd;
+    grant.device = range.device;
+    grant.inode = range.inode;
+    grant.file_offset = offset;
+    return grant;
+  }
+  bool has_writers() const {
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    if (fcntl(fd, F_OFD_SETLK, &lock) != 0) return true;
+    lock.l_type = F_UNLCK;
+    CHECK_EQ(fcntl(fd, F_OFD_SETLK, &lock), 0);
+    return false;
+  }
+
+  static constexpr size_t kSize = 1 << 20;
+  const int fd;
+  uint8_t* data;
+};
+
+TEST(mapped_file_is_one_for_all_grants_and_holds_the_lock_of_writers) {
+  OwnFile own;
+  MappedFiles files;
+  Grant read_only = own.grant(0);
+  read_only.can_write = false;
+  auto reader = files.get(read_only).value();
+  CHECK(!own.has_writers());
+  auto writer = files.get(own.grant(4096)).value();
+  CHECK(writer != reader && writer == files.get(own.grant(8192)).value());
+  CHECK(writer == files.get(read_only).value());  // It can be read as well.
+  CHECK(own.has_writers());
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] {
+      const uint64_t begin = 100'000u * static_cast<uint64_t>(i) + 4000;
+      CHECK(writer->reach(begin, 90'000).is_ok());
+      std::memset(writer->data() + begin, i + 1, 90'000);
+      CHECK(reader->reach(begin, 90'000).is_ok());
+      CHECK_EQ(reader->data()[begin + 89'999], i + 1);
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(own.data[4000], 1);
+  CHECK_EQ(own.data[3999], 0);
+  writer.reset();
+  CHECK(!own.has_writers());
+}
+
+TEST(mapped_file_refuses_what_is_not_meant) {
+  OwnFile own;
+  const auto code = [](const Grant& grant) {
+    const auto mapped = MappedFile::map_peer(grant);
+    return mapped.is_ok() ? std::optional<Code>() : mapped.error().code;
+  };
+  CHECK(!code(own.grant(4096)));
+  Grant grant = own.grant(4096);
+  grant.inode += 1;
+  CHECK(code(grant) == Code::kCorruption);
+  grant = own.grant(4096);
+  grant.length += 1;
+  CHECK(code(grant) == Code::kCorruption);
+  grant = own.grant(4096);
+  grant.process.start_time += 1;
+  CHECK(code(grant) == Code::kPeerLost);
+  CHECK(!own.has_writers());
+  CHECK(!check_file_range(own.fd, 4096, own.data, 4096).is_ok());
+  CHECK(!check_file_range(own.fd, 0, own.data, OwnFile::kSize + 1).is_ok());
+  grant = own.grant(4096);
+  CHECK_EQ(fchmod(own.fd, 0606), 0);
+  CHECK(code(grant) == Code::kCorruption);
+}
+
+TEST(mapped_file_that_was_cut_is_an_error) {
+  OwnFile own;
+  const auto mapped = MappedFile::map_peer(own.grant(0)).value();
+  CHECK_EQ(ftruncate(own.fd, 300'000), 0);
+  CHECK(mapped->reach(100'000, 100'000).is_ok());
+  CHECK(mapped->reach(290'000, 10'000).is_ok());  // The rest of that step is gone.
+  CHECK(mapped->reach(299'000, 10'000).error().code == Code::kCapacity);
+  CHECK(mapped->reach(500'000, 1).error().code == Code::kCapacity);
 }
 
 TEST(process_id_knows_the_living) {

@@ -261,7 +261,7 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
         break;
       }
       case FrameType::kGranted:
-        on_granted(frame, payload, work);
+        on_granted(*connection, frame, payload, work);
         dispatch(work);
         break;
       case FrameType::kRevoke: {
@@ -290,18 +290,20 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
   if (frame.type == FrameType::kRevoke && status.is_ok()) {
     // Only when no copy runs any more may the peer have its memory back.
     for (const auto& mapping : revoked) mapping->revoke();
+    revoked.clear();
     connection->send({.type = FrameType::kRevoked, .offset = frame.offset});
     connection->flush();
   }
   return status;
 }
 
-void Peer::on_granted(const Frame& frame, const std::string& payload, Work& work) {
+void Peer::on_granted(const ClientConnection& connection, const Frame& frame,
+                      const std::string& payload, Work& work) {
   const auto found = awaiting_grant_.find(frame.offset);
   if (found == awaiting_grant_.end()) return;
   std::vector<Piece> waiting = std::move(found->second);
   awaiting_grant_.erase(found);
-  Result<Grant> grant = frame.code == 0 ? decode_grant(payload)
+  Result<Grant> grant = frame.code == 0 ? decode_grant(payload, connection.version())
                                         : Result<Grant>(decode_error(frame.code, payload));
   Direct direct{1, {}};
   uint64_t base = frame.offset;
@@ -313,7 +315,8 @@ void Peer::on_granted(const Frame& frame, const std::string& payload, Work& work
       const bool is_direct = kind == TransportKind::kShm || kind == TransportKind::kCma;
       if (!is_direct || refusals_.contains(name)) continue;
       Result<std::shared_ptr<Mapping>> mapping = kind == TransportKind::kShm
-                                                     ? make_shm_mapping(grant.value())
+                                                     ? make_shm_mapping(grant.value(),
+                                                                        *options_.mapped_files)
                                                      : make_cma_mapping(grant.value());
       if (mapping.is_ok())
         direct.mappings.push_back(mapping.value());

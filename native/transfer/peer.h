@@ -49,6 +49,7 @@ struct PeerOptions {
   int lanes = 1;                             // Connections per pair of addresses.
   std::vector<TransportKind> transports;     // Allowed ones, best first.
   SprayOptions spray;
+  std::shared_ptr<MappedFiles> mapped_files;  // Of all peers of the engine. Never null.
   int64_t lease_ns = 2'000'000'000;
   int64_t handshake_timeout_ns = 1'000'000'000;
   int socket_buffer_bytes = 0;
@@ -178,7 +179,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void send_fences(ClientConnection& connection);
   Status check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket);
   void on_slice_done(const Frame& frame, const std::string& payload, bool is_intact, Work& work);
-  void on_granted(const Frame& frame, const std::string& payload, Work& work);
+  void on_granted(const ClientConnection& connection, const Frame& frame,
+                  const std::string& payload, Work& work);
   void lose_connection(const std::shared_ptr<ClientConnection>& connection, const Error& reason,
                        Work& work);
   void give_up(State state, const Error& error, Work& work);

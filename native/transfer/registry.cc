@@ -127,8 +127,8 @@ std::vector<BufferInfo> Registry::describe() const {
     const BufferSpec& spec = entry->spec;
     const bool can_write = is_allowed(spec, Access::kRemoteWrite);
     if (entry->is_closing || (!spec.can_remote_read && !can_write)) continue;
-    infos.push_back({base, spec.length, spec.can_remote_read, can_write, spec.memory != nullptr,
-                     spec.name, spec.location});
+    infos.push_back({base, spec.length, spec.can_remote_read, can_write,
+                     spec.memory != nullptr || spec.file.fd >= 0, spec.name, spec.location});
   }
   return infos;
 }

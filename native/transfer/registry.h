@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/mapped_file.h"
 #include "transfer/shared_memory.h"
 #include "transfer/wire.h"
 
@@ -32,6 +33,7 @@ struct BufferSpec {
   bool can_remote_read = true;
   bool can_remote_write = true;
   std::shared_ptr<SharedMemory> memory = nullptr;  // Of an allocated buffer: peers may map it.
+  FileRange file = {};  // Of a buffer that maps a file; fd < 0: none.
 };
 
 class Registry {

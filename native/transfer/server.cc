@@ -246,6 +246,12 @@ Result<Grant> Server::grant(const std::string& session_id, uint64_t offset) {
     grant.fd = entry.spec.memory->fd();
     grant.device = entry.spec.memory->device();
     grant.inode = entry.spec.memory->inode();
+    grant.is_sealed = true;
+  } else if (entry.spec.file.fd >= 0) {
+    grant.fd = entry.spec.file.fd;
+    grant.device = entry.spec.file.device;
+    grant.inode = entry.spec.file.inode;
+    grant.file_offset = entry.spec.file.offset;
   }
   found->second.grants.insert(entry.base);
   return grant;

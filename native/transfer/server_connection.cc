@@ -194,7 +194,7 @@ Status ServerConnection::on_control(const Frame& frame, std::string payload) {
       Result<Grant> grant = server_->grant(session, frame.offset);
       if (grant.is_ok())
         send({.type = FrameType::kGranted, .id = frame.id, .offset = frame.offset},
-             encode_grant(grant.value()));
+             encode_grant(grant.value(), challenge_.version));
       else
         answer(FrameType::kGranted, frame, grant.error());
       return {};

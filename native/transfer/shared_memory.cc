@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "transfer/owned_fd.h"
 #include "transfer/process_id.h"
 
 namespace tandem::transfer {
@@ -21,21 +22,6 @@ Error fail_allocate(Code code, std::string what) {
 Error fail_map(Code code, std::string what) {
   return {code, "transfer.map", std::move(what), ""};
 }
-
-class OwnedFd {
- public:
-  explicit OwnedFd(int fd) : fd_(fd) {}
-  ~OwnedFd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  OwnedFd(const OwnedFd&) = delete;
-  OwnedFd& operator=(const OwnedFd&) = delete;
-  int get() const { return fd_; }
-  int take() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
 
 }  // namespace
 

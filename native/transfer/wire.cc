@@ -243,7 +243,8 @@ Result<Description> decode_description(std::string_view payload) {
   return description;
 }
 
-std::string encode_grant(const Grant& grant) {
+std::string encode_grant(const Grant& grant, uint16_t version) {
+  const bool is_told = version >= kFilesVersion || grant.is_sealed;
   PayloadWriter out;
   put_process(out, grant.process);
   out.put_u64(grant.base);
@@ -252,13 +253,17 @@ std::string encode_grant(const Grant& grant) {
   out.put_u64(grant.address);
   out.put_u64(grant.cookie_address);
   out.put_text(grant.cookie);
-  out.put_u32(static_cast<uint32_t>(grant.fd));
-  out.put_u64(grant.device);
-  out.put_u64(grant.inode);
+  out.put_u32(static_cast<uint32_t>(is_told ? grant.fd : -1));
+  out.put_u64(is_told ? grant.device : 0);
+  out.put_u64(is_told ? grant.inode : 0);
+  if (version >= kFilesVersion) {
+    out.put_u64(grant.file_offset);
+    out.put_u8(grant.is_sealed);
+  }
   return out.take();
 }
 
-Result<Grant> decode_grant(std::string_view payload) {
+Result<Grant> decode_grant(std::string_view payload, uint16_t version) {
   PayloadReader in(payload);
   Grant grant;
   grant.process = get_process(in);
@@ -273,7 +278,13 @@ Result<Grant> decode_grant(std::string_view payload) {
   grant.fd = static_cast<int32_t>(in.get_u32());
   grant.device = in.get_u64();
   grant.inode = in.get_u64();
-  if (!in.is_done() || grant.base + grant.length < grant.base)
+  grant.is_sealed = grant.fd >= 0;
+  if (version >= kFilesVersion) {
+    grant.file_offset = in.get_u64();
+    grant.is_sealed = in.get_u8() & 1;
+  }
+  if (!in.is_done() || grant.base + grant.length < grant.base ||
+      grant.file_offset + grant.length < grant.file_offset)
     return corrupt("a malformed grant");
   return grant;
 }

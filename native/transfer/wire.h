@@ -15,9 +15,11 @@
 namespace tandem::transfer {
 
 inline constexpr uint16_t kMinVersion = 1;
-inline constexpr uint16_t kMaxVersion = 2;
+inline constexpr uint16_t kMaxVersion = 3;
 // The first with calls.
 inline constexpr uint16_t kCallsVersion = 2;
+// The first whose grants may name a file that is not sealed.
+inline constexpr uint16_t kFilesVersion = 3;
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kSessionBytes = 16;
@@ -196,14 +198,17 @@ struct Grant {
   uint64_t address = 0;
   uint64_t cookie_address = 0;
   std::string cookie;  // 16 bytes that stand at cookie_address.
-  // Of shared memory; fd < 0 where it is not.
+  // Of memory that can be mapped; fd < 0 where it cannot.
   int32_t fd = -1;
   uint64_t device = 0;
   uint64_t inode = 0;
+  uint64_t file_offset = 0;  // Of the buffer's first byte.
+  bool is_sealed = false;    // Nobody can resize the file, and the buffer is all of it.
 };
 
-std::string encode_grant(const Grant& grant);
-Result<Grant> decode_grant(std::string_view payload);
+// Peers of an older version are told nothing of files that are not sealed.
+std::string encode_grant(const Grant& grant, uint16_t version);
+Result<Grant> decode_grant(std::string_view payload, uint16_t version);
 
 // An error that crosses the wire: where and what.
 std::string encode_error(const Error& error);

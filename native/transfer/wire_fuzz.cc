@@ -53,9 +53,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 3:
       check_round_trip(decode_description(payload), encode_description, decode_description);
       break;
-    case 4:
-      check_round_trip(decode_grant(payload), encode_grant, decode_grant);
+    case 4: {
+      const uint16_t version = data[0] / 6 % 2 == 0 ? kCallsVersion : kFilesVersion;
+      const auto decode = [=](std::string_view bytes) { return decode_grant(bytes, version); };
+      const auto encode = [=](const Grant& grant) { return encode_grant(grant, version); };
+      check_round_trip(decode(payload), encode, decode);
       break;
+    }
     default:
       decode_error(data[0] / 6, payload);
   }

@@ -39,10 +39,17 @@ async def serve(service) -> None:
         await read_end()
 
 
-async def stall_in_put(config: StoreConfig, rpc: RpcConfig, key: str, size: int) -> None:
-    """Take space for an object, say so, and write it only when a line comes; then commit."""
+async def stall_in_put(
+    config: StoreConfig, rpc: RpcConfig, key: str, size: int, *, is_warm: bool = False
+) -> None:
+    """Take space for an object, say so, and write it only when a line comes; then commit.
+
+    A warm one has put another before: it maps the host's memory.
+    """
     async with ClientService(config, rpc) as service:
         client = service.client
+        if is_warm:
+            await client.put(f"{key}/before", bytes(size))
         port = client._port
         write = port.write
 
@@ -89,4 +96,5 @@ if __name__ == "__main__":
         fill_disk_while(Path(rest[0]))
         asyncio.run(serve(HostService(config, rpc)))
     else:
-        asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1])))
+        warm = rest[2:] == ["warm"]
+        asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1]), is_warm=warm))

@@ -37,6 +37,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
+from tandem.store.ports import FORMER_WRITERS
 from tandem.store.segment import Segment
 
 BASE_STEP = 2**40
@@ -253,7 +254,12 @@ class SimHostPort:
         self.address = process.instance_id
         self.read_base = next(world.bases)
         self.writers: dict[int, Process | None] = {}
+        self.copying: list[Process] = []
+        """Writers that were stopped in the middle of a copy into memory that they map."""
         world.ports[self.address] = self
+
+    def former_writers(self) -> set[int]:
+        return {FORMER_WRITERS}
 
     def open_writer(self) -> int:
         base = next(self.world.bases)
@@ -262,9 +268,12 @@ class SimHostPort:
 
     async def close_writer(self, base: int) -> bool:
         await self.world.travel()
+        if base == FORMER_WRITERS:
+            ports = self.world.ports.values()
+            former = [port for port in ports if port.segment is self.segment and port is not self]
+            return not any(writer.is_alive for port in former for writer in port.copying)
         owner = self.writers.get(base)
-        loop = asyncio.get_running_loop()
-        if owner is not None and owner.is_alive and owner.stalled_until_s > loop.time():
+        if owner is not None and owner.is_alive and owner.is_stalled:
             return False  # It shares memory with us and does not answer.
         self.writers.pop(base, None)
         return True
@@ -476,12 +485,22 @@ class World:
 
     async def _move_slice(self, writer: Process, endpoint, offset: int, data: bytes) -> None:
         await self.travel()
-        if writer.is_alive:
-            await writer.pass_stall()
         port = self.ports[endpoint.address]
-        if not port.process.is_alive:
-            raise PeerLostError("world.write", f"{port.process.name} is dead")
         base, at = offset // BASE_STEP * BASE_STEP, offset % BASE_STEP
+        # A writer that is stopped in the middle of a copy goes on with it when it wakes, also if
+        # the host has ended meanwhile: the file is mapped here.
+        is_copying = base in port.writers and port.process.is_alive and writer.is_stalled
+        if is_copying:
+            port.writers[base] = writer
+            port.copying.append(writer)
+        try:
+            if writer.is_alive:
+                await writer.pass_stall()
+        finally:
+            if is_copying:
+                port.copying.remove(writer)
+        if not port.process.is_alive and not (is_copying and writer.is_alive):
+            raise PeerLostError("world.write", f"{port.process.name} is dead")
         if base not in port.writers:
             raise NotFoundError("world.write", "the place was taken back")
         port.writers[base] = writer

@@ -4,7 +4,11 @@ Method: a segment is written, its process "dies" between any two stores into the
 one attaches; bytes are flipped at random.
 """
 
+import fcntl
+import mmap
+import os
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -240,3 +244,32 @@ def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
     assert list(again.scan()) == [(CAPACITY - 8192, header)]
     assert again.is_intact(CAPACITY - 8192, header)
     again.close()
+
+
+def test_a_file_that_gives_way_is_never_shortened(path):
+    """Clients of its last owner may still map it: what they touch must not go away under them."""
+    segment = Segment.open_file(path, CAPACITY)
+    put(segment, CAPACITY - 8192, "key", b"value")
+    with path.open("rb") as file:
+        old = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    inode = path.stat().st_ino
+    segment.close()
+    other = Segment.open_file(path, CAPACITY // 2)
+    assert path.stat().st_ino != inode
+    assert other.segment_id != segment.segment_id
+    assert b"key" in old[-8192:]
+    with pytest.raises(ConflictError):
+        Segment.open_file(path, CAPACITY // 2)
+    other.close()
+
+
+def test_who_may_write_to_the_file_is_noticed(path):
+    segment = Segment.open_file(path, CAPACITY)
+    assert segment.has_no_writers()
+    with path.open("rb") as file:
+        lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+        assert not segment.has_no_writers()
+    assert segment.has_no_writers()
+    segment.close()
+    assert Segment.make_anonymous(CAPACITY).has_no_writers()

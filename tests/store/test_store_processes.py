@@ -175,6 +175,33 @@ def test_a_client_that_wakes_after_its_put_expired_harms_nobody(cluster, is_stop
     assert client.get("key") == b"\xee" * size
 
 
+def test_a_restarted_host_gives_no_space_out_while_an_old_client_may_write(cluster):
+    """The client maps the file and is stopped: what was put is read, but nothing is written."""
+    cluster.start("master")
+    host = cluster.start("host", name="h1")
+    client = cluster.client()
+    cluster.wait_hosts(client, 1)
+    values = {f"k{i}": make_value(i, 100_000) for i in range(10)}
+    client.put_many(list(values), list(values.values()))
+    writer = cluster.start("stall", "key", str(2**20), "warm")
+    assert writer.read_line() == "granted"
+    writer.signal(signal.SIGSTOP)
+    host.kill()
+    cluster.start("host", name="h1")
+
+    def is_read_only() -> bool:
+        return [host.stage.value for host in client.status().hosts] == ["read_only"]
+
+    cluster.wait_for(is_read_only, "the host to be back")
+    assert client.get_many(list(values)) == list(values.values())
+    with pytest.raises(CapacityError):
+        client.put("new", bytes(10_000), PutOptions(wait_s=0.5))
+    assert is_read_only()
+    writer.kill()
+    cluster.wait_hosts(client, 1)
+    assert client.put("new", bytes(10_000)) is PutResult.CREATED
+
+
 def test_flipped_bytes_are_found_and_the_replica_replaced(cluster):
     cluster.start("master")
     cluster.start("host", name="h1")

@@ -12,7 +12,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import Faults, SimHostPort, World, run_virtual
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.store.bulk_reading import BulkReader
@@ -589,3 +589,50 @@ def test_mutants_are_caught(name, monkeypatch):
             caught.append(error)
             break
     assert caught, name
+
+
+async def wake_after_restart() -> dict[str, bytes | TandemError]:
+    """Stop a client in the middle of a copy, restart the host, put others, let the client wake.
+
+    Returns what is found under the keys put meanwhile: each is its own value.
+    """
+    config = msgspec.structs.replace(CONFIG, inline_bytes=0)
+    world = World(3, config, Faults(stall=1.0))
+    world.start_master()
+    world.start_host("h0", CAPACITY)
+    await asyncio.sleep(2)
+    sleeper, client = world.start_client("c0")
+    sleeper.spawn(client.put("lost", bytes(CAPACITY // 4)))
+    (port,) = world.ports.values()
+    async with asyncio.timeout(30):
+        while not port.copying:
+            await asyncio.sleep(0.001)
+    world.faults = Faults()
+    world.kill_host("h0")
+    world.start_host("h0", CAPACITY)
+    _, other = world.start_client("c1")
+    keys = [f"{i}".ljust(3000, ".") for i in range(20)]
+    acknowledged: set[str] = set()
+    async with asyncio.timeout(200):
+        while len(acknowledged) < len(keys):
+            for key in [key for key in keys if key not in acknowledged]:
+                try:
+                    await other.put(key[:8], key.encode())
+                except TandemError:
+                    await asyncio.sleep(1)
+                else:
+                    acknowledged.add(key)
+    await asyncio.sleep(100)
+    found = await other.get_many([key[:8] for key in keys])
+    return dict(zip(keys, found, strict=True))
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+def test_a_client_that_wakes_in_the_middle_of_a_copy_harms_no_restarted_host(
+    is_proven, monkeypatch
+):
+    """No space is given out while a client of the former life may write; else bytes are wrong."""
+    if not is_proven:
+        monkeypatch.setattr(SimHostPort, "former_writers", lambda port: set())
+    found = run_virtual(wake_after_restart)
+    assert all(value == key.encode() for key, value in found.items()) is is_proven

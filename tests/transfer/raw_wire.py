@@ -14,6 +14,7 @@ from tandem._native import crc32c
 HEADER = struct.Struct("<4sBBHIIQQQI")
 HELLO, CHALLENGE, PROOF, READY = 1, 2, 3, 4
 READ, DESCRIBE, DESCRIPTION, PING, PONG = 18, 32, 33, 40, 41
+GRANT, GRANTED, BYE = 34, 35, 42
 CALL, REPLY = 48, 49
 CONTROL, RAIL, CALLS = 0, 1, 2
 TIMEOUT_S = 5
@@ -49,10 +50,13 @@ class RawPeer:
         stream.settimeout(TIMEOUT_S)
 
     @classmethod
-    def connect(cls, address: str, secret: str, role: int, *, max_version=2) -> "RawPeer":
+    def connect(
+        cls, address: str, secret: str, role: int, *, max_version=2, process=None
+    ) -> "RawPeer":
         host, port = address.rsplit(":", 1)
         peer = cls(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
-        process = text("") + struct.pack("<IQ", 0, 0)
+        if process is None:
+            process = text("") + struct.pack("<IQ", 0, 0)
         hello = struct.pack("<HHB", 1, max_version, role) + os.urandom(16)
         hello += struct.pack("<IQ", 1, 0) + os.urandom(32) + process + text("raw")
         peer.stream.sendall(frame(HELLO, hello))
@@ -79,6 +83,12 @@ class RawPeer:
         head = HEADER.unpack(self._take(HEADER.size))
         self._take(4)
         return (head[1], head[2], head[6]), self._take(head[4])
+
+    def receive_at(self) -> tuple[int, bytes, int]:
+        """Return (type, payload, offset). Raises EOFError at the end."""
+        head = HEADER.unpack(self._take(HEADER.size))
+        self._take(4)
+        return head[1], self._take(head[4]), head[7]
 
     def is_closed(self) -> bool:
         """Whether the other side closes the connection, in time."""

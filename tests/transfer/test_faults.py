@@ -5,7 +5,9 @@ Goal: under every fault no hang (each batch ends within its deadline), no wrong 
 """
 
 import contextlib
+import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -396,7 +398,7 @@ taker = TransferEngine(TransferConfig(secret=sys.argv[1]))
 segment = taker.open(sys.argv[2])
 out = np.zeros(1 << 20, np.uint8)
 local = taker.register(out)
-for name in ("shared", "plain"):
+for name in ("shared", "mapped", "plain"):
     remote = segment.buffer(name)
     taker.submit([Transfer(Op.READ, local, segment, remote.offset, 1 << 20)]).wait(15)
 moved = [taker.bytes_copied(t) >> 20 for t in ("shm", "cma")]
@@ -410,7 +412,10 @@ def test_refused_by_the_kernel_falls_back_by_name(world):
     giver = world.engine(name="giver")
     giver.allocate(MIB, name="shared")
     giver.register(np.zeros(MIB, np.uint8), name="plain")
-    for how, expected in (("keep", "1 1 0 []"), ("drop", "0 0 2 ['cma', 'shm']")):
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(fd, MIB)
+    giver.register(np.frombuffer(mmap.mmap(fd, MIB), np.uint8), name="mapped", file=fd)
+    for how, expected in (("keep", "2 1 0 []"), ("drop", "0 0 3 ['cma', 'shm']")):
         done = subprocess.run(
             [sys.executable, "-c", FALLBACK, SECRET, giver.address, how],
             capture_output=True,
@@ -419,6 +424,30 @@ def test_refused_by_the_kernel_falls_back_by_name(world):
             check=False,
         )
         assert done.stdout.strip() == expected, done.stderr
+    os.close(fd)
+
+
+def test_another_pid_namespace_falls_back_by_name(world):
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare, to enter another pid namespace")
+    giver = world.engine(name="giver")
+    giver.allocate(MIB, name="shared")
+    giver.register(np.zeros(MIB, np.uint8), name="plain")
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(fd, MIB)
+    giver.register(np.frombuffer(mmap.mmap(fd, MIB), np.uint8), name="mapped", file=fd)
+    inside = ("unshare", "--pid", "--fork", "--mount-proc")
+    if subprocess.run([*inside, "true"], capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("this kernel gives no pid namespace")
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", FALLBACK, SECRET, giver.address, "keep"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "0 0 3 ['cma', 'shm']", done.stderr
+    os.close(fd)
 
 
 def test_direct_path_that_is_forced_and_refused_is_an_error(world):

@@ -11,6 +11,7 @@ try:
     from tandem._native._core import (
         AlignedBuffer,
         BatchCounters,
+        BytesPool,
         CacheSizes,
         CallInbox,
         CgroupLimits,
@@ -71,6 +72,7 @@ try:
         seal_objects,
         split_capacity,
         swiglu,
+        view_new_bytes,
     )
 except ImportError as error:
     raise UnsupportedError(
@@ -82,6 +84,7 @@ except ImportError as error:
 __all__ = [
     "AlignedBuffer",
     "BatchCounters",
+    "BytesPool",
     "CacheSizes",
     "CallInbox",
     "CgroupLimits",
@@ -142,4 +145,5 @@ __all__ = [
     "seal_objects",
     "split_capacity",
     "swiglu",
+    "view_new_bytes",
 ]

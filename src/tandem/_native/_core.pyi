@@ -662,7 +662,7 @@ class TransferCore:
 
     def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
-    def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
+    def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool, fd: int = -1, file_offset: int = 0) -> int: ...
 
     def register_shared(self, memory: SharedArray, *, name: str, location: str, remote_read: bool, remote_write: bool) -> int: ...
 
@@ -1170,4 +1170,36 @@ def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: 
 
     Returns: of each the checksum of its table (0 if empty); all tables, one after the other.
     Raises: ShapeError (a value leaves the memory).
+    """
+
+class BytesPool:
+    """
+    Memory of large results: ``bytes`` that are filled again when nobody else
+    has them any more. Fresh memory costs more to touch than a copy does.
+    """
+
+    def __init__(self, limit_bytes: int) -> None: ...
+
+    def take(self, sizes: Sequence[int]) -> list[bytes]:
+        """
+        Objects of these sizes; what is in them is anything. The caller fills them (see
+        ``view_new_bytes``) before anybody else sees them.
+        """
+
+    def keep(self, values: Sequence[bytes]) -> None:
+        """
+        Note objects that were taken and filled, for another time; the oldest are forgotten.
+        """
+
+    def clear(self) -> None:
+        """Forget all."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that are noted, in use or not."""
+
+def view_new_bytes(value: bytes) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    A writable view of what ``BytesPool.take`` has given, for him who fills it. Gone before the
+    object is shown to anybody.
     """

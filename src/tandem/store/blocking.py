@@ -19,7 +19,7 @@ from tandem.store.client_edges import Piece
 from tandem.store.fast_calls import FastChannel
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import Endpoint
-from tandem.transfer import Buffer, Op, Segment, Transfer, TransferEngine
+from tandem.transfer import Buffer, Op, Segment, TransferEngine
 
 __all__ = ["drive", "make_blocking_client"]
 
@@ -134,16 +134,9 @@ class _BlockingPort:
     def _move(self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         segment = self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
-        transfers = [
-            Transfer(
-                op, piece.memory, segment, piece.offset, piece.length,
-                local_offset=piece.local_offset,
-            )
-            for piece in pieces
-        ]  # fmt: skip
         left_s = max(0.001, deadline_s - time.monotonic())
         try:
-            self._engine.submit(transfers, deadline_s=left_s).wait()
+            self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s).wait()
         except PeerLostError:
             self._drop(endpoint.address)
             raise

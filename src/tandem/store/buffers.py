@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem._native import BytesPool, view_new_bytes
 from tandem.core.errors import ShapeError
 from tandem.store.client_edges import ClientPort
 
 __all__ = [
     "Part",
+    "Result",
+    "ResultPool",
     "ScratchPool",
     "Staging",
     "StoreBuffer",
@@ -90,6 +93,45 @@ class ScratchPool:
             self._port.unregister(buffer.handle)
 
 
+class ResultPool:
+    """Memory of large values that are given out as ``bytes``: filled in place, and again later.
+
+    What was given out is noted, up to ``limit_bytes``, and its memory is used anew once nobody else
+    has it: touching fresh memory costs more than all the rest of a get.
+    """
+
+    def __init__(self, port: ClientPort, limit_bytes: int) -> None:
+        self._port = port
+        self._pool = BytesPool(limit_bytes)
+
+    @contextlib.contextmanager
+    def lend(self, sizes: Sequence[int]) -> "Iterator[list[Result]]":
+        """Lend an object of each size, registered; inside, transfers may fill it."""
+        values = self._pool.take(sizes)
+        results: list[Result] = []
+        try:
+            for value in values:
+                array = view_new_bytes(value)
+                results.append(Result(value, StoreBuffer(self._port.register(array), array)))
+            yield results
+        finally:
+            # Taking it back waits for whatever may still be moving.
+            for result in results:
+                self._port.unregister(result.buffer.handle)
+        self._pool.keep(values)
+
+    def close(self) -> None:
+        """Forget what was noted."""
+        self._pool.clear()
+
+
+class Result(NamedTuple):
+    """A value to be, and the buffer that its bytes are."""
+
+    value: bytes
+    buffer: StoreBuffer
+
+
 class Part(NamedTuple):
     """A range of a registered buffer; an object may be made of several."""
 
@@ -99,25 +141,24 @@ class Part(NamedTuple):
     """-1: to the end."""
 
     @property
-    def size(self) -> int:
-        """Bytes of it.
+    def nbytes(self) -> int:
+        """Its length.
 
         Raises: ShapeError if the range leaves the buffer.
         """
-        buffer, offset, length = self
-        whole = buffer.array.size
-        if length < 0:
-            length = whole - offset
-        if not 0 <= offset <= offset + length <= whole:
+        whole = self.buffer.array.size
+        length = whole - self.offset if self.length < 0 else self.length
+        if not 0 <= self.offset <= self.offset + length <= whole:
             raise ShapeError(
-                "store.part", f"range [{offset}, {offset + length}) of a buffer of {whole} bytes"
+                "store.part",
+                f"range [{self.offset}, {self.offset + length}) of a buffer of {whole} bytes",
             )
         return length
 
     @property
     def view(self) -> npt.NDArray[np.uint8]:
-        """The bytes. Raises: as ``size``."""
-        return self.buffer.array[self.offset : self.offset + self.size]
+        """The bytes. Raises: as ``nbytes``."""
+        return self.buffer.array[self.offset : self.offset + self.nbytes]
 
 
 class Staging:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tandem._native import checksum_values
 from tandem.core.errors import TandemError
 from tandem.store import layout
-from tandem.store.buffers import MAX_SCRATCH_BYTES, Part, ScratchPool
+from tandem.store.buffers import Part, ResultPool, ScratchPool
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.master_calls import MasterCalls
@@ -33,7 +33,8 @@ MAX_GAP_BYTES = 2048
 a piece does."""
 DIRECT_BYTES = 32 * 1024
 """Larger values are read to where they shall be; smaller ones side by side, and copied."""
-
+RESULT_BYTES = 256 * 1024
+"""Values of this size or more are received where they are given out, without a copy."""
 
 ONE = struct.Struct("<qqqq")
 
@@ -45,6 +46,7 @@ class BulkReader:
         self._calls = calls
         self._port = port
         self._scratch = ScratchPool(port)
+        self._results = ResultPool(port, calls.config.result_pool_bytes)
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | None]":
         """Return the values; None for each that is not simple."""
@@ -52,16 +54,31 @@ class BulkReader:
             return [await self._get_one(keys[0])]
         values: list[bytes | None] = [None] * len(keys)
         found = await self._locate(keys)
+        is_large = found.sizes >= RESULT_BYTES
         for host in found.hosts:
-            plan = _Plan(found, np.flatnonzero(found.places == host))
-            with self._scratch.lend(plan.scratch_bytes) as buffer:
-                if not await self._read(
-                    found.endpoints[host], plan.pieces(buffer.handle), found.lease_end_s
-                ):
+            is_here = found.places == host
+            large = np.flatnonzero(is_here & is_large)
+            plan = _Plan(found, np.flatnonzero(is_here & ~is_large))
+            with (
+                self._scratch.lend(plan.scratch_bytes) as buffer,
+                self._results.lend(found.sizes[large].tolist()) as results,
+            ):
+                endpoint = found.endpoints[host]
+                places = (endpoint.read_base + found.value_at[large]).tolist()
+                pieces = plan.pieces(buffer.handle)
+                pieces += [
+                    Piece(result.buffer.handle, 0, at, result.buffer.nbytes)
+                    for result, at in zip(results, places, strict=True)
+                ]
+                if not await self._read(endpoint, pieces, found.lease_end_s):
                     continue
                 good = await self._check(buffer.array, plan.scratch_at, plan.sizes, plan.checksums)
+                sums = await self._checksum([result.buffer.array for result in results])
                 if self._calls.clock.now_s() > found.lease_end_s:
                     continue
+                for i, result, checksum in zip(large.tolist(), results, sums, strict=True):
+                    if checksum == found.checksums[i]:
+                        values[i] = result.value
                 memory = buffer.array.data
                 ends = plan.scratch_at + plan.sizes
                 for i, begin, end in zip(
@@ -76,8 +93,12 @@ class BulkReader:
     async def _get_one(self, key: str) -> bytes | None:
         """As ``get_many``; columns of one cost more than they save."""
         found = _One(key, *await self._ask([key]))
-        if found.is_missing or found.size > MAX_SCRATCH_BYTES:
+        if found.is_missing:
             return None
+        if found.size >= RESULT_BYTES:
+            with self._results.lend([found.size]) as (result,):
+                is_good = await self._read_one(found, Part(result.buffer, 0, found.size))
+                return result.value if is_good else None
         with self._scratch.lend(found.size) as buffer:
             is_good = await self._read_one(found, Part(buffer, 0, found.size))
             return buffer.array[: found.size].tobytes() if is_good else None
@@ -85,7 +106,7 @@ class BulkReader:
     async def _get_one_into(self, key: str, part: Part) -> int:
         """As ``get_into_many``."""
         found = _One(key, *await self._ask([key]))
-        if found.is_missing or found.size > part.view.size:
+        if found.is_missing or found.size > part.nbytes:
             return -1
         is_good = await self._read_one(found, Part(part.buffer, part.offset, found.size))
         return found.size if is_good else -1
@@ -95,12 +116,8 @@ class BulkReader:
         if not await self._read(found.endpoint, [piece], found.lease_end_s):
             return False
 
-        def compute() -> bool:
-            return checksum_table(make_table([part.view])) == found.checksum
-
-        is_long = found.size > OFF_LOOP_BYTES
-        is_good = await self._calls.compute(compute) if is_long else compute()
-        return is_good and self._calls.clock.now_s() <= found.lease_end_s
+        (checksum,) = await self._checksum([part.view])
+        return checksum == found.checksum and self._calls.clock.now_s() <= found.lease_end_s
 
     async def get_into_many(
         self, keys: Sequence[str], targets: Sequence[Sequence[Part]]
@@ -116,7 +133,7 @@ class BulkReader:
         if buffer is None or any(len(t) != 1 or t[0].buffer is not buffer for t in targets):
             return sizes
         into = np.array([target[0].offset for target in targets], dtype=np.int64)
-        room = np.array([target[0].view.size for target in targets], dtype=np.int64)
+        room = np.array([target[0].nbytes for target in targets], dtype=np.int64)
         found = await self._locate(keys)
         found.places[found.sizes > room] = -1
         is_direct = found.sizes > DIRECT_BYTES
@@ -148,8 +165,9 @@ class BulkReader:
                 columns = (into[chosen], staged.scratch_at[is_good], staged.sizes[is_good])
                 for at, begin, size in zip(*(c.tolist() for c in columns), strict=True):
                     buffer.array[at : at + size] = scratch.array[begin : begin + size]
-                for i in (*good.tolist(), *chosen.tolist()):
-                    sizes[i] = int(found.sizes[i])
+                for done in (good, chosen):
+                    for i, size in zip(done.tolist(), found.sizes[done].tolist(), strict=True):
+                        sizes[i] = size
         return sizes
 
     async def _locate(self, keys: Sequence[str]) -> "_Found":
@@ -175,6 +193,15 @@ class BulkReader:
             return False
         return True
 
+    async def _checksum(self, values: "Sequence[npt.NDArray[np.uint8]]") -> list[int]:
+        """Return the checksum of each of some values, wherever they lie."""
+
+        def compute() -> list[int]:
+            return [checksum_table(make_table([value])) for value in values]
+
+        is_long = sum(value.size for value in values) > OFF_LOOP_BYTES
+        return await self._calls.compute(compute) if is_long else compute()
+
     async def _check(
         self, memory: npt.NDArray[np.uint8], places: Numbers, sizes: Numbers, checksums: Numbers
     ) -> npt.NDArray[np.bool_]:
@@ -193,6 +220,7 @@ class BulkReader:
     def close(self) -> None:
         """Give back the memory kept for scratch."""
         self._scratch.close()
+        self._results.close()
 
 
 class _One:
@@ -231,6 +259,11 @@ class _Plan:
     """Values of one host that are read side by side into scratch memory."""
 
     def __init__(self, found: _Found, indexes: Numbers) -> None:
+        if not len(indexes):
+            self.indexes = self.sizes = self.checksums = self.scratch_at = indexes
+            self.scratch_bytes = 0
+            self._columns = ()
+            return
         at = found.value_at[indexes]
         order = np.argsort(at)
         self.indexes = indexes[order]
@@ -238,7 +271,7 @@ class _Plan:
         self.checksums = found.checksums[self.indexes]
         begins = at[order]
         ends = begins + self.sizes
-        base = 0 if not len(indexes) else found.endpoints[int(found.places[indexes[0]])].read_base
+        base = found.endpoints[int(found.places[indexes[0]])].read_base
         limit = np.minimum(MAX_GAP_BYTES, self.sizes[1:] // 4)
         is_first = np.ones(len(begins), dtype=bool)
         # The same object twice, too, begins a piece of its own.
@@ -249,9 +282,9 @@ class _Plan:
         lengths = ends[lasts] - begins[firsts]
         places = np.cumsum(lengths) - lengths
         piece_of = np.cumsum(is_first) - 1
-        self.scratch_at: Numbers = places[piece_of] + begins - begins[firsts][piece_of]
+        self.scratch_at = places[piece_of] + begins - begins[firsts][piece_of]
         self.scratch_bytes = int(lengths.sum())
-        self._columns = (places, base + begins[firsts], lengths)
+        self._columns: tuple[Numbers, ...] = (places, base + begins[firsts], lengths)
 
     def pieces(self, scratch: object) -> list[Piece]:
         """Return what to read into scratch memory."""

@@ -153,7 +153,7 @@ class AsyncStoreClient:
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         items = [
-            Item(key, listed := list_parts(given), sum([part.size for part in listed]))
+            Item(key, listed := list_parts(given), sum([part.nbytes for part in listed]))
             for key, given in zip(keys, parts, strict=True)
         ]
         if is_inline([item.size for item in items], self.config):

@@ -119,6 +119,15 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int,
         Meta(ge=0, le=65_536, description="Values up to this are put by way of the master."),
     ] = 8_192
+    result_pool_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**40,
+            description="Memory of large values got as bytes that a client fills again once they "
+            "are dropped.",
+        ),
+    ] = 2**27
     max_batch: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Objects in one batch call to the master.")
     ] = 100_000

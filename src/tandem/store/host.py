@@ -72,6 +72,10 @@ class HostPort(Protocol):
         """Where the segment begins for readers."""
         ...
 
+    def former_writers(self) -> set[int]:
+        """Return places that an earlier owner of the segment may have given out."""
+        ...
+
     def open_writer(self) -> int:
         """Give out a new place where the segment begins, for one writer; never the same again."""
         ...
@@ -125,7 +129,7 @@ class StoreHost:
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
-        self._writers: set[int] = set()
+        self._writers: set[int] = port.former_writers()
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
         self.master: Caller | None = None

@@ -40,6 +40,10 @@ class MemoryHostPort:
         self._peers = peers
         peers[address] = self
 
+    def former_writers(self) -> set[int]:
+        """See ``HostPort``."""
+        return set()  # The segment is not older than we are.
+
     def open_writer(self) -> int:
         """See ``HostPort``."""
         base = next(self._bases)

@@ -4,24 +4,29 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.core.errors import DeadlineError, NotFoundError, PeerLostError, TandemError
+from tandem.core.errors import ConfigError, DeadlineError, NotFoundError, PeerLostError, TandemError
 from tandem.store.client_edges import Piece
 from tandem.store.messages import Endpoint
 from tandem.store.segment import Segment
-from tandem.transfer import Buffer, Op, Transfer, TransferEngine
+from tandem.transfer import Buffer, Op, TransferEngine
 from tandem.transfer import Segment as RemoteSegment
 
-__all__ = ["TransferClientPort", "TransferHostPort"]
+__all__ = ["FORMER_WRITERS", "TransferClientPort", "TransferHostPort"]
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 3.0
 PROOF_TIMEOUT_S = 1.0
 """How long one attempt waits for a writer to let go; the master asks again."""
+
+
+FORMER_WRITERS = -1
+"""Stands for all writers of the process that had this segment before: they may still map it."""
 
 
 class _Peers:
@@ -38,15 +43,8 @@ class _Peers:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         segment = await self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        transfers = [
-            Transfer(
-                op, piece.memory, segment, piece.offset, piece.length,
-                local_offset=piece.local_offset,
-            )
-            for piece in pieces
-        ]  # fmt: skip
         try:
-            await self._engine.submit(transfers, deadline_s=left_s)
+            await self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s)
         except PeerLostError:
             self._drop(endpoint.address)
             raise
@@ -110,7 +108,7 @@ class TransferHostPort:
         self._engine = engine
         self._segment = segment
         self._peers = _Peers(engine)
-        self._reader = engine.register(segment.data, remote="read", name="segment")
+        self._reader = self._register("read", "segment")
         self._writers: dict[int, Buffer] = {}
         self._numbers = itertools.count(1)
 
@@ -127,12 +125,32 @@ class TransferHostPort:
     def open_writer(self) -> int:
         """See ``HostPort``."""
         name = f"writer-{next(self._numbers)}"
-        writer = self._engine.register(self._segment.data, remote="write", name=name)
+        writer = self._register("write", name)
         self._writers[writer.offset] = writer
         return writer.offset
 
+    def _register(self, remote: Literal["read", "write"], name: str) -> Buffer:
+        segment, register = self._segment, self._engine.register
+        try:
+            return register(
+                segment.data,
+                remote=remote,
+                name=name,
+                file=segment.descriptor,
+                file_offset=segment.data_offset,
+            )
+        except ConfigError as error:  # A kernel that does not tell what is mapped where.
+            logger.warning("event=segment_not_shared reason=%s", error)
+            return register(segment.data, remote=remote, name=name)
+
+    def former_writers(self) -> set[int]:
+        """See ``HostPort``."""
+        return {FORMER_WRITERS}
+
     async def close_writer(self, base: int) -> bool:
         """See ``HostPort``."""
+        if base == FORMER_WRITERS:
+            return self._segment.has_no_writers()
         writer = self._writers.get(base)
         if writer is None:
             return True

@@ -142,10 +142,9 @@ class Segment:
         """
         capacity_bytes = _check_capacity(capacity_bytes)
         check_folder(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor, segment_id = _open(path, capacity_bytes)
         try:
-            _check_file(path, descriptor)
-            segment = cls._attach(path, descriptor, capacity_bytes)
+            segment = cls._attach(path, descriptor, capacity_bytes, segment_id)
         except BaseException:
             os.close(descriptor)
             raise
@@ -154,11 +153,10 @@ class Segment:
         return segment
 
     @classmethod
-    def _attach(cls, path: Path, descriptor: int, capacity_bytes: int) -> "Segment":
+    def _attach(
+        cls, path: Path, descriptor: int, capacity_bytes: int, segment_id: bytes | None
+    ) -> "Segment":
         data_at = _data_offset(capacity_bytes)
-        segment_id = _read_file_head(path, descriptor, capacity_bytes)
-        if segment_id is None:
-            os.ftruncate(descriptor, 0)
         _check_room(path, descriptor, data_at + capacity_bytes)
         first = min(capacity_bytes, FIRST_RESERVE_BYTES)
         os.ftruncate(descriptor, data_at + capacity_bytes)
@@ -254,6 +252,33 @@ class Segment:
             epoch,
         )
         self._map[: FILE_HEAD.size] = head
+
+    # The file, for those who map it as well.
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file; -1 if there is none."""
+        return self._descriptor
+
+    @property
+    def data_offset(self) -> int:
+        """Where ``data`` begins in the file, bytes."""
+        return self._data_at
+
+    def has_no_writers(self) -> bool:
+        """Whether no other process can write to the file: those that map it hold a lock of it.
+
+        True once it is proven, for as long as nobody is given the right again. A mapping for
+        readers needs no proof.
+        """
+        if self._descriptor < 0:
+            return True
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+        except (BlockingIOError, PermissionError):
+            return False
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
+        return True
 
     # Objects.
 
@@ -396,6 +421,11 @@ class Segment:
         return check_value([value], table.tobytes(), header.checksum)
 
 
+def _whole_file(kind: int) -> bytes:
+    """Return a ``struct flock`` over all of a file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
 def _check_capacity(capacity_bytes: int) -> int:
     rounded = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     if rounded <= 0:
@@ -420,6 +450,27 @@ def check_folder(folder: Path) -> None:
         raise PermissionDeniedError(
             "store.segment", f"{folder} must be a folder of ours that others cannot enter (0700)"
         )
+
+
+def _open(path: Path, capacity_bytes: int) -> tuple[int, bytes | None]:
+    """Return the locked file, and the id of the segment in it; None for an empty file.
+
+    What cannot be attached gives way to another file. It is never shortened: clients of its last
+    owner may still map it, and whoever touches what was cut off is killed.
+    """
+    for _ in range(2):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _check_file(path, descriptor)
+            segment_id = _read_file_head(path, descriptor, capacity_bytes)
+            if segment_id is not None or os.fstat(descriptor).st_size == 0:
+                return descriptor, segment_id
+            path.unlink()
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise ConflictError("store.segment", f"{path} is being made by another host")
 
 
 def _check_file(path: Path, descriptor: int) -> None:

@@ -336,7 +336,7 @@ class ObjectWriter:
                 item = items[left[position]]
                 at = base + extent_at + layout.value_offset(len(item.key.encode()), item.size)
                 for part in item.parts:
-                    length = part.size
+                    length = part.nbytes
                     if length:
                         found.append(Piece(part.buffer.handle, part.offset, at, length))
                         at += length

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Generator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -59,6 +59,30 @@ class Transfer:
         self.local_offset = local_offset
 
 
+class Range(Protocol):
+    """One range of a segment and the local bytes that go with it; a tuple with names is one."""
+
+    @property
+    def memory(self) -> Buffer:
+        """A buffer registered with the submitting engine."""
+        ...
+
+    @property
+    def local_offset(self) -> int:
+        """Where in that buffer."""
+        ...
+
+    @property
+    def offset(self) -> int:
+        """Where in the segment's address space."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        ...
+
+
 class TransferStatus(msgspec.Struct, frozen=True):
     """How far one transfer of a batch is."""
 
@@ -79,14 +103,14 @@ class PreparedBatch:
     """
 
     def __init__(
-        self, engine: "TransferEngine", prepared: PreparedTransfers, transfers: Sequence[Transfer]
+        self, engine: "TransferEngine", prepared: PreparedTransfers, lengths: Sequence[int]
     ) -> None:
         self._engine = engine
         self._prepared = prepared
-        self._transfers = transfers
+        self._lengths = lengths
 
     def __len__(self) -> int:
-        return len(self._transfers)
+        return len(self._lengths)
 
     def submit(self, *, deadline_s: float | None = None) -> "Batch":
         """Begin to move all ranges; returns at once.
@@ -97,7 +121,7 @@ class PreparedBatch:
         Raises: as ``TransferEngine.submit``.
         """
         core = self._engine.submit_prepared(self._prepared, deadline_s)
-        return Batch(self._engine, core, self._transfers)
+        return Batch(self._engine, core, self._lengths)
 
 
 class Batch:
@@ -108,15 +132,13 @@ class Batch:
     nothing that is submitted later is overwritten by it.
     """
 
-    def __init__(
-        self, engine: "TransferEngine", core: CoreBatch, transfers: Sequence[Transfer]
-    ) -> None:
+    def __init__(self, engine: "TransferEngine", core: CoreBatch, lengths: Sequence[int]) -> None:
         self._engine = engine
         self._core = core
-        self._transfers = transfers
+        self._lengths = lengths
 
     def __len__(self) -> int:
-        return len(self._transfers)
+        return len(self._lengths)
 
     @property
     def is_finished(self) -> bool:
@@ -129,7 +151,7 @@ class Batch:
         Raises: NotFoundError.
         """
         done = self._core.bytes_done(index)
-        return TransferStatus(done, self._transfers[index].length)
+        return TransferStatus(done, self._lengths[index])
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Wait for the end, blocking, without the GIL.

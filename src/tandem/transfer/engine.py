@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
@@ -23,7 +23,7 @@ from tandem._native import (
     TransferCore,
 )
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
-from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer
+from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
 from tandem.transfer.calls import CallHandler, await_call, start_serving
 from tandem.transfer.config import TransferConfig, TransportName
@@ -159,7 +159,14 @@ class TransferEngine:
         return self._add(SharedArray(nbytes), name, location, remote)
 
     def register(
-        self, buffer: Any, *, location: str = "*", remote: Remote = True, name: str = ""
+        self,
+        buffer: Any,
+        *,
+        location: str = "*",
+        remote: Remote = True,
+        name: str = "",
+        file: int = -1,
+        file_offset: int = 0,
     ) -> Buffer:
         """Let transfers touch memory of the caller, in place.
 
@@ -169,12 +176,22 @@ class TransferEngine:
             location: where it lies, ``cpu:0``; ``*`` = unknown.
             remote: what peers may do with it.
             name: by which peers find it; unique in this engine.
+            file: descriptor of the file that ``buffer`` is a shared mapping of, so that peers of
+                our user on this host map it too; it stays open while the buffer is registered.
+                Whoever shortens the file may kill them: nobody should. While any process may write
+                to the file through a grant it holds a shared lock of it (``F_OFD_SETLK``).
+            file_offset: where in the file the buffer begins, bytes.
 
         Raises: UnsupportedError (not host memory); ShapeError (strided); ConflictError (name in
-            use, engine closed); ConfigError (no bytes).
+            use, engine closed); ConfigError (no bytes; no mapping of the file);
+            PermissionDeniedError (the file is not of our user, or others may write to it).
         """
         self._check_open()
-        return self._add(wrap_memory(buffer), name, location, remote)
+        if not 0 <= file_offset < MAX_ADDRESS:
+            raise ConfigError(
+                "transfer.register", f"offset {file_offset} of a file", field="file_offset"
+            )
+        return self._add(wrap_memory(buffer), name, location, remote, file, file_offset)
 
     def unregister(self, buffer: Buffer, *, deadline_s: float | None = None) -> None:
         """Take memory back: when this returns, no transfer and no peer touches it.
@@ -272,7 +289,32 @@ class TransferEngine:
         listed = list(transfers)
         requests = [self._request(transfer) for transfer in listed]
         core = self.core.submit(requests, self._deadline(deadline_s), transport)
-        return Batch(self, core, listed)
+        return Batch(self, core, [transfer.length for transfer in listed])
+
+    def submit_ranges(
+        self,
+        op: Op,
+        segment: Segment,
+        ranges: Sequence[Range],
+        *,
+        deadline_s: float | None = None,
+        transport: TransportName | None = None,
+    ) -> Batch:
+        """Begin to move many ranges of one segment: ``submit`` without an object for each.
+
+        Raises: as ``submit``; numbers that are none of 64 bits are a TypeError.
+        """
+        segment_id = self._id_of(segment)
+        for local in {id(range_.memory): range_.memory for range_ in ranges}.values():
+            if local._engine is not self:
+                raise NotFoundError("transfer.submit", f"{local!r} belongs to another engine")
+        number = int(op)
+        requests = [
+            (number, each.memory.offset, each.local_offset, segment_id, each.offset, each.length)
+            for each in ranges
+        ]
+        core = self.core.submit(requests, self._deadline(deadline_s), transport)
+        return Batch(self, core, [each.length for each in ranges])
 
     def prepare(
         self, transfers: Iterable[Transfer], *, transport: TransportName | None = None
@@ -288,7 +330,7 @@ class TransferEngine:
         """
         listed = list(transfers)
         prepared = self.core.prepare([self._request(t) for t in listed], transport)
-        return PreparedBatch(self, prepared, listed)
+        return PreparedBatch(self, prepared, [transfer.length for transfer in listed])
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
         """Submit native requests; ``PreparedBatch.submit`` is the face of this."""
@@ -405,7 +447,13 @@ class TransferEngine:
         return segment.id
 
     def _add(
-        self, memory: HostMemory | SharedArray, name: str, location: str, remote: Remote
+        self,
+        memory: HostMemory | SharedArray,
+        name: str,
+        location: str,
+        remote: Remote,
+        file: int = -1,
+        file_offset: int = 0,
     ) -> Buffer:
         rights = {
             "name": name,
@@ -416,7 +464,7 @@ class TransferEngine:
         if isinstance(memory, SharedArray):
             offset = self.core.register_shared(memory, **rights)
         else:
-            offset = self.core.register_host(memory, **rights)
+            offset = self.core.register_host(memory, **rights, fd=file, file_offset=file_offset)
         self._held[offset] = memory
         return Buffer(self, memory, offset, name=name, location=location)
 
