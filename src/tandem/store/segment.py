@@ -157,11 +157,14 @@ class Segment:
         cls, path: Path, descriptor: int, capacity_bytes: int, segment_id: bytes | None
     ) -> "Segment":
         data_at = _data_offset(capacity_bytes)
-        _check_room(path, descriptor, data_at + capacity_bytes)
+        # Of whole pages, which are huge on hugetlbfs.
+        page_bytes = os.fstatvfs(descriptor).f_bsize
+        file_bytes = (data_at + capacity_bytes + page_bytes - 1) // page_bytes * page_bytes
+        _check_room(path, descriptor, file_bytes)
         first = min(capacity_bytes, FIRST_RESERVE_BYTES)
-        os.ftruncate(descriptor, data_at + capacity_bytes)
+        os.ftruncate(descriptor, file_bytes)
         _reserve(path, descriptor, 0, data_at + first)
-        memory = mmap.mmap(descriptor, data_at + capacity_bytes)
+        memory = mmap.mmap(descriptor, file_bytes)
         is_new = segment_id is None
         segment = cls(memory, capacity_bytes, segment_id or secrets.token_bytes(16))
         segment.usable_bytes = first
