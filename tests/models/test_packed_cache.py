@@ -16,6 +16,7 @@ import sys
 import pytest
 import torch
 
+from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError
 from tandem.models import packed_cache
 from tandem.models.convert import convert_model
@@ -92,6 +93,24 @@ def test_a_refused_node_is_said_once(checkpoint, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         load(folder, expert_parts=2)
     assert [r for r in caplog.messages if "memory_not_bound" in r] == caplog.messages
+
+
+def test_matrices_on_nodes_compute_the_same(checkpoint, monkeypatch, caplog, open_session):
+    """Two shares of each matrix on this machine's one node, and a kernel that refuses."""
+    folder = checkpoint("qwen3", hidden_size=64, intermediate_size=256, dtype="bfloat16")
+    plain = load(folder, linear_format="int8g32")
+    expected = open_session(plain).run(IDS)
+    node = ThreadPool(1).node_ids[0]
+    monkeypatch.setattr(ThreadPool, "node_ids", [node, node])
+    spread = load(folder, linear_format="int8g32")
+    assert torch.equal(open_session(spread).run(IDS), expected)
+    # Results do not depend on it, and so neither do the keys of what is cached.
+    assert spread.numerics == plain.numerics
+    monkeypatch.setattr("tandem.kernels.native_linear.PackedLinear.is_bound", False)
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        load(folder, linear_format="int8g32")
+    assert len([r for r in caplog.messages if "memory_not_bound" in r]) == 1
 
 
 def test_formats_have_folders_of_their_own(folder, cache_root, open_session):

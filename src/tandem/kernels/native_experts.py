@@ -351,11 +351,7 @@ class NativeExperts(RoutedExperts):
             for expert_id, (gate, up, down) in enumerate(zip(*biases, strict=True)):
                 self._experts.set_bias(expert_id, gate, up, down)
         self.packed_bytes = self.num_experts * self._experts.expert_bytes
-
-    @property
-    def is_misplaced(self) -> bool:
-        """Whether parts should lie on nodes and the kernel refused; known once loaded."""
-        return self.num_parts > 1 and not self._experts.is_bound
+        self.is_misplaced = self.num_parts > 1 and not self._experts.is_bound
 
     def _make(self, storage: NDArray[np.uint8] | None, num_parts: int) -> PackedExperts:
         return PackedExperts(

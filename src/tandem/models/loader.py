@@ -232,10 +232,10 @@ def load_model(
         ignored = source.check_all_used(_list_harmless(checkpoint))
     report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
     require_no_meta(model)
-    if any(isinstance(m, NativeExperts) and m.is_misplaced for m in model.modules()):
+    if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
         logger.warning(
-            "event=memory_not_bound what=experts why=%r",
-            "the kernel refused mbind: parts lie where their threads touched them first",
+            "event=memory_not_bound what=weights why=%r",
+            "the kernel refused mbind: they lie where threads touched them first",
         )
     return CausalModel(model, spec, report, fingerprint, ignored, plan, torch.device(device))
 
