@@ -70,7 +70,7 @@ class _Layers:
         kinds = 1 if shape.is_latent else 2
         size = (self.count, context, kinds * shape.kv_heads, shape.key_dim)
         self.kv = torch.empty(size, dtype=torch.bfloat16)
-        # Drawn in pieces: in float32 all of a million tokens would not fit beside what else is held.
+        # In pieces: all of a million tokens in float32 would not fit beside what else is held.
         for rows in self.kv.flatten(0, 1).split(DRAWN_TOKENS):
             rows.copy_(torch.randn(rows.shape, generator=generator))
         self.table = torch.randperm(blocks, generator=generator)[None]
@@ -162,9 +162,7 @@ class _Case:
             return torch.matmul(torch.softmax(scores, -1), values)[0]
         if n == 1:
             grouped = q.view(1, self.shape.kv_heads, -1, self.shape.key_dim)
-            mixed = functional.scaled_dot_product_attention(
-                grouped, keys, values, scale=self.scale
-            )
+            mixed = functional.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
             return mixed.view(1, self.shape.heads, -1)
         mask = None
         if n < context:
