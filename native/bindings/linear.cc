@@ -48,22 +48,12 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   constexpr const char* kWhere = "kernels.pack";
   const size_t rows = weights.ndim() == 2 ? weights.shape(0) : matrix.out_features();
   const MatrixView view = view_matrix(weights, kWhere, "weights", rows, matrix.in_features());
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    // A negative row wraps to one that no matrix has.
-    status = matrix.pack(pool, static_cast<size_t>(first_row), view);
-  }
-  raise_if_error(status);
+  // A negative row wraps to one that no matrix has.
+  run_released([&] { return matrix.pack(pool, static_cast<size_t>(first_row), view); });
 }
 
 void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = matrix.forward(pool, batch);
-  }
-  raise_if_error(status);
+  run_released([&] { return matrix.forward(pool, batch); });
 }
 
 void run_matrix_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
@@ -146,23 +136,13 @@ void bind_linear(nb::module_& module) {
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {
-            Status status;
-            {
-              const nb::gil_scoped_release release;
-              status = matrix.read_weights(pool);
-            }
-            raise_if_error(status);
+            run_released([&] { return matrix.read_weights(pool); });
           },
           "pool"_a, "Read the packed bytes: a ceiling for benchmarks.")
       .def(
           "multiply_registers",
           [](const PackedMatrix& matrix, ThreadPool& pool, uint64_t num_macs) {
-            Status status;
-            {
-              const nb::gil_scoped_release release;
-              status = matrix.multiply_registers(pool, num_macs);
-            }
-            raise_if_error(status);
+            run_released([&] { return matrix.multiply_registers(pool, num_macs); });
           },
           "pool"_a, "num_macs"_a,
           "Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.")
