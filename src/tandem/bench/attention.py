@@ -23,6 +23,7 @@ from tandem.bench.harness import BenchCase, time_call
 from tandem.kernels.formats import find_format
 from tandem.kernels.native import view_tensor
 from tandem.kernels.native_experts import PackedExperts
+from tandem.kernels.paged import allocate_blocks
 
 __all__ = ["make_cases"]
 
@@ -78,14 +79,14 @@ class _Layers:
     def _allocate(self, shape: _Shape, blocks: int, kv: str) -> tuple[Tensor, _native.KvPool]:
         kv_heads, d = shape.kv_heads, shape.key_dim
         if shape.is_latent:
-            memory = torch.zeros(blocks, self.count, BLOCK_SIZE, d, dtype=torch.bfloat16)
+            memory = allocate_blocks((blocks, self.count, BLOCK_SIZE, d), torch.bfloat16)
             return memory, _native.KvPool.latent(view_tensor(memory), shape.value_dim)
         if kv == "bf16":
             size = (blocks, self.count, 2, kv_heads, BLOCK_SIZE, d)
-            memory = torch.zeros(size, dtype=torch.bfloat16)
+            memory = allocate_blocks(size, torch.bfloat16)
             return memory, _native.KvPool.grouped(view_tensor(memory))
         layer_bytes = 2 * kv_heads * BLOCK_SIZE * (d + 2)
-        memory = torch.zeros(blocks, self.count, layer_bytes, dtype=torch.uint8)
+        memory = allocate_blocks((blocks, self.count, layer_bytes), torch.uint8)
         view = view_tensor(memory)
         return memory, _native.KvPool.coded(view, kv, kv_heads, BLOCK_SIZE, d)
 
