@@ -9,11 +9,13 @@ import random
 import numpy as np
 import pytest
 
+from tandem._native import measure_extents
 from tandem.core.errors import ConfigError, ConflictError, CorruptionError, UnsupportedError
 from tandem.store import layout
 from tandem.store import segment as segment_module
 from tandem.store.checksum import checksum_table, make_table
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.messages import ExtentRecords
+from tandem.store.segment import ExtentHeader, Segment, append_record
 
 CAPACITY = 2**20
 
@@ -49,6 +51,47 @@ def test_layout_agrees_with_itself():
             assert layout.table_bytes(size) >= 4 * layout.count_chunks(size)
     with pytest.raises(ConfigError):
         layout.extent_bytes(1, -1)
+
+
+def test_native_geometry_is_that_of_layout():
+    rng = random.Random(3)
+    keys = ["k" * rng.choice((1, 63, 64, 65, 127, 1000)) for _ in range(500)]
+    sizes = [rng.choice((0, 1, 511, 65_535, 65_536, 65_537, rng.randrange(10**9))) for _ in keys]
+    expected = [layout.extent_bytes(len(key), size) for key, size in zip(keys, sizes, strict=True)]
+    assert measure_extents(keys, sizes) == expected
+    with pytest.raises(ConfigError):
+        measure_extents(["k"], [2**40 + 1])
+
+
+def test_objects_are_sealed_together_or_not_at_all():
+    """Their values lie where readers look for them, and one that is wrong keeps the others out."""
+    rng = random.Random(4)
+    values = [rng.randbytes(size) for size in (0, 1, 65_536, 200_000)]
+    records = ExtentRecords()
+    at = 0
+    for i, value in enumerate(values):
+        checksum = checksum_table(make_table([np.frombuffer(value, np.uint8)]))
+        header = ExtentHeader(f"key-{i}", len(value), i + 1, checksum, 1, False, 0)
+        append_record(records, at, header)
+        at += layout.extent_bytes(5, len(value))
+    segment = Segment.make_anonymous(CAPACITY)
+    blob = b"".join(values)
+    for wrong in (blob[:-1] + bytes([blob[-1] ^ 1]), blob[:-1], blob + b"x"):
+        with pytest.raises(CorruptionError):
+            segment.seal_many(records, values=wrong)
+    records.versions.pop()
+    with pytest.raises(CorruptionError, match="different lengths"):
+        segment.seal_many(records, values=blob)
+    records.versions.append(4)
+    assert not segment.list_offsets()
+    assert not segment.data.any()
+    segment.seal_many(records, values=blob)
+    for (offset, header), value in zip(segment.scan(), values, strict=True):
+        assert segment.is_intact(offset, header)
+        begin = offset + layout.value_offset(5, header.size)
+        assert segment.data[begin : begin + header.size].tobytes() == value
+    with pytest.raises(ConflictError):
+        segment.seal_many(records, values=blob)
 
 
 def test_tables_do_not_depend_on_how_a_value_is_cut():

@@ -57,6 +57,7 @@ try:
         gather_logprobs,
         kernel_isas,
         list_interfaces,
+        measure_extents,
         probe_cma,
         probe_cuda,
         probe_io_uring,
@@ -67,6 +68,7 @@ try:
         rotate_heads,
         route,
         sample_tokens,
+        seal_objects,
         split_capacity,
         swiglu,
     )
@@ -126,6 +128,7 @@ __all__ = [
     "gather_logprobs",
     "kernel_isas",
     "list_interfaces",
+    "measure_extents",
     "probe_cma",
     "probe_cuda",
     "probe_io_uring",
@@ -136,6 +139,7 @@ __all__ = [
     "rotate_heads",
     "route",
     "sample_tokens",
+    "seal_objects",
     "split_capacity",
     "swiglu",
 ]

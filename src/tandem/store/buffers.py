@@ -99,19 +99,25 @@ class Part(NamedTuple):
     """-1: to the end."""
 
     @property
-    def view(self) -> npt.NDArray[np.uint8]:
-        """The bytes.
+    def size(self) -> int:
+        """Bytes of it.
 
         Raises: ShapeError if the range leaves the buffer.
         """
-        length = self.buffer.nbytes - self.offset if self.length < 0 else self.length
-        if not 0 <= self.offset <= self.offset + length <= self.buffer.nbytes:
+        buffer, offset, length = self
+        whole = buffer.array.size
+        if length < 0:
+            length = whole - offset
+        if not 0 <= offset <= offset + length <= whole:
             raise ShapeError(
-                "store.part",
-                f"range [{self.offset}, {self.offset + length}) of a buffer of "
-                f"{self.buffer.nbytes} bytes",
+                "store.part", f"range [{offset}, {offset + length}) of a buffer of {whole} bytes"
             )
-        return self.buffer.array[self.offset : self.offset + length]
+        return length
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The bytes. Raises: as ``size``."""
+        return self.buffer.array[self.offset : self.offset + self.size]
 
 
 class Staging:
