@@ -191,6 +191,22 @@ def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
+def test_sums_of_the_largest_codes_do_not_saturate(
+    signs: tuple[int, int], name: str, isa: str, pool: ThreadPool
+):
+    """255 times 127 twice is beyond 16 bits, where one of the instructions at hand stops."""
+    weights, x = torch.full((70, INS), float(signs[0])), torch.full((3, INS), float(signs[1]))
+    weights[:, ::16] = 0  # Else a group with minimum would be all codes 0.
+    linear = PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool, isa=isa)
+    decoded = decode(weights.numpy(), linear.weight_format)
+    want, bound = run_linear(x.numpy(), decoded, np.zeros(70), linear.weight_format)
+    assert (np.abs(linear.forward(x).double().numpy() - want) <= bound).all()
+    assert np.allclose(want, signs[0] * signs[1] * INS * 15 / 16, rtol=0.01)
+
+
 def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
     linear = make_linear("int8g128", pool)
     inputs = [draw(rows, INS, seed=rows) for rows in (1, 30, 2, 201)]
