@@ -1,8 +1,8 @@
 """Goal: loading takes at most 1.1 times the packed model plus one layer of anonymous memory.
 
 Method: a model of about 300 MB is written and loaded in a process of its own, which reads
-``RssAnon`` and ``HugetlbPages`` after every tensor, as a machine may have huge pages set aside. Pages
-of the mapped file belong to the page cache and do not count.
+``RssAnon`` and, as a machine may have huge pages set aside, ``HugetlbPages`` after every tensor.
+Pages of the mapped file belong to the page cache and do not count.
 """
 
 import json
