@@ -862,13 +862,26 @@ class PackedMatrix:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
+        `share_nodes` are the NUMA nodes that equal shares of the outputs should lie on.
 
         Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
-            (unknown ISA, a size below 1); CapacityError (memory).
+            (unknown ISA, a size below 1, nodes for storage); CapacityError (memory);
+            NotFoundError (node).
+        """
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every share its NUMA node."""
+
+    def find_share_nodes(self) -> list[int]:
+        """
+        NUMA node of a page of each share, once weights are packed.
+
+        Raises: UnsupportedError (the kernel does not say).
         """
 
     @property
