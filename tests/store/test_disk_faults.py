@@ -13,11 +13,12 @@ import pytest
 from disk_world import MemoryDisk, MemoryPort
 from store_world import LoopClock, run_virtual
 
-from tandem.core.errors import CorruptionError, NotFoundError, TandemError
+from tandem.core.errors import CorruptionError, NotFoundError, PeerLostError, TandemError
 from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
-from tandem.store.messages import DiskState
+from tandem.store.host import StoreHost
+from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
 from tandem.store.segment import ExtentHeader, Segment
 
 CAPACITY = 4 * 2**20
@@ -435,3 +436,56 @@ def test_a_load_that_is_cancelled_touches_memory_no_more():
             await bench.tier.load(bench.headers["a"]._replace(version=9), 0)
 
     run_day(10, day)
+
+
+class FickleMaster:
+    """A master that a host joins twice: the first session is lost while the host still joins."""
+
+    def __init__(self) -> None:
+        self.name, self.instance_id, self.is_lost = "master", "m", False
+        self.num_joins = self.num_done = 0
+        self.reported: list[int] = []
+
+    async def call(self, method, request, response_type, *, timeout_s=None):
+        await asyncio.sleep(0.001)
+        if method == "join":
+            self.num_joins += 1
+            return Joined(epoch=1, host=0, session=self.num_joins)
+        if method == "inventory_done":
+            self.num_done += 1
+            if self.num_done == 2:
+                raise PeerLostError("test.call", "the session is over")
+        if method == "disk_report":
+            if request.session != self.num_joins:
+                raise PeerLostError("test.call", "the session is over")
+            self.reported.append(request.session)
+            return KeyBytes(bytes(len(request.stored)))
+        return Ack()
+
+
+class StubbornPort:
+    """The data path of a host whose former writers do not let go yet."""
+
+    address, read_base = "memory", 0
+
+    async def close_writer(self, base: int) -> bool:
+        return False
+
+
+def test_the_disk_is_reported_in_the_session_that_came_of_joining():
+    """A join may fail after its reports have begun. (Found by the simulator, seed 598.)"""
+
+    async def main() -> None:
+        bench = Bench(MemoryDisk(0))
+        tier = await bench.start()
+        host = StoreHost("h", "h", bench.segment, StubbornPort(), tier)
+        host._writers.add(1)
+        master = FickleMaster()
+        host.on_master(master)
+        await asyncio.sleep(20)
+        assert master.num_joins == 2
+        assert master.reported.count(2) > 3
+        await host.aclose()
+        bench.stop()
+
+    run_virtual(main)

@@ -165,6 +165,9 @@ class StoreHost:
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
+        self._stop_reporting()
+
+    def _stop_reporting(self) -> None:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
@@ -203,6 +206,7 @@ class StoreHost:
     async def _join_once(self, master: Caller) -> None:
         # What the last master granted is unknown to this one, so no writer of then may be left
         # when free space is given out; and no order of then may still be under way.
+        self._stop_reporting()  # In the session of an attempt before this one.
         for task in list(self._pulls.values()):
             task.cancel()
         await asyncio.gather(*self._pulls.values(), return_exceptions=True)
