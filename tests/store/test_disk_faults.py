@@ -468,6 +468,9 @@ class StubbornPort:
 
     address, read_base = "memory", 0
 
+    def former_writers(self) -> set[int]:
+        return {1}
+
     async def close_writer(self, base: int) -> bool:
         return False
 
@@ -479,7 +482,6 @@ def test_the_disk_is_reported_in_the_session_that_came_of_joining():
         bench = Bench(MemoryDisk(0))
         tier = await bench.start()
         host = StoreHost("h", "h", bench.segment, StubbornPort(), tier)
-        host._writers.add(1)
         master = FickleMaster()
         host.on_master(master)
         await asyncio.sleep(20)
