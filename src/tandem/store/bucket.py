@@ -95,13 +95,15 @@ def parse_head(data: bytes, number: int, folder_id: bytes) -> None:
     if len(data) < HEAD.size + CRC.size or fields[:8] != HEAD_MAGIC:
         raise CorruptionError("store.disk", f"bucket {number} has no head")
     _, version, alignment, _, stored_number, stored_id = HEAD.unpack(fields)
-    if version > FORMAT_VERSION:
+    (crc,) = CRC.unpack_from(data, HEAD.size)
+    # First of all, in this format and later ones: a flipped bit is no later format.
+    is_whole = crc == _checksum(fields)
+    if is_whole and version > FORMAT_VERSION:
         raise UnsupportedError(
             "store.disk", f"bucket {number} has format {version}, this build knows {FORMAT_VERSION}"
         )
-    (crc,) = CRC.unpack_from(data, HEAD.size)
     expected = (ALIGNMENT, number, folder_id)
-    if crc != _checksum(fields) or (alignment, stored_number, stored_id) != expected:
+    if not is_whole or (alignment, stored_number, stored_id) != expected:
         raise CorruptionError("store.disk", f"the head of bucket {number} is not its own")
 
 
