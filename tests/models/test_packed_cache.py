@@ -345,7 +345,7 @@ def test_a_killed_conversion_goes_on(done, folder, cache_root, open_session):
     result = subprocess.run(
         [sys.executable, "-c", KILLED, str(folder), str(cache_root), str(tensors_read)],
         check=False,
-        timeout=60,
+        timeout=180,
     )
     assert result.returncode == -signal.SIGKILL
     assert len(find_files(cache_root)) == done

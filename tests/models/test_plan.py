@@ -25,7 +25,7 @@ def outcomes_of(report):
     return {outcome.module: outcome for outcome in report.outcomes}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_builtin_rules_take_every_module_with_weights(model_type, checkpoint):
     folder = checkpoint(model_type)
     (folder / "model.safetensors").unlink()
@@ -34,7 +34,7 @@ def test_builtin_rules_take_every_module_with_weights(model_type, checkpoint):
     assert found["model.layers.2"].operator == "DecoderLayer"
     assert found["model.layers.0.self_attn"].operator == "Attention"
     assert found["model.layers.0.self_attn.q_proj"].note == "part of model.layers.0.self_attn"
-    mlp = "MoeBlock" if model_type == "qwen3_moe" else "Mlp"
+    mlp = "MoeBlock" if report.spec.is_moe else "Mlp"
     assert found["model.layers.0.mlp"].operator == mlp
     for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"):
         assert found[name].operator != "default", name
