@@ -37,22 +37,39 @@ uint8_t* map_anonymous(size_t size_bytes, int extra_flags) {
 }
 
 // Best effort, as the policy itself is: a seccomp filter may refuse the call.
-bool prefer_node(uint8_t* data, size_t size_bytes, std::optional<int> node_id) {
-  if (!node_id) return false;
+bool prefer_node(uint8_t* data, size_t size_bytes, int node_id) {
   constexpr size_t kBits = 8 * sizeof(unsigned long);
-  std::vector<unsigned long> mask(static_cast<size_t>(*node_id) / kBits + 1, 0);
-  mask[static_cast<size_t>(*node_id) / kBits] = 1UL << (static_cast<size_t>(*node_id) % kBits);
+  std::vector<unsigned long> mask(static_cast<size_t>(node_id) / kBits + 1, 0);
+  mask[static_cast<size_t>(node_id) / kBits] = 1UL << (static_cast<size_t>(node_id) % kBits);
   // The kernel reads one bit less than it is told.
   return syscall(SYS_mbind, data, size_bytes, kMpolPreferred, mask.data(),
                  mask.size() * kBits + 1, 0) == 0;
 }
 
+std::vector<NodeShare> list_shares(size_t size_bytes, const AlignedBuffer::Options& options) {
+  if (options.numa_node) return {{size_bytes, *options.numa_node}};
+  return options.node_shares;
+}
+
+bool prefer_nodes(uint8_t* data, size_t mapped_bytes, size_t page_bytes,
+                  const std::vector<NodeShare>& shares) {
+  bool is_granted = !shares.empty();
+  size_t begin = 0;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const size_t nearest = (shares[i].end_bytes + page_bytes / 2) / page_bytes * page_bytes;
+    const size_t end = i + 1 == shares.size() ? mapped_bytes : std::min(nearest, mapped_bytes);
+    if (end > begin) is_granted &= prefer_node(data + begin, end - begin, shares[i].node_id);
+    begin = std::max(begin, end);
+  }
+  return is_granted;
+}
+
 // Preallocated pages are taken now, not at the first touch: where a control group or a cpuset
 // refuses them, the touch would be a SIGBUS, whereas populating is an error to fall back from.
-uint8_t* map_hugetlb(size_t size_bytes, std::optional<int> node_id, bool* has_node) {
+uint8_t* map_hugetlb(size_t size_bytes, const std::vector<NodeShare>& shares, bool* has_node) {
   uint8_t* data = map_anonymous(size_bytes, MAP_HUGETLB | kHuge2MiB);
   if (data == nullptr) return nullptr;
-  *has_node = prefer_node(data, size_bytes, node_id);
+  *has_node = prefer_nodes(data, size_bytes, kHugePageBytes, shares);
   if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) return data;
   munmap(data, size_bytes);
   return nullptr;
@@ -79,16 +96,22 @@ Status check_arguments(size_t size_bytes, const AlignedBuffer::Options& options)
                   std::to_string(size_bytes) + " bytes asked, the machine has " +
                       std::to_string(memory_bytes) + ": ask for less",
                   "size_bytes");
-  if (!options.numa_node) return {};
-  std::string known;
-  for (const NumaNode& node : read_topology().numa_nodes) {
-    if (node.node_id == *options.numa_node) return {};
-    known += (known.empty() ? "" : ", ") + std::to_string(node.node_id);
+  const std::vector<NodeShare> shares = list_shares(size_bytes, options);
+  if (shares.empty()) return {};
+  const Topology topology = read_topology();
+  const std::vector<NumaNode>& nodes = topology.numa_nodes;
+  for (const NodeShare& share : shares) {
+    const auto is_node = [&](const NumaNode& node) { return node.node_id == share.node_id; };
+    if (std::any_of(nodes.begin(), nodes.end(), is_node)) continue;
+    std::string known;
+    for (const NumaNode& node : nodes)
+      known += (known.empty() ? "" : ", ") + std::to_string(node.node_id);
+    return Status(Code::kNotFound, kWhere,
+                  "NUMA node " + std::to_string(share.node_id) +
+                      " is not usable by this process: choose one of " + known,
+                  "numa_node");
   }
-  return Status(Code::kNotFound, kWhere,
-                "NUMA node " + std::to_string(*options.numa_node) +
-                    " is not usable by this process: choose one of " + known,
-                "numa_node");
+  return {};
 }
 
 }  // namespace
@@ -97,9 +120,10 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
   if (Status status = check_arguments(size_bytes, options); !status.is_ok()) return status.error();
   const size_t mapped_bytes =
       round_up(size_bytes, options.hugepages ? kHugePageBytes : page_size_bytes());
+  const std::vector<NodeShare> shares = list_shares(size_bytes, options);
   bool has_node = false;
   if (options.hugepages) {
-    if (uint8_t* data = map_hugetlb(mapped_bytes, options.numa_node, &has_node))
+    if (uint8_t* data = map_hugetlb(mapped_bytes, shares, &has_node))
       return AlignedBuffer(data, size_bytes, mapped_bytes, PageKind::kHugetlb, has_node);
   }
   uint8_t* data =
@@ -109,7 +133,8 @@ Result<AlignedBuffer> AlignedBuffer::allocate(size_t size_bytes, const Options& 
                  std::to_string(size_bytes) + " bytes refused, " + describe_errno("mmap", errno) +
                      ": ask for less or raise the limit",
                  "size_bytes"};
-  has_node = prefer_node(data, mapped_bytes, options.numa_node);
+  const size_t page_bytes = options.hugepages ? kHugePageBytes : page_size_bytes();
+  has_node = prefer_nodes(data, mapped_bytes, page_bytes, shares);
   PageKind kind = PageKind::kBase;
   if (options.hugepages) {
     // The advice is accepted even where the setting "never" makes it void.

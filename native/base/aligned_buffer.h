@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "base/status.h"
 
@@ -17,6 +18,12 @@ enum class PageKind {
   kBase,         // Ordinary pages.
 };
 
+// Bytes of a buffer from the end of the share before, or its start, that should lie on a NUMA node.
+struct NodeShare {
+  size_t end_bytes = 0;
+  int node_id = 0;
+};
+
 class AlignedBuffer {
  public:
   struct Options {
@@ -26,6 +33,9 @@ class AlignedBuffer {
     // Where the pages should lie. A preference, not a bond: on a full node the pages come from
     // another one, where a strict binding would end the process.
     std::optional<int> numa_node;
+    // The same for as many shares of the buffer, one behind the other; borders move to the nearest
+    // page. Instead of numa_node.
+    std::vector<NodeShare> node_shares = {};
   };
 
   // Errors: kConfig (size 0), kCapacity (more than the machine's memory, or refused by the kernel),
@@ -43,7 +53,7 @@ class AlignedBuffer {
   // What was taken from the machine: the size rounded up to whole pages.
   size_t capacity_bytes() const { return mapped_bytes_; }
   PageKind page_kind() const { return page_kind_; }
-  // Whether the kernel took the wish for a node; a seccomp filter, as containers have, may refuse.
+  // Whether the kernel took the wish for a node, or all of them; a seccomp filter, as containers have, may refuse.
   bool has_node() const { return has_node_; }
 
  private:

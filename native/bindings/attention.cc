@@ -95,12 +95,7 @@ class KvPool {
   void read(size_t layer_idx, ThreadPool* pool) const {
     if (layer_idx >= view_.num_layers) refuse("no such layer", "layer_idx");
     uint64_t sum = 0;
-    Status status;
-    {
-      const nb::gil_scoped_release release;
-      status = read_kv(pool, view_, layer_idx, sum);
-    }
-    raise_if_error(status);
+    run_released([&] { return read_kv(pool, view_, layer_idx, sum); });
   }
 
  private:
@@ -175,12 +170,7 @@ class PlannedAttention {
     call.layer_idx = layer_idx;
     call.rule = {scale, soft_cap, window,
                  sinks == nullptr ? nullptr : static_cast<const float*>(sinks->data())};
-    Status status;
-    {
-      const nb::gil_scoped_release release;
-      status = run_attention(*kernels_, pool_pointer_, step_, call);
-    }
-    raise_if_error(status);
+    run_released([&] { return run_attention(*kernels_, pool_pointer_, step_, call); });
   }
 
   void store(size_t layer_idx, const TensorView& rows, size_t first_head) const {
@@ -200,12 +190,7 @@ class PlannedAttention {
     source.stride = rows.stride(0);
     source.type = rows.float_type();
     source.layer_idx = layer_idx;
-    Status status;
-    {
-      const nb::gil_scoped_release release;
-      status = store_kv(pool_pointer_, step_, source);
-    }
-    raise_if_error(status);
+    run_released([&] { return store_kv(pool_pointer_, step_, source); });
   }
 
  private:

@@ -273,7 +273,7 @@ std::shared_ptr<Connection> answer_call(IncomingCall& call, nb::handle answer) {
 constexpr size_t kMaxCallsTaken = 256;
 
 // Sends the answers, each connection's in one go, and waits for calls.
-nb::list exchange_calls(TransferCore& core, nb::list answers) {
+std::optional<nb::list> exchange_calls(TransferCore& core, nb::list answers) {
   Engine& engine = alive(core);
   std::vector<std::shared_ptr<Connection>> to_flush;
   for (nb::handle item : answers) {
@@ -283,23 +283,29 @@ nb::list exchange_calls(TransferCore& core, nb::list answers) {
       to_flush.push_back(std::move(connection));
   }
   answers.clear();
-  std::vector<std::shared_ptr<IncomingCall>> taken;
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> taken;
   {
     const nb::gil_scoped_release release;
     for (const auto& connection : to_flush) connection->flush();
     to_flush.clear();
     taken = engine.take_calls(kMaxCallsTaken);
   }
+  if (!taken) return std::nullopt;
   nb::list calls;
-  for (auto& call : taken)
+  for (auto& call : *taken)
     calls.append(nb::cast(CoreIncomingCall(core.engine, std::move(call))));
   return calls;
 }
 
 void bind_calls(nb::module_& module) {
   nb::class_<CallInbox>(module, "CallInbox", "Where calls that have ended are collected.")
-      .def(nb::new_([] { return take(CallInbox::create()); }))
+      .def(nb::new_([](TransferCore* core) {
+             return take(core == nullptr ? CallInbox::create() : alive(*core).make_inbox());
+           }), "core"_a.none() = nb::none(),
+           "Args:\n    core: whose `exchange_calls` returns when something is in it; None: the\n"
+           "        descriptor tells.")
       .def("fileno", &CallInbox::fd, "Readable while something is in it.")
+      .def("leave_core", &CallInbox::leave_queue, "From now on the descriptor tells.")
       .def("take", &CallInbox::take, "The tags of the calls that have ended since the last call.");
   nb::class_<CoreCall>(module, "CoreCall", "A call that was begun; see TransferEngine.call_async.")
       .def("take_answer", [](CoreCall& self) { return to_bytes(take(self.call->take_answer())); },
@@ -424,7 +430,7 @@ void bind_batch(nb::module_& module) {
              return self.batch->items()[index].bytes_done.load();
            }, "index"_a)
       .def("completion_fd", [](CoreBatch& self) {
-             return run([&] { return self.batch->completion_fd(); });
+             return run([&] { return self.engine->completion_fd(self.batch); });
            });
 }
 
@@ -537,8 +543,8 @@ void bind_transfer_engine(nb::module_& module) {
       .def("serve_calls", [](TransferCore& core) { run([&] { return core.engine->serve_calls(); }); })
       .def("exchange_calls", &exchange_calls, "answers"_a,
            nb::sig("def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | "
-                   "tuple[str, str, str]]]) -> list[CoreIncomingCall]"),
-           "Send answers and wait for calls; none: the engine is closed.")
+                   "tuple[str, str, str]]]) -> list[CoreIncomingCall] | None"),
+           "Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.")
       .def("notify", [](TransferCore& core, uint64_t segment, const std::string& name,
                         nb::bytes payload, double seconds) {
              const std::string bytes(payload.c_str(), payload.size());

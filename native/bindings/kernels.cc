@@ -72,23 +72,14 @@ void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput&
   const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
   const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
   const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    // A negative id wraps to one that no bank has.
-    status = bank.pack(pool, static_cast<size_t>(expert_id), gate_view, up_view, down_view);
-  }
-  raise_if_error(status);
+  // A negative id wraps to one that no bank has.
+  const auto id = static_cast<size_t>(expert_id);
+  run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
 
 void load(ExpertBank& bank, ThreadPool& pool, nb::object packed) {
   const std::shared_ptr<const WeightStorage> view = view_storage(std::move(packed), "kernels.load");
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = bank.load(pool, view->data, view->size_bytes);
-  }
-  raise_if_error(status);
+  run_released([&] { return bank.load(pool, view->data, view->size_bytes); });
 }
 
 void set_bias(ExpertBank& bank, int64_t expert_id, const AnyInput& gate, const AnyInput& up,
@@ -102,12 +93,7 @@ void set_bias(ExpertBank& bank, int64_t expert_id, const AnyInput& gate, const A
 }
 
 void run_expert_batch(const ExpertBank& bank, ThreadPool& pool, const ExpertBank::Batch& batch) {
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = bank.forward(pool, batch);
-  }
-  raise_if_error(status);
+  run_released([&] { return bank.forward(pool, batch); });
 }
 
 void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
@@ -154,21 +140,11 @@ void read_weights(const ExpertBank& bank, ThreadPool& pool, int64_t num_experts)
     raise({Code::kNotFound, "kernels.read_weights",
            std::to_string(num_experts) + " of " + std::to_string(bank.num_experts()) + " experts",
            "num_experts"});
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = bank.read_weights(pool, static_cast<size_t>(num_experts));
-  }
-  raise_if_error(status);
+  run_released([&] { return bank.read_weights(pool, static_cast<size_t>(num_experts)); });
 }
 
 void multiply_registers(const ExpertBank& bank, ThreadPool& pool, uint64_t num_macs) {
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = bank.multiply_registers(pool, num_macs);
-  }
-  raise_if_error(status);
+  run_released([&] { return bank.multiply_registers(pool, num_macs); });
 }
 
 }  // namespace

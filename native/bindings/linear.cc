@@ -2,9 +2,11 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/packed_arrays.h"
 #include "bindings/status.h"
@@ -31,10 +33,11 @@ PackedMatrix::Config make_matrix_config(int bits, int group_size, bool has_minim
 
 PackedMatrix* make_matrix(int bits, int group_size, bool has_minimum, bool is_float,
                           int64_t in_features, int64_t out_features, const std::string& isa,
-                          nb::object storage) {
+                          nb::object storage, std::vector<int> share_nodes) {
   PackedMatrix::Config config =
       make_matrix_config(bits, group_size, has_minimum, is_float, in_features, out_features);
   config.isa = isa;
+  config.share_nodes = std::move(share_nodes);
   if (!storage.is_none())
     config.storage = view_storage(std::move(storage), "kernels.create_linear");
   return new PackedMatrix(take(PackedMatrix::create(config)));
@@ -45,22 +48,12 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   constexpr const char* kWhere = "kernels.pack";
   const size_t rows = weights.ndim() == 2 ? weights.shape(0) : matrix.out_features();
   const MatrixView view = view_matrix(weights, kWhere, "weights", rows, matrix.in_features());
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    // A negative row wraps to one that no matrix has.
-    status = matrix.pack(pool, static_cast<size_t>(first_row), view);
-  }
-  raise_if_error(status);
+  // A negative row wraps to one that no matrix has.
+  run_released([&] { return matrix.pack(pool, static_cast<size_t>(first_row), view); });
 }
 
 void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = matrix.forward(pool, batch);
-  }
-  raise_if_error(status);
+  run_released([&] { return matrix.forward(pool, batch); });
 }
 
 void run_matrix_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
@@ -104,10 +97,19 @@ void bind_linear(nb::module_& module) {
                            "face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_matrix), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "is_float"_a, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
+           "share_nodes"_a = std::vector<int>(),
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
-           "`count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n\n"
+           "`count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"
+           "`share_nodes` are the NUMA nodes that equal shares of the outputs should lie on.\n\n"
            "Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError\n"
-           "    (unknown ISA, a size below 1); CapacityError (memory).")
+           "    (unknown ISA, a size below 1, nodes for storage); CapacityError (memory);\n"
+           "    NotFoundError (node).")
+      .def_prop_ro("is_bound", &PackedMatrix::is_bound,
+                   "Whether the kernel granted every share its NUMA node.")
+      .def("find_share_nodes",
+           [](const PackedMatrix& matrix) { return take(matrix.find_share_nodes()); },
+           "NUMA node of a page of each share, once weights are packed.\n\n"
+           "Raises: UnsupportedError (the kernel does not say).")
       .def_prop_ro("isa",
                    [](const PackedMatrix& matrix) { return std::string(isa_name(matrix.isa())); })
       .def_prop_ro("size_bytes", &PackedMatrix::size_bytes, "Packed bytes, scales included.")
@@ -134,23 +136,13 @@ void bind_linear(nb::module_& module) {
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {
-            Status status;
-            {
-              const nb::gil_scoped_release release;
-              status = matrix.read_weights(pool);
-            }
-            raise_if_error(status);
+            run_released([&] { return matrix.read_weights(pool); });
           },
           "pool"_a, "Read the packed bytes: a ceiling for benchmarks.")
       .def(
           "multiply_registers",
           [](const PackedMatrix& matrix, ThreadPool& pool, uint64_t num_macs) {
-            Status status;
-            {
-              const nb::gil_scoped_release release;
-              status = matrix.multiply_registers(pool, num_macs);
-            }
-            raise_if_error(status);
+            run_released([&] { return matrix.multiply_registers(pool, num_macs); });
           },
           "pool"_a, "num_macs"_a,
           "Perform as many multiply-adds as the format's unit can: a ceiling for benchmarks.")

@@ -56,27 +56,21 @@ std::unique_ptr<ThreadPool> make_pool(std::optional<int> threads, bool pin, bool
 
 size_t run_noop(ThreadPool& pool, size_t num_tasks, size_t chunk) {
   std::atomic<size_t> num_run{0};
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = pool.parallel_for(num_tasks, chunk, [&](size_t begin, size_t end, int) {
+  run_released([&] {
+    return pool.parallel_for(num_tasks, chunk, [&](size_t begin, size_t end, int) {
       num_run.fetch_add(end - begin, std::memory_order_relaxed);
     });
-  }
-  raise_if_error(status);
+  });
   return num_run.load();
 }
 
 std::vector<int> trace_fixed(ThreadPool& pool, size_t num_tasks) {
   std::vector<int> owner(num_tasks, -1);
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = pool.parallel_for_fixed(num_tasks, [&](size_t begin, size_t end, int thread_id) {
+  run_released([&] {
+    return pool.parallel_for_fixed(num_tasks, [&](size_t begin, size_t end, int thread_id) {
       std::fill(owner.data() + begin, owner.data() + end, thread_id);
     });
-  }
-  raise_if_error(status);
+  });
   return owner;
 }
 
@@ -97,10 +91,8 @@ double parallel_sum(ThreadPool& pool, const AnyArray& values) {
   const size_t size = values.size();
   const float* data = static_cast<const float*>(values.data());
   std::vector<double> partials((size + kSumBlock - 1) / kSumBlock, 0.0);
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = pool.parallel_for(partials.size(), 1, [&](size_t begin, size_t end, int) {
+  run_released([&] {
+    return pool.parallel_for(partials.size(), 1, [&](size_t begin, size_t end, int) {
       for (size_t block = begin; block < end; ++block) {
         double sum = 0;
         const size_t stop = std::min(size, (block + 1) * kSumBlock);
@@ -108,8 +100,7 @@ double parallel_sum(ThreadPool& pool, const AnyArray& values) {
         partials[block] = sum;
       }
     });
-  }
-  raise_if_error(status);
+  });
   double total = 0;
   for (const double partial : partials) total += partial;
   return total;

@@ -23,17 +23,11 @@ const RowKernels& row_kernels(const std::string& isa) {
 }
 
 template <class Run>
-void run_released(size_t num_items, Run run) {
-  if (num_items < kMinReleasedItems) {
+void run_sized(size_t num_items, Run run) {
+  if (num_items < kMinReleasedItems)
     raise_if_error(run());
-    return;
-  }
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = run();
-  }
-  raise_if_error(status);
+  else
+    run_released(run);
 }
 
 void rms_norm(const TensorView& x, const TensorView& weight, const TensorView& out, float eps,
@@ -67,7 +61,7 @@ void rms_norm(const TensorView& x, const TensorView& weight, const TensorView& o
   task.eps = eps;
   if (rows == 0 || size == 0) return;
   const RowKernels& kernels = row_kernels(isa);
-  run_released(rows * size, [&] { return run_norm(kernels, pool, task); });
+  run_sized(rows * size, [&] { return run_norm(kernels, pool, task); });
 }
 
 const void* check_head_weight(const TensorView* weight, const char* name, const TensorView& x,
@@ -117,7 +111,7 @@ void rotate_heads(const TensorView& x, const TensorView& cos, const TensorView& 
   task.rotary_size = cos.shape(1);
   if (rows == 0) return;
   const RowKernels& kernels = row_kernels(isa);
-  run_released(rows * head_dim * (num_q_heads + num_k_heads),
+  run_sized(rows * head_dim * (num_q_heads + num_k_heads),
                [&] { return run_heads(kernels, pool, task); });
 }
 
@@ -139,7 +133,7 @@ void swiglu(const TensorView& gate_up, const TensorView& out, ThreadPool* pool,
   task.size = size;
   if (rows == 0 || size == 0) return;
   const RowKernels& kernels = row_kernels(isa);
-  run_released(rows * size, [&] { return run_swiglu(kernels, pool, task); });
+  run_sized(rows * size, [&] { return run_swiglu(kernels, pool, task); });
 }
 
 Scoring find_scoring(const std::string& name) {
@@ -196,7 +190,7 @@ void route(const TensorView& logits, const TensorView& weights, const TensorView
   task.weight_scale = weight_scale;
   if (rows == 0) return;
   const RowKernels& kernels = row_kernels(isa);
-  run_released(rows * experts * 8, [&] { return run_router(kernels, pool, task); });
+  run_sized(rows * experts * 8, [&] { return run_router(kernels, pool, task); });
 }
 
 }  // namespace

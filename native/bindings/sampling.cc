@@ -99,12 +99,7 @@ std::vector<int64_t> sample_tokens(const TensorView& logits,
   task.positions = positions.data();
   task.token_ids = token_ids.data();
   const SampleKernels& kernels = sample_kernels(isa);
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = run_sample(kernels, pool, task);
-  }
-  raise_if_error(status);
+  run_released([&] { return run_sample(kernels, pool, task); });
   return token_ids;
 }
 
@@ -139,12 +134,7 @@ std::tuple<std::vector<double>, std::vector<int64_t>, std::vector<double>> gathe
   task.top_ids = top_ids.data();
   task.top_logprobs = top_logprobs.data();
   const SampleKernels& kernels = sample_kernels(isa);
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = run_logprobs(kernels, pool, task);
-  }
-  raise_if_error(status);
+  run_released([&] { return run_logprobs(kernels, pool, task); });
   return {std::move(logprobs), std::move(top_ids), std::move(top_logprobs)};
 }
 

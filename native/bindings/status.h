@@ -17,6 +17,17 @@ inline void raise_if_error(const Status& status) {
   if (!status.is_ok()) raise(status.error());
 }
 
+// Calls `run` without the GIL and raises what its Status says. REQUIRES: the GIL is held.
+template <class Run>
+void run_released(Run&& run) {
+  Status status;
+  {
+    const nanobind::gil_scoped_release release;
+    status = run();
+  }
+  raise_if_error(status);
+}
+
 template <class T>
 T take(Result<T> result) {
   if (!result.is_ok()) raise(result.error());

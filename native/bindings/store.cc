@@ -3,14 +3,17 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings/status.h"
 #include "store/chunk_checksum.h"
+#include "store/extent.h"
 #include "store/segment_allocator.h"
 #include "transfer/crc32c.h"
 
@@ -22,7 +25,9 @@ namespace {
 
 using store::SegmentAllocator;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Keys = std::vector<std::string_view>;
 
 std::optional<std::vector<uint64_t>> allocate(SegmentAllocator& space,
                                               const std::vector<uint64_t>& sizes) {
@@ -44,6 +49,51 @@ std::vector<store::Value> locate(const Bytes& memory, const Numbers& places, con
     found[i] = {memory.data() + at, size};
   }
   return found;
+}
+
+std::vector<uint64_t> measure_extents(const Keys& keys, const std::vector<uint64_t>& sizes) {
+  if (keys.size() != sizes.size())
+    raise({Code::kShape, "store.layout", "columns of different lengths", "sizes"});
+  std::vector<uint64_t> lengths(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (sizes[i] > store::kMaxValueBytes)
+      raise({Code::kConfig, "store.layout",
+             "value of " + std::to_string(sizes[i]) + " bytes: give 0 to 2^40", "size"});
+    lengths[i] = store::extent_bytes(keys[i].size(), sizes[i]);
+  }
+  return lengths;
+}
+
+void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_t usable_bytes,
+                  const Keys& keys, const std::vector<int64_t>& offsets,
+                  const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& versions,
+                  const std::vector<uint64_t>& checksums, const std::vector<uint64_t>& wanted,
+                  const std::vector<bool>& hard_pins, const std::vector<uint64_t>& soft_pin_ms,
+                  const std::optional<nb::bytes>& tables, const std::optional<nb::bytes>& values) {
+  for (const size_t size : {offsets.size(), sizes.size(), versions.size(), checksums.size(),
+                            wanted.size(), hard_pins.size(), soft_pin_ms.size()}) {
+    if (size != keys.size())
+      raise({Code::kCorruption, "store.records", "columns of different lengths", ""});
+  }
+  std::vector<store::Object> objects(keys.size());
+  for (size_t i = 0; i < objects.size(); ++i)
+    objects[i] = {keys[i],     static_cast<uint64_t>(offsets[i]), sizes[i],     versions[i],
+                  checksums[i], wanted[i],                        soft_pin_ms[i], hard_pins[i]};
+  const store::SegmentMemory segment{marks.data(), marks.size(), data.data(),
+                                     std::min<uint64_t>(usable_bytes, data.size())};
+  store::Missing missing = store::Missing::kNothing;
+  std::string_view blob;
+  if (values) {
+    missing = store::Missing::kValues;
+    blob = {values->c_str(), values->size()};
+  } else if (tables) {
+    missing = store::Missing::kTables;
+    blob = {tables->c_str(), tables->size()};
+  }
+  raise_if_error([&] {
+    const nb::gil_scoped_release release;
+    return store::seal_objects(segment, objects, missing, blob);
+  }());
 }
 
 }  // namespace
@@ -71,6 +121,16 @@ void bind_store(nb::module_& module) {
           },
           "offset"_a, "size_bytes"_a, "Raises: ConflictError if no such run is allocated.")
       .def(
+          "release_many",
+          [](SegmentAllocator& space, const std::vector<uint64_t>& offsets,
+             const std::vector<uint64_t>& sizes) {
+            if (offsets.size() != sizes.size())
+              raise({Code::kShape, "store.release", "columns of different lengths", "sizes"});
+            for (size_t i = 0; i < offsets.size(); ++i)
+              raise_if_error(space.release(offsets[i], sizes[i]));
+          },
+          "offsets"_a, "sizes"_a, "As ``release`` of each; those before one that is wrong are free.")
+      .def(
           "rebuild",
           [](SegmentAllocator& space, const Numbers& offsets, const Numbers& sizes) {
             if (offsets.size() != sizes.size())
@@ -94,6 +154,27 @@ void bind_store(nb::module_& module) {
       .def_prop_ro("num_classes", &SegmentAllocator::num_classes, "Sizes that recur.")
       .def("find_largest_free_bytes", &SegmentAllocator::find_largest_free_bytes,
            "The largest request that would succeed now.");
+  module.def("measure_extents", &measure_extents, "keys"_a, "sizes"_a,
+             "Bytes that objects take in a segment, whole granules.\n\n"
+             "Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).");
+  module.def(
+      "seal_objects", &seal_objects, "marks"_a, "data"_a, "usable_bytes"_a, nb::kw_only(), "keys"_a,
+      "offsets"_a, "sizes"_a, "versions"_a, "checksums"_a, "wanted"_a, "hard_pins"_a,
+      "soft_pin_ms"_a, "tables"_a.none(), "values"_a.none(),
+      nb::sig("def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], "
+              "offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], "
+              "wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], "
+              "tables: bytes | None, values: bytes | None) -> None"),
+      "Make all of these objects ones that survive, or none; without the GIL.\n\n"
+      "Args:\n"
+      "    marks: of the segment, uint8, one a granule.\n"
+      "    data: its extents, uint8.\n"
+      "    usable_bytes: of them.\n"
+      "    tables: to be written before, one after the other; None if they are there, or follow\n"
+      "        from the values.\n"
+      "    values: the same of values; None if they are there.\n\n"
+      "Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);\n"
+      "CorruptionError (a checksum; the length of the blob or a column).");
   module.def(
       "crc32c",
       [](const Bytes& data, uint32_t crc) {

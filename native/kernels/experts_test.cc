@@ -5,8 +5,6 @@
 // results should be is tested from Python against an oracle.
 #include "kernels/experts.h"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -14,6 +12,7 @@
 
 #include "base/test.h"
 #include "base/topology.h"
+#include "kernels/test_isas.h"
 #include "kernels/test_numbers.h"
 
 namespace tandem {
@@ -22,10 +21,6 @@ namespace {
 struct Shape {
   size_t num_experts, hidden_size, intermediate_size, num_tokens, top_k;
 };
-
-std::unique_ptr<ThreadPool> make_pool() {
-  return std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
-}
 
 std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Shape& shape, Isa isa,
                        size_t num_parts = 1) {
@@ -68,17 +63,8 @@ std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Shape
 }
 
 void compare_isas(const WeightFormat& format, const Shape& shape) {
-  const std::unique_ptr<ThreadPool> pool = make_pool();
-  const std::vector<float> want = run(*pool, format, shape, Isa::kPlain);
-  float largest = 0;
-  for (const float value : want) largest = std::max(largest, std::fabs(value));
-  const float tolerance = has_codes(format) ? 0.0f : 0.02f * largest;
-  std::vector<Isa> isas = available_isas();
-  isas.push_back(Isa::kAmxEmulated);
-  for (const Isa isa : isas) {
-    const std::vector<float> got = run(*pool, format, shape, isa);
-    for (size_t i = 0; i < want.size(); ++i) CHECK(std::fabs(got[i] - want[i]) <= tolerance);
-  }
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  check_isas_agree(format, [&](Isa isa) { return run(*pool, format, shape, isa); });
 }
 
 }  // namespace
@@ -122,7 +108,7 @@ TEST(experts_parts_do_not_depend_on_the_nodes) {
 }
 
 TEST(experts_refuse_ids_before_writing) {
-  const std::unique_ptr<ThreadPool> pool = make_pool();
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
   ExpertBank::Config config;
   config.format = {8, 32, false};
   config.num_experts = 2;

@@ -50,15 +50,37 @@ Result<PackedMatrix> PackedMatrix::create(const Config& config) {
     if (!status.is_ok()) return status.error();
     matrix.storage_ = config.storage;
     matrix.data_ = config.storage->data;
-    return planned;
+    if (config.share_nodes.empty()) return planned;
+    return Error{Code::kConfig, "kernels.create_linear",
+                 "nodes for storage, which lies where it lies: give one of both", "share_nodes"};
   }
   AlignedBuffer::Options options;
   options.hugepages = matrix.size_bytes() >= kMinHugeBytes;
+  matrix.num_shares_ = std::max<size_t>(1, config.share_nodes.size());
+  for (size_t share = 0; share < config.share_nodes.size(); ++share)
+    options.node_shares.push_back(
+        {matrix.first_panel(share + 1) * matrix.panel_bytes_, config.share_nodes[share]});
   Result<AlignedBuffer> buffer = AlignedBuffer::allocate(matrix.size_bytes(), options);
   if (!buffer.is_ok()) return buffer.error();
   matrix.own_ = std::make_unique<AlignedBuffer>(std::move(buffer.value()));
   matrix.data_ = matrix.own_->data();
   return planned;
+}
+
+size_t PackedMatrix::first_panel(size_t share) const {
+  return count_panels(out_features_) * share / num_shares_;
+}
+
+Result<std::vector<int>> PackedMatrix::find_share_nodes() const {
+  std::vector<int> nodes;
+  for (size_t share = 0; share < num_shares_; ++share) {
+    // A share's first panel may begin on a page that belongs to the share before.
+    const size_t middle = (first_panel(share) + first_panel(share + 1)) * panel_bytes_ / 2;
+    Result<int> node = find_page_node(data_ + middle);
+    if (!node.is_ok()) return node.error();
+    nodes.push_back(node.value());
+  }
+  return nodes;
 }
 
 Status PackedMatrix::pack(ThreadPool& pool, size_t first_row, const MatrixView& source) {
@@ -96,22 +118,40 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   status = prepare_rows(pool, *kernels_,
                         {format_, batch.x, batch.is_bf16, in_features_, 0, batch.num_rows, x});
   if (!status.is_ok()) return status;
-  const size_t num_panels = count_panels(out_features_);
-  const size_t num_shares = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
+  const size_t num_pieces = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
   const size_t out_bytes = batch.is_out_bf16 ? 2 : 4;
+  const auto run = [&](size_t piece, size_t panel) {
+    const size_t first = batch.num_rows * piece / num_pieces;
+    const size_t last = batch.num_rows * (piece + 1) / num_pieces;
+    const size_t column = panel * kPanelColumns;
+    kernels_->linear({format_, row_size, x, first, last - first, data_ + panel * panel_bytes_,
+                      bias_.empty() ? nullptr : bias_.data() + column,
+                      static_cast<uint8_t*>(batch.out) + column * out_bytes, batch.is_out_bf16,
+                      batch.is_added, out_features_,
+                      std::min(kPanelColumns, out_features_ - column)});
+  };
   // Few rows: neighbouring panels together, which are one stream from memory.
-  const size_t chunk = pieces_per_task(pool, num_panels * num_shares);
-  return pool.parallel_for(num_panels * num_shares, chunk, [&](size_t begin, size_t end, int) {
+  const size_t chunk = pieces_per_task(pool, count_panels(out_features_) * num_pieces);
+  const size_t num_nodes = static_cast<size_t>(pool.num_nodes());
+  if (num_shares_ == 1 || num_nodes == 1) {
+    const size_t num_panels = count_panels(out_features_);
+    return pool.parallel_for(num_panels * num_pieces, chunk, [&](size_t begin, size_t end, int) {
+      for (size_t i = begin; i < end; ++i) run(i / num_panels, i % num_panels);
+    });
+  }
+  // A node's panels are those of its shares, one behind the other.
+  const auto first_of = [&](size_t node) {
+    return first_panel((node * num_shares_ + num_nodes - 1) / num_nodes);
+  };
+  size_t most = 0;
+  for (size_t n = 0; n < num_nodes; ++n)
+    most = std::max(most, (first_of(n + 1) - first_of(n)) * num_pieces);
+  return pool.parallel_for_nodes(most, chunk, [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) {
-      const size_t share = i / num_panels, panel = i % num_panels;
-      const size_t first = batch.num_rows * share / num_shares;
-      const size_t last = batch.num_rows * (share + 1) / num_shares;
-      const size_t column = panel * kPanelColumns;
-      kernels_->linear({format_, row_size, x, first, last - first, data_ + panel * panel_bytes_,
-                        bias_.empty() ? nullptr : bias_.data() + column,
-                        static_cast<uint8_t*>(batch.out) + column * out_bytes, batch.is_out_bf16,
-                        batch.is_added, out_features_,
-                        std::min(kPanelColumns, out_features_ - column)});
+      const size_t node = i / most, item = i % most;
+      const size_t num_panels = first_of(node + 1) - first_of(node);
+      if (item < num_panels * num_pieces)
+        run(item / num_panels, first_of(node) + item % num_panels);
     }
   });
 }

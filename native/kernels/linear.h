@@ -2,7 +2,7 @@
 //
 // Owns the packed weights, or views those that lie in somebody's storage. forward() codes the input
 // and runs one parallel loop over (64 outputs, some hundred rows). A row's output does not depend on
-// what else is in the batch, nor on the threads.
+// what else is in the batch, nor on the threads, nor on the NUMA nodes over which outputs are spread.
 //
 // Threads: forward() may be called by several threads at once, but not while pack() or set_bias()
 // runs.
@@ -34,6 +34,10 @@ class PackedMatrix {
     std::string_view isa;  // Empty: the widest here.
     // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
     std::shared_ptr<const WeightStorage> storage;
+    // NUMA nodes that equal shares of the outputs should lie on, and whose sub-pools compute them:
+    // share i belongs to sub-pool i * num_nodes / num_shares of a pool. Empty: wherever pages are
+    // touched first, and any thread computes any output. Without storage.
+    std::vector<int> share_nodes;
   };
 
   // Everything borrowed for the call.
@@ -47,7 +51,7 @@ class PackedMatrix {
   };
 
   // Errors: kUnsupported (format, ISA not here), kShape (in_features that are not whole groups),
-  // kConfig (ISA name, a size of 0), kCapacity (memory).
+  // kConfig (ISA name, a size of 0, nodes for storage), kCapacity (memory), kNotFound (node).
   static Result<PackedMatrix> create(const Config& config);
   // Bytes of storage that create() needs for this configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
@@ -72,9 +76,15 @@ class PackedMatrix {
   size_t size_bytes() const { return count_panels(out_features_) * panel_bytes_; }
   uint8_t* data() const { return data_; }
   bool is_writable() const { return !storage_ || storage_->is_writable; }
+  // Whether the kernel took the wish for all nodes.
+  bool is_bound() const { return own_ && own_->has_node(); }
+  // The NUMA node of each share's first page, once weights are packed. Errors: kUnsupported.
+  Result<std::vector<int>> find_share_nodes() const;
 
  private:
   PackedMatrix() = default;
+  // The first panel of a share; of as many as there are, the end.
+  size_t first_panel(size_t share) const;
   static Result<PackedMatrix> plan(const Config& config);
 
   WeightFormat format_{};
@@ -83,6 +93,7 @@ class PackedMatrix {
   size_t in_features_ = 0;
   size_t out_features_ = 0;
   size_t panel_bytes_ = 0;
+  size_t num_shares_ = 1;
   std::vector<float> bias_;  // Empty, or of whole panels.
   uint8_t* data_ = nullptr;  // Of one of these two.
   std::unique_ptr<AlignedBuffer> own_;

@@ -4,8 +4,6 @@
 // exactly their size.
 #include "kernels/linear.h"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -13,6 +11,7 @@
 
 #include "base/test.h"
 #include "base/topology.h"
+#include "kernels/test_isas.h"
 #include "kernels/test_numbers.h"
 
 namespace tandem {
@@ -23,8 +22,9 @@ struct LinearShape {
 };
 
 std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const LinearShape& shape,
-                       Isa isa) {
+                       Isa isa, std::vector<int> share_nodes = {}) {
   PackedMatrix::Config config;
+  config.share_nodes = std::move(share_nodes);
   config.format = format;
   config.in_features = shape.in_features;
   config.out_features = shape.out_features;
@@ -51,18 +51,8 @@ std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Linea
 }
 
 void compare_isas(const WeightFormat& format, const LinearShape& shape) {
-  const std::unique_ptr<ThreadPool> pool =
-      std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
-  const std::vector<float> want = run(*pool, format, shape, Isa::kPlain);
-  float largest = 0;
-  for (const float value : want) largest = std::max(largest, std::fabs(value));
-  const float tolerance = has_codes(format) ? 0.0f : 0.02f * largest;
-  std::vector<Isa> isas = available_isas();
-  isas.push_back(Isa::kAmxEmulated);
-  for (const Isa isa : isas) {
-    const std::vector<float> got = run(*pool, format, shape, isa);
-    for (size_t i = 0; i < want.size(); ++i) CHECK(std::fabs(got[i] - want[i]) <= tolerance);
-  }
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  check_isas_agree(format, [&](Isa isa) { return run(*pool, format, shape, isa); });
 }
 
 }  // namespace
@@ -83,9 +73,62 @@ TEST(linear_isas_agree_floats) {
   compare_isas({4, 32, false, true}, {50, 66, 7});
 }
 
+// Logical nodes on the CPUs of the real ones; where the pages lie does not matter to a result.
+TEST(linear_outputs_do_not_depend_on_the_nodes) {
+  const Topology topology = read_topology();
+  const int node_id = topology.numa_nodes.front().node_id;
+  const WeightFormat format{8, 32, false};
+  // Panels: fewer than shares, as many, uneven ones; rows: one, some, more than one task's.
+  for (const size_t out_features : {size_t{40}, size_t{192}, size_t{645}}) {
+    for (const size_t num_rows : {size_t{1}, size_t{9}, size_t{400}}) {
+      const LinearShape shape{64, out_features, num_rows};
+      std::vector<float> want;
+      for (const size_t num_nodes : {1, 2, 3}) {
+        ThreadPool::Options options;
+        for (size_t n = 0; n < num_nodes; ++n)
+          options.nodes.push_back({static_cast<int>(n), 2, topology.allowed_cpus});
+        const std::unique_ptr<ThreadPool> pool = std::move(ThreadPool::create(options).value());
+        for (const size_t num_shares : {0, 1, 2, 3, 5}) {
+          const std::vector<float> got =
+              run(*pool, format, shape, available_isas().back(),
+                  std::vector<int>(num_shares, node_id));
+          if (want.empty()) want = got;
+          CHECK(got == want);
+        }
+      }
+    }
+  }
+}
+
+TEST(linear_shares_lie_where_they_should) {
+  const Topology topology = read_topology();
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  std::vector<int> nodes;
+  for (int i = 0; i < 3; ++i)
+    nodes.push_back(topology.numa_nodes[static_cast<size_t>(i) % topology.numa_nodes.size()].node_id);
+  // Ordinary pages, and huge ones.
+  for (const size_t out_features : {size_t{3000}, size_t{12000}}) {
+    PackedMatrix::Config config;
+    config.format = {8, 32, false};
+    config.in_features = 2048;
+    config.out_features = out_features;
+    config.share_nodes = nodes;
+    PackedMatrix matrix = std::move(PackedMatrix::create(config).value());
+    const std::vector<float> weights(out_features * 2048, 1.0f);
+    CHECK(matrix.pack(*pool, 0, {weights.data(), false, out_features, 2048}).is_ok());
+    Result<std::vector<int>> found = matrix.find_share_nodes();
+    // Both calls may be refused, as containers do.
+    if (matrix.is_bound() && found.is_ok()) CHECK(found.value() == nodes);
+  }
+  PackedMatrix::Config config;
+  config.format = {8, 32, false};
+  config.in_features = config.out_features = 32;
+  config.share_nodes = {4096};
+  CHECK(PackedMatrix::create(config).error().code == Code::kNotFound);
+}
+
 TEST(linear_rows_are_packed_in_blocks) {
-  const std::unique_ptr<ThreadPool> pool =
-      std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
   PackedMatrix::Config config;
   config.format = {8, 32, false};
   config.in_features = 32;

@@ -29,20 +29,7 @@ struct Tile {
   size_t out_stride;
 };
 
-// Loops over a register block, unrolled before the compiler decides what lives in registers: with
-// ordinary loops GCC keeps the sums in memory.
-#define TANDEM_INLINE __attribute__((always_inline))
-template <int kValue>
-struct Index {
-  static constexpr int value = kValue;
-};
-template <int kCount, int kFirst = 0, class Body>
-TANDEM_INLINE inline void unroll(const Body& body) {
-  if constexpr (kFirst < kCount) {
-    body(Index<kFirst>{});
-    unroll<kCount, kFirst + 1>(body);
-  }
-}
+#include "kernels/unroll-inl.h"
 
 // The hardware follows the one sequence that a panel is, but with several operations for each line
 // it falls behind: 4-bit weights came at half the speed for two rows. At the end of a panel this

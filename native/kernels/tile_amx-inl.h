@@ -41,11 +41,7 @@ class Tiles {
 
   template <int kTile>
   void add_int8(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
-    if constexpr (kTile == 0) {
-      finish_writes();
-      _tile_loadd(4, a, a_stride);
-    }
-    _tile_loadd(5, b, b_stride);
+    load_operands<kTile>(a, a_stride, b, b_stride);
     if constexpr (kTile == 0) _tile_dpbsud(0, 4, 5);
     if constexpr (kTile == 1) _tile_dpbsud(1, 4, 5);
     if constexpr (kTile == 2) _tile_dpbsud(2, 4, 5);
@@ -54,11 +50,7 @@ class Tiles {
 
   template <int kTile>
   void add_bf16(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
-    if constexpr (kTile == 0) {
-      finish_writes();
-      _tile_loadd(4, a, a_stride);
-    }
-    _tile_loadd(5, b, b_stride);
+    load_operands<kTile>(a, a_stride, b, b_stride);
     if constexpr (kTile == 0) _tile_dpbf16ps(0, 4, 5);
     if constexpr (kTile == 1) _tile_dpbf16ps(1, 4, 5);
     if constexpr (kTile == 2) _tile_dpbf16ps(2, 4, 5);
@@ -71,5 +63,16 @@ class Tiles {
     if constexpr (kTile == 1) _tile_stored(1, out, stride);
     if constexpr (kTile == 2) _tile_stored(2, out, stride);
     if constexpr (kTile == 3) _tile_stored(3, out, stride);
+  }
+
+ private:
+  // A once for all four tiles of sums, B for each.
+  template <int kTile>
+  void load_operands(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
+    if constexpr (kTile == 0) {
+      finish_writes();
+      _tile_loadd(4, a, a_stride);
+    }
+    _tile_loadd(5, b, b_stride);
   }
 };

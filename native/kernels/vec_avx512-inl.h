@@ -145,13 +145,7 @@ inline Bf16Pair e2m1_weights(I32 v) {
   return {(I32)_mm512_permutexvar_epi16(_mm512_srli_epi16(raw(v), 4 * kPair), values)};
 }
 #else
-struct Bf16Pair {
-  F32 even, odd;
-};
-inline Bf16Pair bf16_weights(I32 v) {
-  return {as_f32(v << 16), as_f32(v & static_cast<int32_t>(0xffff0000))};
-}
-inline Bf16Pair bf16_row(const uint8_t* p) { return bf16_weights(broadcast(p)); }
+#include "kernels/bf16_pairs-inl.h"
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }

@@ -4,7 +4,7 @@
 // Sums run over 16 virtual lanes whatever the register's width, and halves are added to halves, so
 // that a result is the same on every ISA.
 
-#define TANDEM_INLINE __attribute__((always_inline))
+#include "kernels/unroll-inl.h"
 
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
@@ -35,19 +35,6 @@ TANDEM_INLINE inline F32 rotate(F32 v, Indices<kIndex...>) {
 template <size_t kStep>
 TANDEM_INLINE inline F32 rotate(F32 v) {
   return rotate<kStep>(v, Lanes{});
-}
-
-template <int kValue>
-struct Index {
-  static constexpr int value = kValue;
-};
-// Unrolled before the compiler decides what lives in registers.
-template <int kCount, int kFirst = 0, class Body>
-TANDEM_INLINE inline void unroll(const Body& body) {
-  if constexpr (kFirst < kCount) {
-    body(Index<kFirst>{});
-    unroll<kCount, kFirst + 1>(body);
-  }
 }
 
 // Within every 128 bits: the low (kHigh 0) or high halves of a and b, by items of kSize lanes.

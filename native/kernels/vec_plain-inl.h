@@ -114,17 +114,7 @@ inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 
 // Two bf16 products per lane. Each product is exact in fp32, so adding it rounds as an fma does.
-struct Bf16Pair {
-  F32 even, odd;
-};
-inline Bf16Pair bf16_weights(I32 v) {
-  return {as_f32(v << 16), as_f32(v & static_cast<int32_t>(0xffff0000))};
-}
-inline Bf16Pair bf16_row(const uint8_t* p) {
-  int32_t word;
-  __builtin_memcpy(&word, p, 4);
-  return bf16_weights(set_i32(word));
-}
+#include "kernels/bf16_pairs-inl.h"
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   acc = w.even * a.even + acc;
   return w.odd * a.odd + acc;

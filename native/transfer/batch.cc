@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 
 #include "base/idle_spin.h"
 
@@ -30,20 +29,36 @@ void Batch::start() {
   if (total == 0 && begin_end()) finish({});
 }
 
-void Batch::add_done(const Piece& piece, TransportKind kind) {
-  size_t item = piece.item;
-  if (TransferCounters* counters = items_[item].counters)
-    counters->add(kind, static_cast<int>(items_[item].op), piece.length);
-  uint64_t begin = piece.begin;
-  while (begin >= items_[item].length) begin -= items_[item++].length;
-  for (uint64_t left = piece.length; left > 0; ++item, begin = 0) {
-    const uint64_t part = std::min(left, items_[item].length - begin);
-    items_[item].bytes_done.fetch_add(part, std::memory_order_relaxed);
-    left -= part;
+void Batch::hold(const std::shared_ptr<Peer>& peer, const std::shared_ptr<File>& file) {
+  if (peer && std::find(peers_.begin(), peers_.end(), peer) == peers_.end())
+    peers_.push_back(peer);
+  if (file && std::find(files_.begin(), files_.end(), file) == files_.end())
+    files_.push_back(file);
+}
+
+void Batch::add_done(const Piece& piece, TransportKind kind) { add_done({&piece, 1}, kind); }
+
+void Batch::add_done(std::span<const Piece> pieces, TransportKind kind) {
+  uint64_t total = 0;
+  for (const Piece& piece : pieces) {
+    size_t item = piece.item;
+    if (TransferCounters* counters = items_[item].counters)
+      counters->add(kind, static_cast<int>(items_[item].op), piece.length);
+    uint64_t begin = piece.begin;
+    while (begin >= items_[item].length) begin -= items_[item++].length;
+    for (uint64_t left = piece.length; left > 0; ++item, begin = 0) {
+      TransferItem& part_of = items_[item];
+      const uint64_t part = std::min(left, part_of.length - begin);
+      // Nobody else moves a byte of an item that one piece holds whole.
+      if (part == part_of.length)
+        part_of.bytes_done.store(part, std::memory_order_relaxed);
+      else
+        part_of.bytes_done.fetch_add(part, std::memory_order_relaxed);
+      left -= part;
+    }
+    total += piece.length;
   }
-  if (bytes_left_.fetch_sub(piece.length, std::memory_order_acq_rel) == piece.length &&
-      begin_end())
-    finish({});
+  if (bytes_left_.fetch_sub(total, std::memory_order_acq_rel) == total && begin_end()) finish({});
 }
 
 bool Batch::begin_end() { return !is_ending_.exchange(true, std::memory_order_acq_rel); }
@@ -51,27 +66,21 @@ bool Batch::begin_end() { return !is_ending_.exchange(true, std::memory_order_ac
 void Batch::finish(Status status) {
   pins_.clear();
   if (on_end_) on_end_(*this, status);
-  const std::lock_guard lock(mutex_);
-  status_ = std::move(status);
-  is_finished_.store(true, std::memory_order_release);
-  if (event_fd_ >= 0) eventfd_write(event_fd_, 1);
-  finished_.notify_all();
-}
-
-bool Batch::wait(int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
-  const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
-  return finished_.wait_until(lock, deadline, [&] { return is_finished_.load(); });
+  completion_.complete([&] {
+    status_ = std::move(status);
+    if (event_fd_ >= 0) eventfd_write(event_fd_, 1);
+  });
 }
 
 Result<int> Batch::completion_fd() {
-  const std::lock_guard lock(mutex_);
-  if (event_fd_ < 0) {
-    event_fd_ = eventfd(is_finished_.load() ? 1 : 0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event_fd_ < 0)
-      return Error{Code::kCapacity, "transfer.await", describe_errno("eventfd", errno), ""};
-  }
-  return event_fd_;
+  return completion_.hold([&]() -> Result<int> {
+    if (event_fd_ < 0) {
+      event_fd_ = eventfd(is_finished() ? 1 : 0, EFD_CLOEXEC | EFD_NONBLOCK);
+      if (event_fd_ < 0)
+        return Error{Code::kCapacity, "transfer.await", describe_errno("eventfd", errno), ""};
+    }
+    return event_fd_;
+  });
 }
 
 }  // namespace tandem::transfer

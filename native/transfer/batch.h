@@ -9,15 +9,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/completion.h"
 #include "transfer/counters.h"
 #include "transfer/registry.h"
 #include "transfer/transport_kind.h"
@@ -34,8 +34,9 @@ struct Piece;
 struct TransferItem {
   Op op = Op::kRead;
   uint8_t* local = nullptr;
-  std::shared_ptr<Peer> peer;  // Neither this nor a file: the segment is our own.
-  std::shared_ptr<File> file;
+  // Held by the batch. Neither: the segment is our own.
+  Peer* peer = nullptr;
+  File* file = nullptr;
   TransferCounters* counters = nullptr;  // Of the peer, file or engine that moves it.
   size_t location = 0;                   // Of the local memory, see PeerOptions::penalties.
   uint64_t offset = 0;
@@ -57,25 +58,31 @@ class Batch {
   std::vector<TransferItem>& items() { return items_; }
   // Keeps a local buffer in place until the end. REQUIRES: not started.
   void hold(Registry::Pin pin) { pins_.push_back(std::move(pin)); }
+  // Keeps what its items point to as long as it lives itself. REQUIRES: not started.
+  void hold(const std::shared_ptr<Peer>& peer, const std::shared_ptr<File>& file);
+  // Each once.
+  const std::vector<std::shared_ptr<Peer>>& peers() const { return peers_; }
+  const std::vector<std::shared_ptr<File>>& files() const { return files_; }
   const std::optional<TransportKind>& only() const { return only_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   int64_t begin_ns() const { return begin_ns_; }
 
   // New work may be started for it.
   bool is_open() const { return !is_ending_.load(std::memory_order_acquire); }
-  bool is_finished() const { return is_finished_.load(std::memory_order_acquire); }
+  bool is_finished() const { return completion_.is_done(); }
   // REQUIRES: finished.
   const Status& status() const { return status_; }
 
   // REQUIRES: all items are filled in. Counts the bytes that are to come; done at once if none.
   void start();
-  // The bytes of a piece have arrived.
+  // The bytes of pieces of this batch have arrived, at least one.
+  void add_done(std::span<const Piece> pieces, TransportKind kind);
   void add_done(const Piece& piece, TransportKind kind);
   // True for the one caller that must take the work back and call finish.
   bool begin_end();
   void finish(Status status);
-  // False at the deadline (monotonic nanoseconds).
-  bool wait(int64_t deadline_ns);
+  // To wait for `finish`.
+  Completion& completion() { return completion_; }
 
   // A descriptor that becomes readable when the batch is finished; owned by the batch.
   Result<int> completion_fd();
@@ -83,17 +90,17 @@ class Batch {
  private:
   std::vector<TransferItem> items_;
   std::vector<Registry::Pin> pins_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::shared_ptr<File>> files_;
   const int64_t deadline_ns_;
   const std::optional<TransportKind> only_;
   const OnEnd on_end_;
   const int64_t begin_ns_;
   std::atomic<uint64_t> bytes_left_{0};
   std::atomic<bool> is_ending_{false};
-  std::atomic<bool> is_finished_{false};
-  std::mutex mutex_;
-  std::condition_variable finished_;
-  Status status_;      // Written before is_finished_.
-  int event_fd_ = -1;  // GUARDED_BY(mutex_)
+  Completion completion_;
+  Status status_;      // Written before the end.
+  int event_fd_ = -1;  // While completion_ is held.
 };
 
 // A range of a run.

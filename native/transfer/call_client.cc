@@ -20,48 +20,45 @@ Error lost(const Error& reason) {
 
 }  // namespace
 
-Result<std::shared_ptr<CallInbox>> CallInbox::create() {
+Result<std::shared_ptr<CallInbox>> CallInbox::create(std::shared_ptr<CallQueue> queue) {
   const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (fd < 0) return Error{Code::kCapacity, "transfer.call", describe_errno("eventfd", errno), ""};
-  return std::shared_ptr<CallInbox>(new CallInbox(fd));
+  return std::shared_ptr<CallInbox>(new CallInbox(fd, std::move(queue)));
 }
 
 CallInbox::~CallInbox() { close(fd_); }
 
 void CallInbox::put(uint64_t tag) {
   const std::lock_guard lock(mutex_);
-  if (ended_.empty()) eventfd_write(fd_, 1);
+  if (ended_.empty()) {
+    if (queue_)
+      queue_->interrupt();
+    else
+      eventfd_write(fd_, 1);
+  }
   ended_.push_back(tag);
+}
+
+void CallInbox::leave_queue() {
+  const std::lock_guard lock(mutex_);
+  queue_.reset();
+  if (!ended_.empty()) eventfd_write(fd_, 1);
 }
 
 std::vector<uint64_t> CallInbox::take() {
   const std::lock_guard lock(mutex_);
   eventfd_t count;
-  eventfd_read(fd_, &count);
+  if (!queue_) eventfd_read(fd_, &count);
   return std::exchange(ended_, {});
 }
 
-bool PendingCall::wait(int64_t deadline_ns) {
-  if (is_done()) return true;
-  std::unique_lock lock(mutex_);
-  const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
-  return done_.wait_until(lock, deadline, [&] { return is_done_.load(); });
-}
-
 Result<std::string> PendingCall::take_answer() {
-  const std::lock_guard lock(mutex_);
-  return std::move(answer_);
+  return completion_.hold([&] { return std::move(answer_); });
 }
 
 void PendingCall::finish(Result<std::string> answer) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_done_.load()) return;
-    answer_ = std::move(answer);
-    is_done_.store(true, std::memory_order_release);
-    done_.notify_all();
-  }
-  if (inbox_) inbox_->put(tag_);
+  const bool is_first = completion_.complete([&] { answer_ = std::move(answer); });
+  if (is_first && inbox_) inbox_->put(tag_);
 }
 
 CallClient::Begun CallClient::begin(const std::shared_ptr<PendingCall>& call,

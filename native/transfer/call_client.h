@@ -17,30 +17,36 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/call_queue.h"
+#include "transfer/completion.h"
 #include "transfer/connection.h"
 
 namespace tandem::transfer {
 
 class PendingCall;
 
-// Where calls that have ended are collected for one thread that sleeps on a descriptor.
+// Where calls that have ended are collected for one thread, which sleeps on a descriptor, or takes
+// calls of peers out of a queue.
 class CallInbox {
  public:
-  static Result<std::shared_ptr<CallInbox>> create();
+  static Result<std::shared_ptr<CallInbox>> create(std::shared_ptr<CallQueue> queue = nullptr);
   ~CallInbox();
   CallInbox(const CallInbox&) = delete;
   CallInbox& operator=(const CallInbox&) = delete;
 
-  // Readable while something is in it.
+  // Readable while something is in it, unless there is a queue, which is interrupted instead.
   int fd() const { return fd_; }
   void put(uint64_t tag);
   std::vector<uint64_t> take();
+  // From now on the descriptor tells.
+  void leave_queue();
 
  private:
-  explicit CallInbox(int fd) : fd_(fd) {}
+  CallInbox(int fd, std::shared_ptr<CallQueue> queue) : fd_(fd), queue_(std::move(queue)) {}
   const int fd_;
-  std::mutex mutex_;             // Leaf.
-  std::vector<uint64_t> ended_;  // GUARDED_BY(mutex_)
+  std::mutex mutex_;                  // Before CallQueue::mutex_.
+  std::shared_ptr<CallQueue> queue_;  // GUARDED_BY(mutex_), with all below
+  std::vector<uint64_t> ended_;
 };
 
 // One call; ends once.
@@ -49,9 +55,9 @@ class PendingCall {
   PendingCall() = default;
   PendingCall(std::shared_ptr<CallInbox> inbox, uint64_t tag) : inbox_(std::move(inbox)), tag_(tag) {}
 
-  bool is_done() const { return is_done_.load(std::memory_order_acquire); }
-  // True once it has ended.
-  bool wait(int64_t deadline_ns);
+  bool is_done() const { return completion_.is_done(); }
+  // To wait for the end.
+  Completion& completion() { return completion_; }
   // REQUIRES: is_done(). The answer may be taken once.
   Result<std::string> take_answer();
 
@@ -62,10 +68,8 @@ class PendingCall {
   const std::shared_ptr<CallInbox> inbox_;
   const uint64_t tag_ = 0;
   uint64_t id_ = 0;  // 0 until it is sent. GUARDED_BY(CallClient::mutex_)
-  std::atomic<bool> is_done_{false};
-  std::mutex mutex_;
-  std::condition_variable done_;
-  Result<std::string> answer_{std::string()};  // GUARDED_BY(mutex_)
+  Completion completion_;
+  Result<std::string> answer_{std::string()};  // While completion_ is held.
 };
 
 class CallClient {

@@ -80,14 +80,16 @@ Status CallQueue::push(std::weak_ptr<Connection> connection, uint64_t id, const 
   return {};
 }
 
-std::vector<std::shared_ptr<IncomingCall>> CallQueue::take(size_t max) {
+std::optional<std::vector<std::shared_ptr<IncomingCall>>> CallQueue::take(size_t max) {
   // Those whose caller is gone are dropped, without the mutex: nobody must execute a call after
   // the caller has been told that it failed and has sent another over a new connection.
   std::vector<std::shared_ptr<IncomingCall>> taken, dropped;
   std::unique_lock lock(mutex_);
-  while (taken.empty()) {
-    changed_.wait(lock, [&] { return is_closed_ || !calls_.empty(); });
-    if (is_closed_) break;
+  bool is_interrupted = false;
+  while (taken.empty() && !is_interrupted) {
+    changed_.wait(lock, [&] { return is_closed_ || is_interrupted_ || !calls_.empty(); });
+    if (is_closed_) return std::nullopt;
+    is_interrupted = std::exchange(is_interrupted_, false);
     while (!calls_.empty() && taken.size() < max) {
       (calls_.front()->is_void() ? dropped : taken).push_back(std::move(calls_.front()));
       calls_.pop_front();
@@ -96,6 +98,13 @@ std::vector<std::shared_ptr<IncomingCall>> CallQueue::take(size_t max) {
   }
   lock.unlock();
   return taken;
+}
+
+void CallQueue::interrupt() {
+  const std::lock_guard lock(mutex_);
+  is_interrupted_ = true;
+  is_ready_.store(true, std::memory_order_release);
+  changed_.notify_one();
 }
 
 bool CallQueue::is_closed() {

@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -59,8 +60,10 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   // Errors: kUnsupported (nobody serves), kCapacity. Called by connections.
   Status push(std::weak_ptr<Connection> connection, uint64_t id, const std::string& peer,
               std::string payload);
-  // At most `max` calls; waits for the first. Nothing: the queue is closed.
-  std::vector<std::shared_ptr<IncomingCall>> take(size_t max);
+  // At most `max` calls; waits for the first, or for `interrupt`. nullopt: the queue is closed.
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> take(size_t max);
+  // Lets `take` return: its caller has something else to look at.
+  void interrupt();
   bool is_closed();
   // Whether `take` would return at once.
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
@@ -75,6 +78,7 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   std::atomic<bool> is_ready_{false};                // Written under mutex_.
   bool is_served_ = false;                           // GUARDED_BY(mutex_), with all below
   bool is_closed_ = false;
+  bool is_interrupted_ = false;
   size_t num_open_ = 0;  // Here, or taken and not answered.
   size_t num_bytes_ = 0;
 };

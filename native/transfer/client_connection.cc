@@ -7,7 +7,7 @@ namespace tandem::transfer {
 
 ClientConnection::ClientConnection(std::weak_ptr<Peer> peer, EventLoop* loop, int fd, Role role,
                                    uint32_t rail, uint32_t id)
-    : Connection(loop, fd, true),
+    : Connection(loop, EventLoop::Kind::kAnswers, fd, true),
       peer_(std::move(peer)),
       role_(role),
       rail_(rail),

@@ -32,8 +32,9 @@ Error lost(std::string what) { return {Code::kPeerLost, "transfer.io", std::move
 
 }  // namespace
 
-Connection::Connection(EventLoop* loop, int fd, bool is_connecting)
+Connection::Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting)
     : loop_(loop),
+      kind_(kind),
       fd_(fd),
       progress_ns_(now_ns()),
       is_connecting_(is_connecting),
@@ -47,7 +48,7 @@ Status Connection::attach() {
   const std::lock_guard lock(mutex_);
   wants_output_ = is_connecting_;
   const uint32_t events = EPOLLIN | (wants_output_ ? EPOLLOUT : 0u);
-  Result<uint64_t> key = loop_->add(fd_, events, weak_from_this());
+  Result<uint64_t> key = loop_->add(fd_, events, weak_from_this(), kind_);
   if (!key.is_ok()) return key.error();
   loop_key_ = key.value();
   return {};
@@ -211,7 +212,10 @@ void Connection::do_read() {
     // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
     // answered with goes out together: a system call for each costs more than a small slice.
     const std::lock_guard lock(mutex_);
-    if (has_whole_frame()) --step;
+    if (has_whole_frame())
+      --step;
+    else if (is_drained_)
+      break;
   }
   if (has_answers) flush();
 }
@@ -236,6 +240,7 @@ ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_
     input_begin_ = 0;
     input_end_ = got > static_cast<ssize_t>(size) ? static_cast<size_t>(got) - size : 0;
   }
+  is_drained_ = got < static_cast<ssize_t>(size + size_behind);
   if (got > 0) {
     const int64_t now = now_ns();
     progress_ns_.store(now, std::memory_order_relaxed);

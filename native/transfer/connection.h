@@ -73,7 +73,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
     Registry::Pin pin;  // Of borrowed memory of ours that a peer reads.
   };
 
-  Connection(EventLoop* loop, int fd, bool is_connecting);
+  // One of ours brings answers, one that connected to us requests.
+  Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting);
 
   virtual void on_connected() {}
   // Refuses a frame before its payload is read. Under mutex_.
@@ -94,6 +95,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   bool is_begun(const Output& output) const { return output.sent > 0; }
 
   EventLoop* const loop_;
+  const EventLoop::Kind kind_;
   mutable std::mutex mutex_;
   std::mutex read_mutex_;
   int fd_;                       // GUARDED_BY(mutex_)
@@ -125,6 +127,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   bool wants_output_ = false;    // GUARDED_BY(mutex_)
   bool is_write_broken_ = false;  // GUARDED_BY(mutex_)
   std::vector<uint8_t> input_;   // GUARDED_BY(mutex_)
+  bool is_drained_ = false;  // The last call left nothing in the socket; more may have come since.
   size_t input_begin_ = 0;
   size_t input_end_ = 0;
   uint64_t incoming_done_ = 0;

@@ -37,19 +37,31 @@ Copier::~Copier() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Copier::submit(Piece piece, std::shared_ptr<Mapping> mapping) {
-  if (piece.length <= kInlineBytes) {
+void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping) {
+  for (size_t i = 0; i < pieces.size();) {
+    // Short ones that follow each other are taken as one: the locks would cost more than 4 KiB.
+    const size_t first = i;
+    const auto& batch = pieces[first].batch;
+    for (uint64_t total = 0; i < pieces.size() && pieces[i].batch == batch; ++i) {
+      total += pieces[i].length;
+      if (pieces[i].length > kInlineBytes || total > kChunkBytes) break;
+    }
+    const std::span<const Piece> now(&pieces[first], i - first);
     {
       const std::lock_guard lock(mutex_);
-      if (!piece.batch->is_open()) return;
-      running_.push_back(piece.batch.get());
+      if (!batch->is_open()) {
+        i = std::max(i, first + 1);
+        continue;
+      }
+      if (now.empty()) {
+        tasks_.push_back({std::move(pieces[i++]), mapping});
+        work_.notify_one();
+        continue;
+      }
+      running_.push_back(batch.get());
     }
-    return copy_chunk({std::move(piece), std::move(mapping)});
+    copy_now(now, *mapping);
   }
-  const std::lock_guard lock(mutex_);
-  if (!piece.batch->is_open()) return;
-  tasks_.push_back({std::move(piece), std::move(mapping)});
-  work_.notify_one();
 }
 
 // Takes a chunk off the first task. The lock is released while it is copied.
@@ -66,24 +78,41 @@ bool Copier::run_one(std::unique_lock<std::mutex>& lock) {
     work_.notify_one();
   running_.push_back(task.piece.batch.get());
   lock.unlock();
-  copy_chunk(task);
+  copy_now({&task.piece, 1}, *task.mapping);
   lock.lock();
   return true;
 }
 
-void Copier::copy_chunk(const Task& task) {
-  const Piece& piece = task.piece;
-  const Status status = task.mapping->copy(piece.transfer().op, piece.local(), piece.offset(),
-                                           piece.length);
+void Copier::copy_now(std::span<const Piece> pieces, Mapping& mapping) {
+  const std::shared_ptr<Batch> batch = pieces.front().batch;
+  const TransportKind kind = mapping.kind();
+  std::vector<std::pair<size_t, Error>> failures;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    const Status status =
+        mapping.copy(piece.transfer().op, piece.local(), piece.offset(), piece.length);
+    if (!status.is_ok()) failures.emplace_back(i, status.error());
+  }
   {
     const std::lock_guard lock(mutex_);
-    running_.erase(std::find(running_.begin(), running_.end(), piece.batch.get()));
+    running_.erase(std::find(running_.begin(), running_.end(), batch.get()));
   }
   idle_.notify_all();
-  if (!status.is_ok()) return on_failure_(piece, task.mapping->kind(), status.error());
-  bytes_moved_[static_cast<size_t>(task.mapping->kind())].fetch_add(piece.length,
-                                                                     std::memory_order_relaxed);
-  piece.batch->add_done(piece, task.mapping->kind());
+  size_t begin = 0;
+  for (auto& [i, error] : failures) {
+    add_done(pieces.subspan(begin, i - begin), kind);
+    on_failure_(pieces[i], kind, std::move(error));
+    begin = i + 1;
+  }
+  add_done(pieces.subspan(begin), kind);
+}
+
+void Copier::add_done(std::span<const Piece> pieces, TransportKind kind) {
+  if (pieces.empty()) return;
+  uint64_t num_bytes = 0;
+  for (const Piece& piece : pieces) num_bytes += piece.length;
+  bytes_moved_[static_cast<size_t>(kind)].fetch_add(num_bytes, std::memory_order_relaxed);
+  pieces.front().batch->add_done(pieces, kind);
 }
 
 void Copier::help(const Batch& batch) {

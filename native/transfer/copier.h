@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -26,8 +27,8 @@ class Copier {
   // REQUIRES: every batch has ended.
   ~Copier();
 
-  // Copies a short piece at once, on this thread; queues a long one.
-  void submit(Piece piece, std::shared_ptr<Mapping> mapping);
+  // Copies short pieces at once, on this thread; queues long ones.
+  void submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping);
   // Copies queued chunks until there are none or the batch is finished.
   void help(const Batch& batch);
   // After it returns, no byte of the batch is copied any more. REQUIRES: the batch is not open.
@@ -45,7 +46,9 @@ class Copier {
   explicit Copier(OnFailure on_failure) : on_failure_(std::move(on_failure)) {}
   void run();
   bool run_one(std::unique_lock<std::mutex>& lock);
-  void copy_chunk(const Task& task);
+  // Pieces of one batch that is in running_.
+  void copy_now(std::span<const Piece> pieces, Mapping& mapping);
+  void add_done(std::span<const Piece> pieces, TransportKind kind);
 
   const OnFailure on_failure_;
   std::mutex mutex_;

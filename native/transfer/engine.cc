@@ -60,29 +60,28 @@ Status Engine::start() {
   own_segment_ = make_local_mapping(&registry_);
   for (const auto& [location, penalties] : options_.penalties)
     locations_.emplace(location, locations_.size() + 1);
-  std::vector<EventLoop*> loops;
   for (int i = 0; i < options_.io_threads; ++i) {
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::start(options_.spin_ns);
     if (!loop.is_ok()) return loop.error();
     loops_.push_back(std::move(loop.value()));
-    loops.push_back(loops_.back().get());
+    loop_pointers_.push_back(loops_.back().get());
   }
   Result<std::unique_ptr<Copier>> copier = Copier::start(
       options_.copy_threads, [this](Piece piece, TransportKind kind, Error error) {
-        const std::shared_ptr<Peer> peer = piece.transfer().peer;
-        if (peer)
+        const std::shared_ptr<Batch> batch = piece.batch;  // Holds the peer.
+        if (Peer* peer = piece.transfer().peer)
           peer->fall_back(std::move(piece), kind, std::move(error));
         else
-          abort(piece.batch, std::move(error));
+          abort(batch, std::move(error));
       });
   if (!copier.is_ok()) return copier.error();
   copier_ = std::move(copier.value());
   Result<std::shared_ptr<Server>> server =
-      Server::start(options_.server, &registry_, loops, [this](int64_t due) { schedule(due); });
+      Server::start(options_.server, &registry_, loop_pointers_, [this](int64_t due) { schedule(due); });
   if (!server.is_ok()) return server.error();
   server_ = std::move(server.value());
   link_watch_ = LinkWatch::start(
-      loops[0], [this](const std::vector<SocketAddress>& addresses, bool is_up) {
+      loop_pointers_[0], [this](const std::vector<SocketAddress>& addresses, bool is_up) {
         for (const auto& [segment, peer] : peers()) peer->on_link(addresses, is_up);
       });
   try {
@@ -132,7 +131,7 @@ Status Engine::close(int64_t deadline_ns) {
   }
   for (const auto& [deadline, batch] : batches)
     abort(batch, {Code::kCancelled, "transfer.close", "the engine was closed", ""});
-  for (const auto& [deadline, batch] : batches) batch->wait(kNever);
+  for (const auto& [deadline, batch] : batches) batch->completion().wait(kNever);
   for (const auto& [segment, peer] : peers) peer->close();
   Status status;
   if (server_) {
@@ -169,15 +168,13 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
   if (Status status = check_open(); !status.is_ok()) return status.error();
   Result<SocketAddress> address = parse_address(text);
   if (!address.is_ok()) return address.error();
-  std::vector<EventLoop*> loops;
-  for (const auto& loop : loops_) loops.push_back(loop.get());
   Peer::Owner owner{
       [this](int64_t due) { schedule(due); },
       [this](const std::shared_ptr<Batch>& batch, Error error) { abort(batch, std::move(error)); },
-      [this](Piece piece, std::shared_ptr<Mapping> mapping) {
-        copy(std::move(piece), std::move(mapping));
+      [this](std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping) {
+        copy(std::move(pieces), std::move(mapping));
       }};
-  auto peer = std::make_shared<Peer>(options_.peer, address.value(), std::move(loops), owner);
+  auto peer = std::make_shared<Peer>(options_.peer, address.value(), loop_pointers_, owner);
   uint64_t segment;
   {
     // Known to the timer from the start: it watches the handshake.
@@ -202,8 +199,8 @@ Status Engine::close_segment(uint64_t segment) {
     const std::lock_guard lock(mutex_);
     if (const auto file = files_.find(segment); file != files_.end()) {
       for (const auto& [deadline, batch] : watched_)
-        if (std::any_of(batch->items().begin(), batch->items().end(),
-                        [&](const TransferItem& item) { return item.file == file->second; }))
+        if (std::find(batch->files().begin(), batch->files().end(), file->second) !=
+            batch->files().end())
           to_end.push_back(batch);
       files_.erase(file);
     } else {
@@ -216,7 +213,7 @@ Status Engine::close_segment(uint64_t segment) {
   if (peer) peer->close();
   for (const auto& batch : to_end) {
     abort(batch, {Code::kCancelled, "transfer.close", "the file was closed", ""});
-    batch->wait(kNever);
+    batch->completion().wait(kNever);
   }
   return {};
 }
@@ -269,10 +266,11 @@ std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
   return found == faults_.end() ? nullptr : found->second;
 }
 
-void Engine::copy(Piece piece, std::shared_ptr<Mapping> mapping) {
+void Engine::copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping) {
+  if (pieces.empty()) return;
   if (std::shared_ptr<FaultPlan> plan = faults(mapping->kind()))
     mapping = make_faulty_mapping(std::move(mapping), std::move(plan));
-  copier_->submit(std::move(piece), std::move(mapping));
+  copier_->submit(std::move(pieces), mapping);
 }
 
 std::vector<double> Engine::quota_rates() const {
@@ -392,6 +390,7 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
       if (!found.is_ok()) return found.error();
       target = std::move(found.value());
       segment = request.segment;
+      batch->hold(target.peer, target.file);
     }
     if (Status status = check_remote(request, target); !status.is_ok()) return status.error();
     if (only && (*only == TransportKind::kFile) != (target.file != nullptr))
@@ -400,8 +399,8 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
     item.op = request.op;
     item.local = last.data + request.local_offset;
     item.location = last.location;
-    item.peer = target.peer;
-    item.file = target.file;
+    item.peer = target.peer.get();
+    item.file = target.file.get();
     item.counters = target.peer ? &target.peer->counters() : &counters_;
     item.offset = request.offset;
     item.length = request.length;
@@ -441,8 +440,7 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
   Result<std::shared_ptr<Batch>> made = make_batch(requests, deadline_ns, only);
   if (!made.is_ok()) return made;
   const std::shared_ptr<Batch>& batch = made.value();
-  // Sorted by peer before anything runs: an item's peer may be read by others from then on.
-  std::map<std::shared_ptr<Peer>, std::vector<Piece>> by_peer;
+  std::map<Peer*, std::vector<Piece>> by_peer;
   std::vector<Piece> inside;
   std::vector<Piece> to_files;
   for (Piece& run : merge_runs(batch)) {
@@ -457,51 +455,71 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
   batch->start();
   for (auto& [peer, pieces] : by_peer) peer->submit(std::move(pieces));
   for (Piece& piece : to_files) file_io_->submit(std::move(piece));
-  for (Piece& piece : inside) copy(std::move(piece), own_segment_);
+  copy(std::move(inside), own_segment_);
   return batch;
 }
 
 void Engine::abort(const std::shared_ptr<Batch>& batch, Error error) {
   if (!batch->begin_end()) return;
-  std::vector<std::shared_ptr<Peer>> peers;
-  for (const TransferItem& item : batch->items())
-    if (item.peer && std::find(peers.begin(), peers.end(), item.peer) == peers.end())
-      peers.push_back(item.peer);
-  for (const auto& peer : peers) peer->drop(*batch);
+  for (const auto& peer : batch->peers()) peer->drop(*batch);
   copier_->drop(*batch);
-  const bool has_file = std::any_of(batch->items().begin(), batch->items().end(),
-                                    [](const TransferItem& item) { return item.file != nullptr; });
-  if (has_file) file_io_->drop(*batch);
+  if (!batch->files().empty()) file_io_->drop(*batch);
   batch->finish(std::move(error));
 }
 
 void Engine::cancel(const std::shared_ptr<Batch>& batch) {
   if (is_forked()) return;
   abort(batch, {Code::kCancelled, "transfer.cancel", "the batch was cancelled", ""});
-  batch->wait(kNever);  // Another may be ending it; that takes as long as a system call.
+  batch->completion().wait(kNever);  // Another may be ending it; that takes as long as a system call.
 }
 
-// Whoever waits does the work of the I/O threads meanwhile: no wake-up between the two.
-template <class Predicate>
-void Engine::poll_loops(Predicate is_done) {
+// For a bounded time.
+template <class Poll, class Predicate>
+void Engine::poll_until(Poll poll, Predicate is_done) {
   if (options_.spin_ns == 0) return;
-  for (const auto& loop : loops_) loop->begin_help();
   // One a thread: what it has learnt about polling on this machine outlasts the call.
   thread_local AdaptiveSpin spin(options_.spin_ns);
   spin.wait([&] {
-    for (const auto& loop : loops_) loop->poll();
+    poll();
     return is_done();
   });
-  for (const auto& loop : loops_) loop->end_help();
+}
+
+bool Engine::await(Completion& completion, int64_t deadline_ns) {
+  const auto is_done = [&] { return completion.is_done(); };
+  if (is_done()) return true;
+  std::vector<EventLoop*> led;
+  for (EventLoop* loop : loop_pointers_)
+    if (loop->begin_lead()) led.push_back(loop);
+  if (!led.empty()) {
+    poll_until([&] { for (EventLoop* loop : led) loop->poll_answers(); }, is_done);
+    // One cannot sleep in several loops: then their own threads do.
+    if (led.size() == loop_pointers_.size() && led.size() == 1) {
+      completion.set_leader(led[0]);
+      led[0]->sleep_until(is_done, deadline_ns);
+      completion.set_leader(nullptr);
+    }
+    for (EventLoop* loop : led) loop->end_lead();
+    if (is_done()) return true;
+  }
+  for (EventLoop* loop : loop_pointers_) loop->begin_follow();
+  const bool is_in_time = completion.wait(deadline_ns);
+  for (EventLoop* loop : loop_pointers_) loop->end_follow();
+  return is_in_time;
+}
+
+Result<int> Engine::completion_fd(const std::shared_ptr<Batch>& batch) {
+  if (is_forked()) return check_open().error();
+  batch->completion().follow(loop_pointers_);
+  return batch->completion_fd();
 }
 
 Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
   if (is_forked()) return check_open();
   if (!batch->is_finished()) copier_->help(*batch);
-  if (!batch->is_finished()) poll_loops([&] { return batch->is_finished(); });
-  if (!batch->wait(deadline_ns)) {
+  if (!await(batch->completion(), deadline_ns)) {
     abort(batch, {Code::kDeadline, "transfer.wait", "the transfer did not end in time", ""});
-    batch->wait(kNever);
+    batch->completion().wait(kNever);
   }
   unwatch(*batch);
   return batch->status();
@@ -513,15 +531,10 @@ Result<std::string> Engine::call(uint64_t segment, std::string payload, int64_t 
   auto begun = peer.value()->begin_call(std::move(payload), nullptr, 0);
   if (!begun.is_ok()) return begun.error();
   const std::shared_ptr<PendingCall>& call = begun.value();
-  if (!call->is_done()) poll_for(*call);
-  if (!call->wait(deadline_ns))
+  if (!await(call->completion(), deadline_ns))
     peer.value()->abandon_call(call, {Code::kDeadline, "transfer.call",
                                       "no answer in time: executed once or not at all", ""});
   return call->take_answer();
-}
-
-void Engine::poll_for(const PendingCall& call) {
-  poll_loops([&] { return call.is_done(); });
 }
 
 Status Engine::serve_calls() {
@@ -529,9 +542,16 @@ Status Engine::serve_calls() {
   return server_->calls()->begin_serving();
 }
 
-std::vector<std::shared_ptr<IncomingCall>> Engine::take_calls(size_t max) {
+Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
+  return CallInbox::create(server_->calls());
+}
+
+std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
   CallQueue& calls = *server_->calls();
-  if (!calls.is_ready()) poll_loops([&] { return calls.is_ready(); });
+  if (!calls.is_ready()) {
+    poll_until([&] { for (EventLoop* loop : loop_pointers_) loop->poll_requests(); },
+               [&] { return calls.is_ready(); });
+  }
   return calls.take(max);
 }
 

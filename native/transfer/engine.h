@@ -94,18 +94,21 @@ class Engine {
   // Until the batch has ended or the deadline has passed, which ends it with kDeadline. When it
   // returns no byte of a local buffer is touched any more.
   Status wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns);
+  // Readable when the batch has ended; the batch owns it.
+  Result<int> completion_fd(const std::shared_ptr<Batch>& batch);
   // Ends the batch with kCancelled, unless it has ended.
   void cancel(const std::shared_ptr<Batch>& batch);
 
   // Sends a small request to the peer's handler and waits for its answer. Errors: those of
   // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
   Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
-  // Polls, for a bounded time, for what a thread waits for.
-  void poll_for(const PendingCall& call);
   // Peers' calls are taken with `take_calls` from now on. Errors: kConflict (they are already).
   Status serve_calls();
-  // Calls of peers, at most `max`; waits for the first. Nothing: the engine is closed.
-  std::vector<std::shared_ptr<IncomingCall>> take_calls(size_t max);
+  // Calls of peers, at most `max`; waits for the first, or an end of calls of ours that are
+  // collected in `make_inbox`. nullopt: the engine is closed.
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> take_calls(size_t max);
+  // For the thread that takes calls: it is told of the ends of its own there.
+  Result<std::shared_ptr<CallInbox>> make_inbox();
 
   Status notify(uint64_t segment, const std::string& name, const std::string& payload,
                 int64_t deadline_ns);
@@ -126,8 +129,11 @@ class Engine {
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
-  template <class Predicate>
-  void poll_loops(Predicate is_done);
+  template <class Poll, class Predicate>
+  void poll_until(Poll poll, Predicate is_done);
+  // False at the deadline. This thread does the work of the I/O threads meanwhile, so that nobody has
+  // to wake it.
+  bool await(Completion& completion, int64_t deadline_ns);
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
                                             int64_t deadline_ns,
                                             std::optional<TransportKind> only);
@@ -142,7 +148,7 @@ class Engine {
   void run_timer();
   int64_t tick(int64_t now_ns);
   std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
-  void copy(Piece piece, std::shared_ptr<Mapping> mapping);
+  void copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping);
 
   const EngineOptions options_;
   TransferCounters counters_;
@@ -152,6 +158,7 @@ class Engine {
   Registry registry_;
   std::shared_ptr<Mapping> own_segment_;
   std::vector<std::unique_ptr<EventLoop>> loops_;
+  std::vector<EventLoop*> loop_pointers_;
   std::unique_ptr<Copier> copier_;
   std::shared_ptr<Server> server_;
   std::shared_ptr<LinkWatch> link_watch_;

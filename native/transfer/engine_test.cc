@@ -142,8 +142,8 @@ TEST(engine_answers_calls_of_many_threads_while_connections_close) {
       std::vector<std::shared_ptr<IncomingCall>> kept;
       for (;;) {
         auto calls = giver->take_calls(16);
-        if (calls.empty()) break;
-        for (auto& call : calls) {
+        if (!calls) break;
+        for (auto& call : *calls) {
           num_executed.fetch_add(1);
           // Answered now, later, or never: by its end.
           if (call->payload().back() % 4 == 0) {

@@ -1,8 +1,16 @@
 // An epoll thread. Handlers are called without any lock of the loop, from the thread or from a
-// waiter that polls in its stead; a handler serialises itself.
+// waiter in its stead; a handler serialises itself.
 //
 // After an event the thread polls for at most `spin_ns`, since a wake-up costs more than that, then
 // it sleeps in the kernel. A loop without events uses no CPU.
+//
+// Leading. Descriptors that bring answers to what this process asked lie in an epoll set of their
+// own, inside that of the thread. A thread that waits for an answer leads: it takes the set over,
+// polls and then sleeps at it, so nobody has to wake it. Meanwhile the way to the set is shut for the
+// loop's thread, since two at one socket wake and hinder each other, which costs as much as a small
+// transfer. Where waits follow each other it stays shut between them too, or an answer that is there
+// before its waiter would wake the thread; then the thread looks at the clock, and opens the way
+// kHoldNs after the last wait. What others wait for (followers) keeps it open.
 #pragma once
 
 #include <atomic>
@@ -12,6 +20,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "base/idle_spin.h"
 #include "base/status.h"
 
 namespace tandem::transfer {
@@ -24,6 +33,10 @@ class EventHandler {
 
 class EventLoop {
  public:
+  // What a descriptor brings: requests of others, or answers to ours.
+  enum class Kind { kRequests, kAnswers };
+  static constexpr int64_t kHoldNs = 500'000;
+
   static Result<std::unique_ptr<EventLoop>> start(int64_t spin_ns);
   // Ends the thread. REQUIRES: called by another thread.
   ~EventLoop();
@@ -31,31 +44,68 @@ class EventLoop {
   EventLoop& operator=(const EventLoop&) = delete;
 
   // Calls the handler while it lives; holds no reference. Returns the key for the other calls.
-  Result<uint64_t> add(int fd, uint32_t events, std::weak_ptr<EventHandler> handler);
+  Result<uint64_t> add(int fd, uint32_t events, std::weak_ptr<EventHandler> handler, Kind kind);
   void modify(uint64_t key, int fd, uint32_t events);
   void remove(uint64_t key, int fd);
 
-  // Handles what is ready now. For a waiter that would otherwise sleep until this thread woke.
-  bool poll() { return run_once(0); }
-  int64_t spin_ns() const { return spin_ns_; }
-  // While a waiter polls, the thread need not.
-  void begin_help() { num_helpers_.fetch_add(1, std::memory_order_relaxed); }
-  void end_help() { num_helpers_.fetch_sub(1, std::memory_order_relaxed); }
+  // Handles the requests that are here now. For a waiter that would sleep until this thread woke.
+  bool poll_requests() { return run_once(requests_fd_, 0, false); }
+
+  // False: another thread leads.
+  bool begin_lead();
+  void end_lead();
+  // Handles the answers that are here now. REQUIRES: this thread leads, also for the next.
+  bool poll_answers() { return run_once(answers_fd_, 0, true); }
+  // Handles answers until `is_done` or the deadline (monotonic nanoseconds). REQUIRES: whoever makes
+  // it true calls wake_leader after it.
+  template <class Predicate>
+  void sleep_until(Predicate is_done, int64_t deadline_ns);
+  void wake_leader();
+  // Around the time in which an answer is waited for by who does not lead.
+  void begin_follow();
+  void end_follow() { num_followers_.fetch_sub(1); }
 
  private:
-  EventLoop(int epoll_fd, int stop_fd, int64_t spin_ns);
+  explicit EventLoop(int64_t spin_ns);
   void run();
-  bool run_once(int timeout_ms);
+  bool run_once(int epoll_fd, int timeout_ms, bool is_leader);
+  void dispatch(uint64_t key, uint32_t events);
+  int epoll_fd_of(uint64_t key) const;
+  // REQUIRES: gate_mutex_ held.
+  void open_gate();
+  // Opens the gate if it is time; returns how long the thread may sleep, milliseconds, -1: for ever.
+  int watch_gate();
+  static int to_timeout_ms(int64_t ns);
 
-  int epoll_fd_;
-  int stop_fd_;
-  int64_t spin_ns_;
+  const int requests_fd_;  // The set of the thread; holds the bell and answers_fd_.
+  const int answers_fd_;
+  const int bell_fd_;         // Wakes the thread.
+  const int leader_bell_fd_;  // Wakes who leads.
+  const int64_t spin_ns_;
   std::atomic<bool> is_stopping_{false};
-  std::atomic<int> num_helpers_{0};
+  std::atomic<bool> is_led_{false};
+  std::atomic<bool> is_leader_asleep_{false};
+  std::atomic<int> num_followers_{0};
+  std::mutex gate_mutex_;  // Leaf.
+  bool is_gate_open_ = true;    // GUARDED_BY(gate_mutex_), with all below
+  bool is_gate_watched_ = false;  // The thread wakes by itself to open it.
+  int64_t led_since_ns_ = 0;
+  int64_t led_until_ns_ = 0;
   std::mutex mutex_;  // Leaf.
   std::unordered_map<uint64_t, std::weak_ptr<EventHandler>> handlers_;  // GUARDED_BY(mutex_)
-  uint64_t next_key_ = 1;                                               // GUARDED_BY(mutex_)
+  uint64_t next_key_;                                                   // GUARDED_BY(mutex_)
   std::thread thread_;
 };
+
+template <class Predicate>
+void EventLoop::sleep_until(Predicate is_done, int64_t deadline_ns) {
+  for (int64_t now; !is_done() && (now = now_ns()) < deadline_ns;) {
+    is_leader_asleep_.store(true);
+    // Either this sees that it is done, or who made it so sees that somebody is asleep.
+    if (is_done()) break;
+    run_once(answers_fd_, to_timeout_ms(deadline_ns - now), true);
+  }
+  is_leader_asleep_.store(false);
+}
 
 }  // namespace tandem::transfer

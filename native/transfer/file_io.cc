@@ -129,7 +129,7 @@ bool FileIo::is_blocked(const Piece& piece) const {
   const uint64_t begin = piece.offset();
   return std::any_of(taken_.begin(), taken_.end(), [&](const auto& item) {
     const Taken& taken = item.second;
-    return taken.is_stale && taken.is_write && taken.file == piece.transfer().file.get() &&
+    return taken.is_stale && taken.is_write && taken.file == piece.transfer().file &&
            taken.begin < begin + piece.length && begin < taken.end;
   });
 }
@@ -149,7 +149,7 @@ bool FileIo::take(Part* part) {
   part->iov = {part->block, cut.length};
   free_blocks_.pop_back();
   taken_.emplace(part->key,
-                 Taken{next->batch.get(), item.file.get(), next->offset(),
+                 Taken{next->batch.get(), item.file, next->offset(),
                        next->offset() + cut.length, item.op == Op::kWrite});
   next->begin += cut.length;
   next->length -= cut.length;

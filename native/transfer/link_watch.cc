@@ -53,7 +53,7 @@ std::shared_ptr<LinkWatch> LinkWatch::start(EventLoop* loop, OnChange on_change)
           addresses_of(static_cast<int>(one->if_index));
     if_freenameindex(all);
   }
-  Result<uint64_t> key = loop->add(fd, EPOLLIN, watch);
+  Result<uint64_t> key = loop->add(fd, EPOLLIN, watch, EventLoop::Kind::kRequests);
   if (!key.is_ok()) return nullptr;
   watch->key_ = key.value();
   return watch;

@@ -13,6 +13,22 @@ std::chrono::steady_clock::time_point at(int64_t ns) {
   return std::chrono::steady_clock::time_point{std::chrono::nanoseconds(ns)};
 }
 
+// A thread waits for an answer, and not by leading.
+class Following {
+ public:
+  explicit Following(const std::vector<EventLoop*>& loops) : loops_(loops) {
+    for (EventLoop* loop : loops_) loop->begin_follow();
+  }
+  ~Following() {
+    for (EventLoop* loop : loops_) loop->end_follow();
+  }
+  Following(const Following&) = delete;
+  Following& operator=(const Following&) = delete;
+
+ private:
+  const std::vector<EventLoop*>& loops_;
+};
+
 }  // namespace
 
 Peer::Peer(PeerOptions options, SocketAddress address, std::vector<EventLoop*> loops, Owner owner)
@@ -43,6 +59,7 @@ Status Peer::open(int64_t deadline_ns) {
     work.due_ns = next_due();
   }
   finish(std::move(work));
+  const Following following(loops_);
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, at(deadline_ns), [&] { return state_ != State::kOpening; });
   if (state_ == State::kOpen) return {};
@@ -81,6 +98,7 @@ void Peer::close() {
 }
 
 Result<Description> Peer::describe(int64_t deadline_ns) {
+  const Following following(loops_);
   std::unique_lock lock(mutex_);
   const uint64_t wanted = num_descriptions_ + 1;
   begin_work();
@@ -104,6 +122,7 @@ Result<Description> Peer::describe(int64_t deadline_ns) {
 
 Status Peer::notify(const std::string& name, const std::string& payload, int64_t deadline_ns) {
   const std::lock_guard one_at_a_time(notify_mutex_);
+  const Following following(loops_);
   PayloadWriter out;
   out.put_text(name);
   out.put_bytes(payload);
@@ -143,7 +162,9 @@ Result<std::shared_ptr<PendingCall>> Peer::begin_call(std::string payload,
     return Error{Code::kConfig, "transfer.call",
                  std::to_string(payload.size()) + " bytes, at most " +
                      std::to_string(kMaxCallBytes) + ": bulk bytes are transfers", "payload"};
+  const bool is_awaited = inbox != nullptr;
   auto call = std::make_shared<PendingCall>(std::move(inbox), tag);
+  if (is_awaited) call->completion().follow(loops_);
   const CallClient::Begun begun = calls_.begin(call, std::move(payload));
   if (!begun.status.is_ok()) return begun.status.error();
   if (begun.connection) {
@@ -407,7 +428,7 @@ void Peer::give_up(State state, const Error& error, Work& work) {
 void Peer::finish(Work work) {
   for (const auto& mapping : work.to_revoke) mapping->revoke();
   for (const auto& connection : work.to_flush) connection->flush();
-  for (auto& [piece, mapping] : work.to_copy) owner_.copy(std::move(piece), std::move(mapping));
+  for (auto& [pieces, mapping] : work.to_copy) owner_.copy(std::move(pieces), std::move(mapping));
   for (auto& [batch, error] : work.to_abort) owner_.abort(batch, std::move(error));
   if (work.due_ns != kNever) owner_.schedule(work.due_ns);
 }

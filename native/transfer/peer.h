@@ -74,7 +74,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   struct Owner {
     std::function<void(int64_t due_ns)> schedule;
     std::function<void(const std::shared_ptr<Batch>&, Error)> abort;
-    std::function<void(Piece, std::shared_ptr<Mapping>)> copy;
+    std::function<void(std::vector<Piece>, std::shared_ptr<Mapping>)> copy;
   };
 
   Peer(PeerOptions options, SocketAddress address, std::vector<EventLoop*> loops, Owner owner);
@@ -148,10 +148,14 @@ class Peer : public std::enable_shared_from_this<Peer> {
       if (std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
         to_flush.push_back(connection);
     }
+    void copy(Piece piece, const std::shared_ptr<Mapping>& mapping) {
+      if (to_copy.empty() || to_copy.back().second != mapping) to_copy.emplace_back().second = mapping;
+      to_copy.back().first.push_back(std::move(piece));
+    }
 
     std::vector<std::shared_ptr<ClientConnection>> to_flush;
     std::vector<std::pair<std::shared_ptr<Batch>, Error>> to_abort;
-    std::vector<std::pair<Piece, std::shared_ptr<Mapping>>> to_copy;
+    std::vector<std::pair<std::vector<Piece>, std::shared_ptr<Mapping>>> to_copy;
     std::vector<std::shared_ptr<Mapping>> to_revoke;
     int64_t due_ns = std::numeric_limits<int64_t>::max();
   };

@@ -118,7 +118,7 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
   if (const Direct* direct = find_direct(offset)) {
     for (const auto& mapping : direct->mappings) {
       if (!is_wanted(mapping->kind())) continue;
-      work.to_copy.emplace_back(piece, mapping);
+      work.copy(piece, mapping);
       return true;
     }
     return false;

@@ -11,7 +11,7 @@ Result<std::shared_ptr<ClientConnection>> Peer::make_connection(Role role, uint3
                                                                 const SocketAddress& local) {
   Result<int> fd = begin_connect(remote, local);
   if (!fd.is_ok()) return fd.error();
-  tune_stream(fd.value(), options_.socket_buffer_bytes);
+  tune_stream(fd.value(), remote, options_.socket_buffer_bytes);
   const uint32_t id = next_connection_id_++;
   EventLoop* loop = loops_[id % loops_.size()];
   auto connection =

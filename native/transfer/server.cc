@@ -81,7 +81,8 @@ Status Server::open_listener(const std::string& text) {
   }
   if (!fd.is_ok()) return fd.error();
   auto listener = std::make_shared<Listener>(weak_from_this(), loops_[0], fd.value());
-  Result<uint64_t> key = loops_[0]->add(listener->fd(), EPOLLIN, listener);
+  Result<uint64_t> key = loops_[0]->add(listener->fd(), EPOLLIN, listener,
+                                           EventLoop::Kind::kRequests);
   if (!key.is_ok()) return key.error();
   listener->key = key.value();
   addresses_.push_back(local_address_of(listener->fd()).text());
@@ -105,7 +106,7 @@ void Server::close() {
 }
 
 void Server::admit(int fd) {
-  tune_stream(fd, options_.socket_buffer_bytes);
+  tune_stream(fd, remote_address_of(fd), options_.socket_buffer_bytes);
   std::shared_ptr<ServerConnection> connection;
   {
     const std::lock_guard lock(mutex_);

@@ -8,7 +8,9 @@
 namespace tandem::transfer {
 
 ServerConnection::ServerConnection(std::shared_ptr<Server> server, EventLoop* loop, int fd)
-    : Connection(loop, fd, false), server_(std::move(server)), begin_ns_(now_ns()) {}
+    : Connection(loop, EventLoop::Kind::kRequests, fd, false),
+      server_(std::move(server)),
+      begin_ns_(now_ns()) {}
 
 Status ServerConnection::check_header(const Frame& frame) {
   const bool is_slice = frame.type == FrameType::kWrite || frame.type == FrameType::kRead;

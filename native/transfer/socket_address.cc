@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <string_view>
 
 #include "base/sysfs.h"
 
@@ -80,6 +81,14 @@ bool SocketAddress::is_same_host(const SocketAddress& other) const {
                               &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr);
   return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
          reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+}
+
+bool SocketAddress::is_loopback() const {
+  constexpr uint32_t kNetwork = 127;
+  if (storage.ss_family == AF_INET6)
+    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr);
+  return storage.ss_family == AF_INET &&
+         ntohl(reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr) >> 24 == kNetwork;
 }
 
 int SocketAddress::common_bits(const SocketAddress& other) const {
@@ -172,9 +181,16 @@ Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& loca
   return fd.take();
 }
 
-void tune_stream(int fd, int buffer_bytes) {
+void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  // Inside a host nothing is congested. A control that paces (BBR) halves the rate there: it guesses
+  // a bandwidth from memory copies, sends in small parts and stops for its own probes. Every kernel
+  // has Reno, and whatever the administrator chose stays in force between hosts.
+  if (remote.is_loopback() || remote.is_same_host(local_address_of(fd))) {
+    constexpr std::string_view kUnpaced = "reno";
+    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kUnpaced.data(), kUnpaced.size());
+  }
   // 0 leaves the kernel's own tuning, which a fixed size would turn off.
   if (buffer_bytes > 0) {
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer_bytes, sizeof buffer_bytes);
@@ -186,6 +202,14 @@ SocketAddress local_address_of(int fd) {
   SocketAddress address;
   address.size = sizeof address.storage;
   getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size);
+  return address;
+}
+
+SocketAddress remote_address_of(int fd) {
+  SocketAddress address;
+  address.size = sizeof address.storage;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size) != 0)
+    return {};
   return address;
 }
 

@@ -21,6 +21,7 @@ struct SocketAddress {
   bool is_wildcard() const;
   // Whether both are of one interface: equal but for the port.
   bool is_same_host(const SocketAddress& other) const;
+  bool is_loopback() const;
   std::string text() const;
   // Leading bits that the hosts have in common; 0 for different families.
   int common_bits(const SocketAddress& other) const;
@@ -44,7 +45,10 @@ Result<int> listen_on(const SocketAddress& address);
 Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local);
 // Name and address (without a port) of each interface that has one.
 std::vector<std::pair<std::string, std::string>> list_interfaces();
-void tune_stream(int fd, int buffer_bytes);
+// For small frames that are awaited and large ones that follow each other. `remote`: the other end.
+void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes);
 SocketAddress local_address_of(int fd);
+// Empty where it is not connected yet.
+SocketAddress remote_address_of(int fd);
 
 }  // namespace tandem::transfer

@@ -51,3 +51,15 @@ def test_quick_is_a_part():
     quick = {case.name for case in attention.make_cases(quick=True)}
     full = {case.name for case in attention.make_cases(quick=False)}
     assert quick < full
+    for kind in ("gqa", "mla"):
+        for context in (1024, 1 << 20):
+            assert f"kind={kind} kv=bf16 tokens=1 context={context}" in full
+
+
+def test_a_case_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch):
+    """A million tokens of a real head take 11 GB with the rival's copies."""
+    monkeypatch.setattr(attention, "ROW_BYTES", 1 << 50)
+    cases = [attention._make_case("gqa", "bf16", 1, 100)]
+    (record,) = run_cases("attention", cases, budget_s=1, rounds=1)
+    assert record.ours is None
+    assert "MiB of memory" in record.check

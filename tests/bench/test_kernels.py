@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tandem.bench import linear, moe
 from tandem.bench.harness import run_cases
 
+ALL_SHAPES = list(moe.SHAPES)
 TOY_SHAPES = [moe.Shape("toy", 256, 128, 2, 4), moe.Shape("toy-2", 512, 256, 2, 2)]
 
 
@@ -60,6 +61,34 @@ def test_a_wrong_result_reports_no_time(module, monkeypatch: pytest.MonkeyPatch)
     records = list(run_cases("kernels", cases, pattern="*tokens=1", budget_s=5, rounds=1))
     assert [record.ours for record in records] == [None]
     assert "relative error" in records[0].check
+
+
+def test_large_shapes_have_as_many_experts_as_memory_holds():
+    shapes = {shape.name: shape for shape in ALL_SHAPES}
+    small, large = shapes["qwen3-30b-a3b"], shapes["deepseek-v3"]
+    for free_gib in (1, 1000):
+        assert moe.count_experts(small, free_gib << 30, has_peers=False) == 16
+    counts = [moe.count_experts(large, n << 30, has_peers=False) for n in (1, 16, 64, 10_000)]
+    assert counts == [8, 24, 97, 256]
+    for free_gib in (16, 64):
+        held = moe.count_experts(large, free_gib << 30, has_peers=True)
+        assert 8 <= held < moe.count_experts(large, free_gib << 30, has_peers=False)
+        assert held * 14 * 3 * large.hidden * large.inner <= free_gib << 29
+    assert moe.count_experts(shapes["mixtral"], 1000 << 30, has_peers=False) == 8
+
+
+def test_case_names_are_those_people_ask_for():
+    names = {case.name for case in moe.make_cases(quick=False)}
+    assert "op=moe format=int8g128 shape=toy tokens=4096" in names
+    assert {shape.name for shape in ALL_SHAPES} == {
+        "qwen3-30b-a3b",
+        "deepseek-v3",
+        "kimi-k2",
+        "mixtral",
+    }
+    words = [dict(word.split("=") for word in name.split()) for name in names]
+    assert {word["format"] for word in words} >= {"int8g128", "int4g32", "bf16", "fp8", "mxfp4"}
+    assert {int(word["tokens"]) for word in words} >= {1, 16, 2048, 4096}
 
 
 def test_cases_that_do_not_match_make_no_weights(monkeypatch: pytest.MonkeyPatch):

@@ -91,6 +91,27 @@ def test_mixed_batch(dtype, block_size, draw, count_outside):
         assert count_outside(out, *case.oracle(s, *second[s])) == 0
 
 
+MUTANTS = {
+    "none": lambda case: None,
+    "scale": lambda case: [q.mul_(1.25) for q in case.q],
+    "heads swapped": lambda case: [q.copy_(q.flip(1)) for q in case.q],
+    "a key of the context": lambda case: case.kv[0][3, 0].zero_(),
+    "the last value": lambda case: case.kv[0][-1, 1].zero_(),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("first", [10, 39])
+def test_mutants(name, first, dtype, draw, count_outside):
+    case = Case([40], dtype, draw)
+    expected = case.oracle(0, first, 40)
+    MUTANTS[name](case)
+    case.run([(0, first)])
+    outside = count_outside(case.run([(first, 40)])[0], *expected)
+    assert outside == 0 if name == "none" else outside > 0
+
+
 @both_dtypes
 def test_chunks_equal_one_piece(dtype, draw, count_outside):
     case = Case([150], dtype, draw)

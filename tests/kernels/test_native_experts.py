@@ -18,8 +18,9 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from tandem.kernels.activation import Activation
 from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
-from tandem.kernels.native_experts import Activation, PackedExperts, count_bytes
+from tandem.kernels.native_experts import PackedExperts, count_bytes
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tandem._native import ThreadPool, kernel_isas
+from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
-from tandem.kernels.native_experts import SILU, Activation, PackedExperts
+from tandem.kernels.native_experts import PackedExperts
 from tandem.kernels.packed_oracle import Layer, activate, decode, run_experts
 
 ISAS = [*kernel_isas(), "amx_emulated"]

@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tandem._native import ThreadPool, kernel_isas
-from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem._native import PackedMatrix, ThreadPool, kernel_isas
+from tandem.core.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    ShapeError,
+    UnsupportedError,
+)
 from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
 from tandem.kernels.native_linear import PackedLinear, count_bytes
 from tandem.kernels.packed_oracle import decode, run_linear
@@ -185,6 +191,22 @@ def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
+def test_sums_of_the_largest_codes_do_not_saturate(
+    signs: tuple[int, int], name: str, isa: str, pool: ThreadPool
+):
+    """255 times 127 twice is beyond 16 bits, where one of the instructions at hand stops."""
+    weights, x = torch.full((70, INS), float(signs[0])), torch.full((3, INS), float(signs[1]))
+    weights[:, ::16] = 0  # Else a group with minimum would be all codes 0.
+    linear = PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool, isa=isa)
+    decoded = decode(weights.numpy(), linear.weight_format)
+    want, bound = run_linear(x.numpy(), decoded, np.zeros(70), linear.weight_format)
+    assert (np.abs(linear.forward(x).double().numpy() - want) <= bound).all()
+    assert np.allclose(want, signs[0] * signs[1] * INS * 15 / 16, rtol=0.01)
+
+
 def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
     linear = make_linear("int8g128", pool)
     inputs = [draw(rows, INS, seed=rows) for rows in (1, 30, 2, 201)]
@@ -324,3 +346,40 @@ def test_pack_refuses_weights_that_are_not_finite(name: str, bad: float, pool: T
     weights[150, 255] = bad
     with pytest.raises(UnsupportedError, match="output 1"):
         PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool)
+
+
+# Nodes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outs", [40, 200, 645])
+def test_outputs_spread_over_nodes_are_those_in_place(outs: int, pool: ThreadPool):
+    """As many logical nodes as there are sub-pools: linear_test.cc; here, what a model asks for."""
+    weight_format, node = WEIGHT_FORMATS["int8g32"], pool.node_ids[0]
+    weights, x = draw(outs, INS), draw(9, INS, seed=2)
+    plain = PackedLinear.pack(weight_format, weights, pool=pool)
+    assert not plain.is_bound
+    bound = PackedLinear.pack(weight_format, weights, pool=pool, is_bound=True)
+    assert torch.equal(bound.forward(x), plain.forward(x))
+    sizes = {"in_features": INS, "out_features": outs}
+    spread = PackedMatrix(**weight_format.fields, **sizes, share_nodes=[node] * 3)
+    spread.pack(pool, weights)
+    out = torch.empty(9, outs)
+    spread.forward(pool, x, out)
+    assert torch.equal(out, plain.forward(x))
+    assert np.array_equal(spread.array(), plain.packed)
+    if bound.is_bound:
+        try:
+            assert bound.find_share_nodes() == pool.node_ids
+            assert spread.find_share_nodes() == [node] * 3
+        except UnsupportedError as error:
+            assert "move_pages" in str(error)  # A container may refuse to say.
+
+
+def test_nodes_are_checked(pool: ThreadPool):
+    fields = {**WEIGHT_FORMATS["bf16"].fields, "in_features": 64, "out_features": 64}
+    with pytest.raises(NotFoundError, match="4096"):
+        PackedMatrix(**fields, share_nodes=[4096])
+    weight_format = WEIGHT_FORMATS["bf16"]
+    packed = PackedLinear(weight_format, 64, 64, pool=pool).packed
+    with pytest.raises(ConfigError, match="nodes for storage"):
+        PackedLinear(weight_format, 64, 64, pool=pool, storage=packed, is_bound=True)

@@ -1,11 +1,13 @@
 """Goal: the batch and the block pool hold what their docstrings promise; wrong input is named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tandem.core.errors import ShapeError, UnsupportedError
+from tandem.core.errors import CapacityError, ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout
-from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.kernels.paged import MIN_HUGE_BYTES, PagedBatch, PagedKvCache, SequenceChunk
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="float32")
 
@@ -114,3 +116,34 @@ def test_foreign_memory_must_fit():
     for wrong in (memory[:3], memory.double(), memory.transpose(1, 2)):
         with pytest.raises(ShapeError, match="need contiguous"):
             PagedKvCache(LAYOUT, 4, tensor=wrong)
+
+
+def count_resident_bytes() -> int:
+    """Huge pages that the machine has set aside included."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return sum(int(line[1]) << 10 for line in lines if line[0] in ("VmRSS:", "HugetlbPages:"))
+
+
+def test_large_pools_take_huge_pages_as_they_are_used_and_give_them_back():
+    num_blocks = 64 * MIN_HUGE_BYTES // LAYOUT.bytes_per_block // 8  # 128 MiB.
+    before = count_resident_bytes()
+    cache = PagedKvCache(LAYOUT, num_blocks)
+    assert cache.tensor.data_ptr() % (2 << 20) == 0
+    huge_is_preset = count_resident_bytes() - before > 100 << 20
+    assert not cache.tensor[::1000].any()
+    cache.tensor[num_blocks // 2 :] = 1.0
+    held = count_resident_bytes() - before
+    assert held > 60 << 20
+    assert huge_is_preset or held < 120 << 20
+    view = cache.tensor[-1]
+    del cache
+    assert view.eq(1).all()
+    del view
+    assert count_resident_bytes() - before < 30 << 20
+    # Rounding a small pool up to whole huge pages would mostly be waste.
+    assert PagedKvCache(LAYOUT, 5).tensor.data_ptr() % (2 << 20)
+
+
+def test_an_impossible_pool_is_refused():
+    with pytest.raises(CapacityError):
+        PagedKvCache(LAYOUT, 1 << 40)

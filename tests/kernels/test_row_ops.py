@@ -114,6 +114,44 @@ def rotate_by_oracle(x, cos, sin, heads, weights, eps, wide):
     return expected, magnitude
 
 
+def bound_rotation(expected, magnitude, size, dtype):
+    """Norm, then two products and their sum; in between nothing is rounded to the dtype."""
+    bound = (size / 2 + 8) * tolerance.ACCUMULATE_EPS * magnitude
+    return bound + tolerance.UNIT_ROUNDOFF[dtype] * np.abs(expected)
+
+
+ROTATION_MUTANTS = {
+    "none": {},
+    "signs swapped": {"sin_sign": -1},
+    "angles of the next token": {"shift": 1},
+    "one head left out": {"heads": (2, 2)},
+    "weights of q and k swapped": {"swapped": True},
+    "another epsilon": {"eps": 1e-3},
+    "one item fewer rotated": {"rotary": 30},
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("mutant", ROTATION_MUTANTS)
+def test_rotation_mutants(mutant, dtype, draw, wide, count_outside):
+    x, q, k = draw(6, 5, 48, dtype=dtype), draw(48, dtype=dtype), draw(48, dtype=dtype)
+    angles = draw(7, 16, dtype=torch.float32) * 3
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    expected, magnitude = rotate_by_oracle(x, cos[:6], sin[:6], (3, 2), (q, k), 1e-6, wide)
+    bound = bound_rotation(expected, magnitude, 48, dtype)
+    wrong = ROTATION_MUTANTS[mutant]
+    first, size = wrong.get("shift", 0), wrong.get("rotary", 32)
+    cos, sin = (part[first : first + 6, :size].contiguous() for part in (cos, sin))
+    weights = (k, q) if wrong.get("swapped") else (q, k)
+    out, heads = x.clone(), wrong.get("heads", (3, 2))
+    sin *= wrong.get("sin_sign", 1)
+    _native.rotate_heads(
+        view(out), view(cos), view(sin), *heads, *map(view, weights), wrong.get("eps", 1e-6)
+    )
+    outside = count_outside(out, expected, bound)
+    assert outside == 0 if mutant == "none" else outside > 0
+
+
 @every_isa
 @both_dtypes
 @pytest.mark.parametrize(("size", "rotary"), [(16, 16), (64, 64), (128, 128), (80, 32), (20, 12)])
@@ -125,9 +163,7 @@ def test_rotate_heads(isa, dtype, size, rotary, normed, draw, wide, count_outsid
     q, k = draw(size, dtype=dtype), draw(size, dtype=dtype)
     weights = {"none": (None, None), "both": (q, k), "keys": (None, k)}[normed]
     expected, magnitude = rotate_by_oracle(x, cos, sin, (3, 2), weights, 1e-6, wide)
-    # Norm, then two products and their sum; in between nothing is rounded to the dtype.
-    bound = (size / 2 + 8) * tolerance.ACCUMULATE_EPS * magnitude
-    bound += tolerance.UNIT_ROUNDOFF[dtype] * np.abs(expected)
+    bound = bound_rotation(expected, magnitude, size, dtype)
     out = x.clone()
     _native.rotate_heads(
         view(out), view(cos), view(sin), 3, 2, view(weights[0]), view(weights[1]), 1e-6, isa=isa
@@ -212,6 +248,50 @@ def test_route_by_groups_with_bias(isa, scoring, draw, wide, count_outside):
         assert not torch.equal(other, ids)
     _, other = route(logits, 6, scoring, isa=isa, **groups)
     assert not torch.equal(other, ids)
+
+
+ROUTER_MUTANTS = {
+    "none": {},
+    "another scoring": {"scoring": "sigmoid"},
+    "not normalised": {"scoring": "softmax"},
+    "scale forgotten": {"weight_scale": 1.0},
+    "bias in the weights": {"is_bias_added": True},
+    "two experts swapped": {"swapped": (3, 9)},
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("mutant", ROUTER_MUTANTS)
+def test_router_mutants(mutant, dtype, draw, wide, count_outside):
+    """Of the weights, in the order of expert ids; the choice is compared above."""
+    logits, bias = draw(40, 16, dtype=dtype), draw(16, dtype=torch.float32)
+    scoring, scale = "softmax_normalised", 2.5
+    expected, expected_ids = reference.choose_experts(wide(logits), 5, scoring, bias_E=wide(bias))
+    expected = spread_weights(scale * expected, expected_ids)
+    bound = tolerance.choose_experts(wide(logits), expected, dtype)
+    wrong = ROUTER_MUTANTS[mutant]
+    if wrong.get("is_bias_added"):
+        logits = (logits + bias).to(dtype)
+    elif "swapped" in wrong:
+        a, b = wrong["swapped"]
+        logits[:, [a, b]] = logits[:, [b, a]]
+    weights, ids = route(
+        logits,
+        5,
+        wrong.get("scoring", scoring),
+        bias=None if wrong.get("is_bias_added") else bias,
+        weight_scale=wrong.get("weight_scale", scale),
+    )
+    found = torch.from_numpy(spread_weights(wide(weights), ids.numpy()))
+    outside = count_outside(found, expected, bound)
+    assert outside == 0 if mutant == "none" else outside > 0
+
+
+def spread_weights(weights_TK, ids_TK):
+    """Return the weight of each of 16 experts, 0 where it was not chosen."""
+    spread = np.zeros((len(ids_TK), 16))
+    np.put_along_axis(spread, ids_TK, weights_TK, -1)
+    return spread
 
 
 def test_route_is_deepseeks(draw):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="models need the `serve` extra")
 from safetensors.torch import load_file, save_file  # noqa: E402 - after the skip
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -25,7 +26,12 @@ from tandem.models.loader import CausalModel  # noqa: E402
 
 transformers_logging.disable_progress_bar()
 
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
+}
 
 COMMON = {
     "vocab_size": 131,
@@ -38,7 +44,16 @@ COMMON = {
     "max_position_embeddings": 512,
     "eos_token_id": 2,
 }
-MOE = {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
+MOE = {
+    "qwen3_moe": {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
+    # A window shorter than most prompts of the tests; layers with and without one take turns.
+    "gpt_oss": {
+        "intermediate_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+    },
+}
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +61,7 @@ def make_config() -> Callable[..., PreTrainedConfig]:
     """Return ``make(model_type, **changes)``: a tiny configuration of a family."""
 
     def make(model_type: str, **changes: Any) -> PreTrainedConfig:
-        moe = MOE if model_type == "qwen3_moe" else {}
-        return CONFIGS[model_type](**{**COMMON, **moe, **changes})
+        return CONFIGS[model_type](**{**COMMON, **MOE.get(model_type, {}), **changes})
 
     return make
 

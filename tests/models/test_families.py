@@ -17,6 +17,8 @@ from tandem.models.loader import load_model
         ("qwen3", {"attention_bias": True}),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
         ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 5}),
+        ("gpt_oss", {}),
+        ("gpt_oss", {"attention_bias": False}),
     ],
 )
 def test_spec_of_a_checkpoint(model_type, changes, make_config, tmp_path):
@@ -127,13 +129,39 @@ def test_what_nothing_here_runs_is_refused(name, checkpoint, edit_config):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-def test_sliding_window_is_refused(model_type, checkpoint, edit_config):
+def test_sliding_windows_are_described(model_type, checkpoint, edit_config):
     folder = checkpoint(model_type)
-    edit_config(
-        folder, use_sliding_window=True, sliding_window=32, max_window_layers=1, layer_types=None
-    )
-    with pytest.raises(UnsupportedError, match="sliding_window 32"):
+    assert describe_model(folder).sliding_window == 0
+    windows = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+    edit_config(folder, sliding_window=32, **windows)
+    assert describe_model(folder).sliding_window == 32
+    for wrong in (0, -3, 1 << 40):
+        edit_config(folder, sliding_window=wrong, **windows)
+        with pytest.raises(ConfigError, match="sliding_window"):
+            describe_model(folder)
+
+
+def test_layer_types_are_checked(checkpoint, edit_config):
+    folder = checkpoint("gpt_oss")
+    spec = describe_model(folder)
+    assert (spec.sliding_window, spec.has_sinks, spec.num_moe_layers) == (20, True, 3)
+    edit_config(folder, layer_types=["full_attention"] * 3)
+    assert describe_model(folder).sliding_window == 0
+    edit_config(folder, layer_types=["full_attention", "sliding_attention", "chunked_attention"])
+    with pytest.raises(UnsupportedError, match="chunked_attention") as caught:
         describe_model(folder)
+    assert caught.value.field == "layer_types"
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3"])
+def test_kv_that_windows_cannot_take_is_refused(model_type, checkpoint):
+    model = load_model(checkpoint(model_type))
+    if model_type == "qwen3":
+        assert model.kv_layout(16, "float16").dtype == "float16"
+        return
+    with pytest.raises(ConfigError, match="float16") as caught:
+        model.kv_layout(16, "float16")
+    assert caught.value.field == "kv_dtype"
 
 
 WRONG = {

@@ -67,6 +67,24 @@ VARIANTS = {
         "qwen3_moe",
         {"tie_word_embeddings": True, "num_experts_per_tok": 1, "attention_bias": True},
     ),
+    "qwen3-windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
+    ),
+    "qwen3_moe-windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 17}),
+    "gpt_oss": ("gpt_oss", {}),
+    # No choice, so no near ties: held to the bound in bfloat16 too.
+    "gpt_oss-all-experts": ("gpt_oss", {"num_experts_per_tok": 6}),
+    "gpt_oss-tied-top1-no-bias": (
+        "gpt_oss",
+        {
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "sliding_window": 1,
+            "swiglu_limit": 0.5,
+        },
+    ),
 }
 NUM_TOKENS = 70
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,11 +149,12 @@ def test_logits(name, dtype, pairs, open_session):
     with torch.no_grad():
         rounded = copy.deepcopy(pair.reference).to(DTYPES[dtype])
         theirs = rounded(torch.tensor([pair.ids])).logits[0]
-    if dtype == "bfloat16" and model.spec.is_moe:
+    if dtype == "bfloat16" and model.spec.top_k < model.spec.num_experts:
         # A near tie of the router may go the other way in bfloat16, on either side: then a token
-        # has another expert. Rows where transformers' own model did not follow float64 are out.
+        # has another expert, which those that see it feel. Rows where transformers' own model did
+        # not follow float64 are out.
         follows = np.abs(theirs.double().numpy() - exact).max(1) <= bound.max()
-        assert follows.mean() > 0.8
+        assert follows.mean() > 0.7
         keep = torch.from_numpy(follows)
         off = np.abs(ours[keep].double().numpy() - exact[follows]) / bound[follows]
         assert np.mean(off.max(1) > 1) < 0.1
@@ -144,7 +163,9 @@ def test_logits(name, dtype, pairs, open_session):
     assert excess(ours, exact, bound) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-tied-bias", "qwen3_moe", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3-tied-bias", "qwen3_moe", "llama-dynamic", "qwen3-windows", "gpt_oss"]
+)
 def test_greedy_tokens_are_identical(name, pairs, open_session):
     pair = pairs(name)
     session = open_session(load_model(pair.folder, dtype="float32"))
@@ -179,7 +200,7 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
     torch.testing.assert_close(at_once, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-mqa", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama-tied-mqa", "qwen3", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_feeding_does_not_matter(name, block_size, pairs, open_session):
     pair = pairs(name)
@@ -194,7 +215,7 @@ def test_feeding_does_not_matter(name, block_size, pairs, open_session):
         assert excess(torch.cat(parts), whole, 2 * bound) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss"])
 def test_batched_is_alone(name, pairs, open_session):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
@@ -279,6 +300,7 @@ RULES = {
 """,
     "layers kept": "- {match: {name: 'layers\\.\\d+$'}, replace: {class: default}}",
     "one layer kept": "- {match: {name: 'layers\\.1$'}, replace: {class: default}}",
+    "attention kept": "- {match: {name: 'self_attn$'}, replace: {class: default}}",
     "mlp kept": "- {match: {name: 'mlp$'}, replace: {class: default}}",
     "experts kept": "- {match: {name: 'experts$'}, replace: {class: default}}",
     "linears alone": """
@@ -289,7 +311,16 @@ RULES = {
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", ["llama-mha-biases", "qwen3-tied-bias", "qwen3_moe-mixed-layers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-mha-biases",
+        "qwen3-tied-bias",
+        "qwen3_moe-mixed-layers",
+        "qwen3_moe-windows",
+        "gpt_oss",
+    ],
+)
 def test_fused_and_skeleton_paths_agree(name, rules, pairs, open_session, tmp_path):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)

@@ -16,6 +16,7 @@ import sys
 import pytest
 import torch
 
+from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError
 from tandem.models import packed_cache
 from tandem.models.convert import convert_model
@@ -65,6 +66,43 @@ def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session
     assert torch.equal(run(folder, open_session, cache_root), plain)
 
 
+SECOND_PROCESS = """
+import sys
+from pathlib import Path
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.loader import load_model
+model = load_model(
+    sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
+)
+batch = PagedBatch.build([SequenceChunk(list(range(3, 40)), 0, [0, 1, 2], "all")], 16)
+model.forward(batch, model.allocate_kv(3, block_size=16))
+sizes = {"Rss": 0, "Pss": 0}
+inside = False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    key, _, value = line.partition(":")
+    if "-" in key.split()[0]:
+        inside = line.endswith(".packed")
+        assert not inside or " r--s " in line, line
+    elif inside and key in sizes:
+        sizes[key] += int(value.split()[0])
+print(sizes["Rss"], sizes["Pss"])
+"""
+
+
+def test_two_processes_share_the_memory(folder, cache_root, open_session):
+    """What both have touched counts half for each of them."""
+    load(folder, cache_root)
+    model = load(folder, cache_root)
+    open_session(model).run(IDS)
+    command = [sys.executable, "-c", SECOND_PROCESS, str(folder), str(cache_root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    resident, proportional = map(int, done.stdout.split())
+    packed = sum(path.stat().st_size for path in find_files(cache_root)) >> 10
+    assert resident >= packed / 2
+    assert proportional <= 0.75 * resident
+
+
 def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_session, monkeypatch):
     """Results depend on the number of parts, not on whether they came from the cache."""
     folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=128, dtype="bfloat16")
@@ -92,6 +130,24 @@ def test_a_refused_node_is_said_once(checkpoint, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         load(folder, expert_parts=2)
     assert [r for r in caplog.messages if "memory_not_bound" in r] == caplog.messages
+
+
+def test_matrices_on_nodes_compute_the_same(checkpoint, monkeypatch, caplog, open_session):
+    """Two shares of each matrix on this machine's one node, and a kernel that refuses."""
+    folder = checkpoint("qwen3", hidden_size=64, intermediate_size=256, dtype="bfloat16")
+    plain = load(folder, linear_format="int8g32")
+    expected = open_session(plain).run(IDS)
+    node = ThreadPool(1).node_ids[0]
+    monkeypatch.setattr(ThreadPool, "node_ids", [node, node])
+    spread = load(folder, linear_format="int8g32")
+    assert torch.equal(open_session(spread).run(IDS), expected)
+    # Results do not depend on it, and so neither do the keys of what is cached.
+    assert spread.numerics == plain.numerics
+    monkeypatch.setattr("tandem.kernels.native_linear.PackedLinear.is_bound", False)
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        load(folder, linear_format="int8g32")
+    assert len([r for r in caplog.messages if "memory_not_bound" in r]) == 1
 
 
 def test_formats_have_folders_of_their_own(folder, cache_root, open_session):
@@ -154,6 +210,50 @@ def test_a_file_of_another_size_is_packed_again(change, folder, cache_root, open
         assert torch.equal(run(folder, open_session, cache_root), plain)
     assert "event=packed_file_refused" in caplog.text
     assert len(find_files(cache_root)) == 3
+
+
+def test_what_others_may_write_to_is_not_mapped(folder, cache_root, open_session, caplog):
+    """Whoever can shorten a mapped file can end the process."""
+    plain = run(folder, open_session, cache_root)
+    first = find_files(cache_root)[0]
+    first.chmod(0o620)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert [m for m in caplog.messages if "packed_file_refused" in m and "others may" in m]
+    # Packed again, as a file of our own.
+    assert find_files(cache_root)[0].stat().st_mode & 0o777 == 0o600
+    caplog.clear()
+    stamps = [path.stat().st_mtime_ns for path in find_files(cache_root)]
+    first.parent.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(folder, open_session, cache_root), plain)
+    assert [m for m in caplog.messages if "packed_cache_refused" in m and "others may" in m]
+    assert len([m for m in caplog.messages if "packed_cache_not_written" in m]) == 1
+    assert [path.stat().st_mtime_ns for path in find_files(cache_root)] == stamps
+    for mode, uid, text in (
+        (0o600, os.geteuid() + 1, f"it belongs to user {os.geteuid() + 1}"),
+        (0o602, os.geteuid(), "others may write to it"),
+        (0o644, os.geteuid(), ""),
+        (0o755, 0, ""),
+    ):
+        info = os.stat_result((mode, 1, 1, 1, uid, 0, 0, 0, 0, 0))
+        assert packed_cache._find_risk(info) == text
+
+
+def test_nothing_writes_to_a_finished_file(folder, cache_root, open_session, caplog):
+    """A file that is packed again is another one: what is mapped keeps its bytes."""
+    model = load(folder, cache_root)
+    first = find_files(cache_root)[0]
+    before, data = first.stat().st_ino, first.read_bytes()
+    with first.open("rb") as held:
+        manifest = first.parent / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"int8g32"', '"int8g64"'))
+        with caplog.at_level(logging.WARNING):
+            again = load(folder, cache_root)
+        assert [m for m in caplog.messages if "packed_cache_refused" in m]
+        assert find_files(cache_root)[0].stat().st_ino != before
+        assert held.read() == data
+    assert torch.equal(open_session(model).run(IDS), open_session(again).run(IDS))
 
 
 def test_one_writer_at_a_time(folder, cache_root, open_session, caplog):

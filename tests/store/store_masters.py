@@ -251,7 +251,7 @@ class MastersWorld(World):
 
     def _watch_orders(self, name: str, host, method: str, handler: Callable) -> Callable:
         async def watched(caller, order):
-            is_ours, epoch = host._master is caller, order.epoch
+            is_ours, epoch = host.master is caller, order.epoch
             answer = await handler(caller, order)
             if not is_ours:
                 self.violations.append(f"{name} obeys {method} of a session that is over")

@@ -548,16 +548,16 @@ class World:
         process.spawn(self._keep_joined(process, host))
 
     def _watch(self, segment: Segment) -> Segment:
-        seal = segment.seal
+        seal_many = segment.seal_many
 
-        def watched(offset, header) -> None:
+        def watched(records, **missing) -> None:
             try:
-                seal(offset, header)
+                seal_many(records, **missing)
             except ConflictError as error:
                 self.violations.append(f"two objects in one place: {error}")
                 raise
 
-        segment.seal = watched
+        segment.seal_many = watched
         return segment
 
     def kill_host(self, name: str) -> None:

@@ -301,7 +301,7 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
                     await asyncio.sleep(0.01)
             await call("start_put", request, StartedPut)
             commit = CommitPut(
-                put_ids=[10**6], grants=first.grants, checksums=[1], failed_hosts=[[]]
+                first_put_id=10**6, grant=first.grant, checksums=[1], tables=bytes(4)
             )
             answer = await call("commit_put", commit, KeyBytes)
             assert list(answer.flags) == [CommitStatus.EXPIRED]

@@ -4,20 +4,32 @@ Method: a segment is written, its process "dies" between any two stores into the
 one attaches; bytes are flipped at random.
 """
 
+import asyncio
 import fcntl
 import mmap
 import os
 import random
+import re
 import struct
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tandem.core.errors import ConfigError, ConflictError, CorruptionError, UnsupportedError
-from tandem.store import layout
+from tandem._native import measure_extents
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    UnsupportedError,
+)
+from tandem.store import ClientService, HostService, MasterService, StoreConfig, layout
 from tandem.store import segment as segment_module
 from tandem.store.checksum import checksum_table, make_table
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.messages import ExtentRecords
+from tandem.store.segment import ExtentHeader, Segment, append_record
 
 CAPACITY = 2**20
 
@@ -53,6 +65,47 @@ def test_layout_agrees_with_itself():
             assert layout.table_bytes(size) >= 4 * layout.count_chunks(size)
     with pytest.raises(ConfigError):
         layout.extent_bytes(1, -1)
+
+
+def test_native_geometry_is_that_of_layout():
+    rng = random.Random(3)
+    keys = ["k" * rng.choice((1, 63, 64, 65, 127, 1000)) for _ in range(500)]
+    sizes = [rng.choice((0, 1, 511, 65_535, 65_536, 65_537, rng.randrange(10**9))) for _ in keys]
+    expected = [layout.extent_bytes(len(key), size) for key, size in zip(keys, sizes, strict=True)]
+    assert measure_extents(keys, sizes) == expected
+    with pytest.raises(ConfigError):
+        measure_extents(["k"], [2**40 + 1])
+
+
+def test_objects_are_sealed_together_or_not_at_all():
+    """Their values lie where readers look for them, and one that is wrong keeps the others out."""
+    rng = random.Random(4)
+    values = [rng.randbytes(size) for size in (0, 1, 65_536, 200_000)]
+    records = ExtentRecords()
+    at = 0
+    for i, value in enumerate(values):
+        checksum = checksum_table(make_table([np.frombuffer(value, np.uint8)]))
+        header = ExtentHeader(f"key-{i}", len(value), i + 1, checksum, 1, False, 0)
+        append_record(records, at, header)
+        at += layout.extent_bytes(5, len(value))
+    segment = Segment.make_anonymous(CAPACITY)
+    blob = b"".join(values)
+    for wrong in (blob[:-1] + bytes([blob[-1] ^ 1]), blob[:-1], blob + b"x"):
+        with pytest.raises(CorruptionError):
+            segment.seal_many(records, values=wrong)
+    records.versions.pop()
+    with pytest.raises(CorruptionError, match="different lengths"):
+        segment.seal_many(records, values=blob)
+    records.versions.append(4)
+    assert not segment.list_offsets()
+    assert not segment.data.any()
+    segment.seal_many(records, values=blob)
+    for (offset, header), value in zip(segment.scan(), values, strict=True):
+        assert segment.is_intact(offset, header)
+        begin = offset + layout.value_offset(5, header.size)
+        assert segment.data[begin : begin + header.size].tobytes() == value
+    with pytest.raises(ConflictError):
+        segment.seal_many(records, values=blob)
 
 
 def test_tables_do_not_depend_on_how_a_value_is_cut():
@@ -230,3 +283,59 @@ def test_who_may_write_to_the_file_is_noticed(path):
     assert segment.has_no_writers()
     segment.close()
     assert Segment.make_anonymous(CAPACITY).has_no_writers()
+
+
+@pytest.fixture
+def huge_folder(tmp_path):
+    """A folder on hugetlbfs, with 16 MiB of pages reserved for the test."""
+    number = Path("/proc/sys/vm/nr_hugepages")
+    if os.geteuid() != 0 or not number.exists():
+        pytest.skip("hugetlbfs: needs root and a kernel that has it")
+    before = int(number.read_text())
+    try:
+        number.write_text(str(before + 8))
+    except OSError as error:
+        pytest.skip(f"hugetlbfs: no pages can be reserved: {error}")
+    free = re.search(r"HugePages_Free: *(\d+)", Path("/proc/meminfo").read_text())
+    mount = tmp_path / "huge"
+    mount.mkdir(mode=0o700)
+    command = ["mount", "-t", "hugetlbfs", "-o", "mode=0700,size=16M", "none", str(mount)]
+    try:
+        if free is None or int(free[1]) < 8:
+            pytest.skip("hugetlbfs: the memory is too scattered for 8 pages")
+        if subprocess.run(command, capture_output=True, timeout=10, check=False).returncode:
+            pytest.skip("hugetlbfs: cannot be mounted here")
+        try:
+            yield mount
+        finally:
+            # What is still mapped somewhere goes with its last user.
+            subprocess.run(["umount", "-l", str(mount)], timeout=10, check=True)
+    finally:
+        number.write_text(str(before))
+
+
+def test_a_segment_on_huge_pages_survives_and_is_reached_by_its_peers(huge_folder, tmp_path):
+    with pytest.raises(CapacityError, match="free"):
+        Segment.open_file(huge_folder / "large.segment", 2**25)
+    tmp_path.chmod(0o700)
+    config = StoreConfig(
+        master=f"ipc://{tmp_path}/m.sock",
+        segment_dir=str(huge_folder),
+        segment_bytes=2**23,
+        name="huge",
+        recovery_ms=0,
+        deadline_ms=10_000,
+    )
+    values = [bytes([i]) * 300_000 for i in range(1, 5)]
+    keys = [f"key-{i}" for i in range(4)]
+
+    async def live(is_first: bool) -> None:
+        async with MasterService(config), HostService(config) as host:
+            await host.host.is_joined.wait()
+            async with ClientService(config) as service:
+                if is_first:
+                    await service.client.put_many(keys, values)
+                assert await service.client.get_many(keys) == values
+
+    for is_first in (True, False):
+        asyncio.run(asyncio.wait_for(live(is_first), 30))

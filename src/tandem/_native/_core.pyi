@@ -615,10 +615,18 @@ class CoreBatch:
 class CallInbox:
     """Where calls that have ended are collected."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, core: TransferCore | None = None) -> None:
+        """
+        Args:
+            core: whose `exchange_calls` returns when something is in it; None: the
+                descriptor tells.
+        """
 
     def fileno(self) -> int:
         """Readable while something is in it."""
+
+    def leave_core(self) -> None:
+        """From now on the descriptor tells."""
 
     def take(self) -> list[int]:
         """The tags of the calls that have ended since the last call."""
@@ -711,8 +719,10 @@ class TransferCore:
 
     def serve_calls(self) -> None: ...
 
-    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall]:
-        """Send answers and wait for calls; none: the engine is closed."""
+    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall] | None:
+        """
+        Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.
+        """
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 
@@ -852,13 +862,26 @@ class PackedMatrix:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
+        `share_nodes` are the NUMA nodes that equal shares of the outputs should lie on.
 
         Raises: UnsupportedError (format, ISA); ShapeError (not whole groups); ConfigError
-            (unknown ISA, a size below 1); CapacityError (memory).
+            (unknown ISA, a size below 1, nodes for storage); CapacityError (memory);
+            NotFoundError (node).
+        """
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every share its NUMA node."""
+
+    def find_share_nodes(self) -> list[int]:
+        """
+        NUMA node of a page of each share, once weights are packed.
+
+        Raises: UnsupportedError (the kernel does not say).
         """
 
     @property
@@ -1095,6 +1118,9 @@ class SegmentAllocator:
     def release(self, offset: int, size_bytes: int) -> None:
         """Raises: ConflictError if no such run is allocated."""
 
+    def release_many(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """As ``release`` of each; those before one that is wrong are free."""
+
     def rebuild(self, offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
         """
         Forget all and take these ranges, sorted by offset.
@@ -1118,6 +1144,29 @@ class SegmentAllocator:
 
     def find_largest_free_bytes(self) -> int:
         """The largest request that would succeed now."""
+
+def measure_extents(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """
+    Bytes that objects take in a segment, whole granules.
+
+    Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).
+    """
+
+def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
+    """
+    Make all of these objects ones that survive, or none; without the GIL.
+
+    Args:
+        marks: of the segment, uint8, one a granule.
+        data: its extents, uint8.
+        usable_bytes: of them.
+        tables: to be written before, one after the other; None if they are there, or follow
+            from the values.
+        values: the same of values; None if they are there.
+
+    Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);
+    CorruptionError (a checksum; the length of the blob or a column).
+    """
 
 def crc32c(data: object, crc: int = 0) -> int:
     """CRC-32C of contiguous bytes, continuing from `crc`. Without the GIL."""

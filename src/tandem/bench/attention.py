@@ -3,7 +3,8 @@
 One layer at a time, with as many layers in turn as it takes to leave no cache warm. The rival is
 torch's scaled dot product attention (for latent heads: two products and a softmax) in bf16 or fp32,
 on one thread or as many as ours, whichever is fastest for the case; it gets its keys and values
-gathered, which is not timed. Set OMP_WAIT_POLICY=PASSIVE on shared cores.
+gathered, which is not timed, and in a decode the queries of a KV head side by side, so that nothing
+is repeated for them. Set OMP_WAIT_POLICY=PASSIVE on shared cores.
 
 A decode's ceiling is reading the layer's blocks once, scales included; a prefill's is as many
 multiply-adds on operands in registers, with the unit's own bf16 product.
@@ -22,12 +23,17 @@ from tandem.bench.harness import BenchCase, time_call
 from tandem.kernels.formats import find_format
 from tandem.kernels.native import view_tensor
 from tandem.kernels.native_experts import PackedExperts
+from tandem.kernels.paged import allocate_blocks
 
 __all__ = ["make_cases"]
 
 BLOCK_SIZE = 64
 COLD_BYTES = 160 << 20
 """Layers in turn hold at least this much, several times what a cache does."""
+DRAWN_TOKENS = 1 << 14
+ROW_BYTES = 2 + 2 + 2 + 4
+"""What a number of keys and values takes: drawn, in blocks, and the rival's two."""
+SPARE_BYTES = 1 << 30
 ERRORS = {"bf16": 0.01, "int8": 0.02, "fp8": 0.06}
 """The largest relative error of a result against float32, on Gaussian queries, keys and values."""
 
@@ -64,20 +70,23 @@ class _Layers:
         generator = torch.Generator().manual_seed(0)
         kinds = 1 if shape.is_latent else 2
         size = (self.count, context, kinds * shape.kv_heads, shape.key_dim)
-        self.kv = torch.randn(size, generator=generator, dtype=torch.float32).bfloat16()
+        self.kv = torch.empty(size, dtype=torch.bfloat16)
+        # In pieces: all of a million tokens in float32 would not fit beside what else is held.
+        for rows in self.kv.flatten(0, 1).split(DRAWN_TOKENS):
+            rows.copy_(torch.randn(rows.shape, generator=generator))
         self.table = torch.randperm(blocks, generator=generator)[None]
 
     def _allocate(self, shape: _Shape, blocks: int, kv: str) -> tuple[Tensor, _native.KvPool]:
         kv_heads, d = shape.kv_heads, shape.key_dim
         if shape.is_latent:
-            memory = torch.zeros(blocks, self.count, BLOCK_SIZE, d, dtype=torch.bfloat16)
+            memory = allocate_blocks((blocks, self.count, BLOCK_SIZE, d), torch.bfloat16)
             return memory, _native.KvPool.latent(view_tensor(memory), shape.value_dim)
         if kv == "bf16":
             size = (blocks, self.count, 2, kv_heads, BLOCK_SIZE, d)
-            memory = torch.zeros(size, dtype=torch.bfloat16)
+            memory = allocate_blocks(size, torch.bfloat16)
             return memory, _native.KvPool.grouped(view_tensor(memory))
         layer_bytes = 2 * kv_heads * BLOCK_SIZE * (d + 2)
-        memory = torch.zeros(blocks, self.count, layer_bytes, dtype=torch.uint8)
+        memory = allocate_blocks((blocks, self.count, layer_bytes), torch.uint8)
         view = view_tensor(memory)
         return memory, _native.KvPool.coded(view, kv, kv_heads, BLOCK_SIZE, d)
 
@@ -102,6 +111,15 @@ class _Case:
         """Of products that causality leaves."""
         pairs = self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) // 2
         return pairs * self.shape.heads * (self.shape.key_dim + self.shape.value_dim)
+
+    def _find_lack(self) -> str:
+        """Return what is missing to run the case; nothing where all is there."""
+        shape = self.shape
+        items = self.context * shape.kv_heads * shape.key_dim * (1 if shape.is_latent else 2)
+        # Layers in turn hold little where one holds much.
+        needed = max(items * ROW_BYTES, 5 * COLD_BYTES) + SPARE_BYTES
+        free = _native.read_topology().memory_available_bytes
+        return "" if needed <= free else f"needs {needed >> 20} MiB of memory, {free >> 20} free"
 
     def prepare(self) -> None:
         shape, n = self.shape, self.tokens
@@ -143,15 +161,19 @@ class _Case:
                 later = torch.ones(n, context, dtype=torch.bool).triu_(context - n + 1)
                 scores.masked_fill_(later[None, :, None], float("-inf"))
             return torch.matmul(torch.softmax(scores, -1), values)[0]
+        if n == 1:
+            grouped = q.view(1, self.shape.kv_heads, -1, self.shape.key_dim)
+            mixed = functional.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
+            return mixed.view(1, self.shape.heads, -1)
         mask = None
-        if 1 < n < context:
+        if n < context:
             mask = torch.ones(n, context, dtype=torch.bool).tril_(context - n)
         mixed = functional.scaled_dot_product_attention(
             q,
             keys,
             values,
             attn_mask=mask,
-            is_causal=n == context and n > 1,
+            is_causal=n == context,
             scale=self.scale,
             enable_gqa=True,
         )
@@ -174,6 +196,9 @@ class _Case:
         return max(read, multiplied) * 1e3
 
     def check(self) -> str:
+        lack = self._find_lack()
+        if lack:
+            return lack
         self.prepare()
         torch.set_num_threads(self.threads.num_threads)
         self.plan.attend(0, *self.views, self.scale)
@@ -201,7 +226,7 @@ def _make_case(kind: str, kv: str, tokens: int, context: int) -> BenchCase:
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
     """Yield decodes over growing contexts, then prefills; ``quick`` has fewer of both."""
-    decodes = (1024, 32768) if quick else (1024, 4096, 32768, 131072)
+    decodes = (1024, 32768) if quick else (1024, 4096, 32768, 131072, 1 << 20)
     for kind in SHAPES:
         for context in decodes:
             yield _make_case(kind, "bf16", 1, context)

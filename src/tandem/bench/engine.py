@@ -143,7 +143,8 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
         for batch, dtype in itertools.product((1,) if quick else (1, 16), DTYPES):
             yield demo.case("demo", dtype, "prefill", batch)
         deep = _Bench(_make_deep_model(Path(scratch)))
-        yield deep.case("tiny48", "float32", "decode", 1)
+        for dtype in DTYPES:
+            yield deep.case("tiny48", dtype, "decode", 1)
 
 
 def _make_deep_model(folder: Path) -> Path:

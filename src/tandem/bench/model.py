@@ -42,8 +42,9 @@ LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else, on both sides: 0.03 is seen between two that are right."""
-PEER_LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.6}
-"""The same of llama.cpp, which has q4_0, without minimum, in attention as well."""
+PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6}
+"""The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
+0.080 off in q8_0, with AVX-512."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
 PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),

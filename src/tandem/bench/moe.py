@@ -1,7 +1,8 @@
 """`tandem bench moe`: packed experts against torch, and against the limits of the machine.
 
-One MoE layer of a known model, with as many experts as fit a laptop, routed at random. Where a
-layer is small, several are used in turn, so that no cache holds the weights of the next call. The
+One MoE layer of a known model, routed at random: of a small one some of its experts, in several
+layers used in turn, so that no cache holds the weights of the next call; of a large one as many
+experts as half of the free memory holds with their copies for the rivals. The
 rival is torch, one expert after the other on the tokens that chose it, in bf16 or fp32 and on one
 thread or as many as ours, whichever is the fastest for the case; ``--with-peers`` it is kt-kernel
 in the format nearest to ours, from the very same weights, with one worker or as many as our threads
@@ -52,9 +53,14 @@ SHAPES = [
     Shape("mixtral", 4096, 14336, 2, 8),
 ]
 LAYER_WEIGHTS = 80 * 10**6
-"""Of one layer, where top_k experts do not need more: 16 experts of Qwen3-30B-A3B."""
+"""Of one layer, where top_k experts do not have more: 16 experts of Qwen3-30B-A3B."""
 TOTAL_WEIGHTS = 200 * 10**6
 """Of all layers in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds little."""
+WEIGHT_BYTES, PEER_WEIGHT_BYTES = 8, 6
+"""What a weight takes: the rival's in fp32 and bf16 and ours in up to 16 bits; a peer's file in the
+page cache and one copy for each of its processes."""
+MEMORY_SHARE = 0.5
+"""Of the free memory, for all of that."""
 FORMATS = {
     "int8g128": 0.021,
     "int4g32": 0.145,
@@ -81,8 +87,18 @@ KT_REQUIREMENTS = (
     "psutil",
 )
 KT_VERSION = "kt-kernel==0.7.2"
-TOKENS = (1, 4, 16, 64, 256, 2048)
+TOKENS = (1, 4, 16, 64, 256, 2048, 4096)
 QUICK_TOKENS = (1, 16, 256)
+
+
+def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
+    """Return how many experts a layer of this shape has here; at least those of a token."""
+    weights = 3 * shape.hidden * shape.inner
+    if shape.top_k * weights <= LAYER_WEIGHTS:
+        return min(shape.num_experts, LAYER_WEIGHTS // weights)
+    weight_bytes = WEIGHT_BYTES + (PEER_WEIGHT_BYTES if has_peers else 0)
+    held = int(free_bytes * MEMORY_SHARE) // (weights * weight_bytes)
+    return max(shape.top_k, min(shape.num_experts, held))
 
 
 @dataclass
@@ -186,7 +202,8 @@ class _Layers:
         self._folder = folder
         self._generator = torch.Generator().manual_seed(0)
         weights = 3 * shape.hidden * shape.inner
-        self.num_experts = min(shape.num_experts, max(shape.top_k, LAYER_WEIGHTS // weights))
+        free_bytes = read_topology().memory_available_bytes
+        self.num_experts = count_experts(shape, free_bytes, has_peers=folder is not None)
         self.num_layers = -(-TOTAL_WEIGHTS // (self.num_experts * weights))
         self.layers = [self._make_layer() for _ in range(self.num_layers)]
         self.rivals = {

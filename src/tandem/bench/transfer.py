@@ -6,7 +6,8 @@ to the engine. ``workload=kv`` is the cache of a prompt of 4K tokens: 61 layers 
 KiB, each as 128 and 16. Batches are prepared. Bytes are compared before a time counts.
 
 The ceiling of tcp is a plain blocking socket to the same process, one request and one confirmation
-a batch, and with peers iperf3 from a mebibyte on; that of the others a memcpy of as many bytes. The
+a batch, and with peers iperf3 from a mebibyte on (both with the congestion control that is fastest
+inside a host: see `docs/design/transfer.md`); that of the others a memcpy of as many bytes. The
 baseline is the ceiling, or, with peers, the best of them, each in processes of its own and measured
 in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel has it) and NIXL, as
 it comes for the same host and with ``UCX_TLS=tcp`` for tcp.
@@ -57,6 +58,9 @@ IPERF_FROM_BYTES = 2**20
 """A measurement of iperf3 moves this much; for less than that its streams have no meaning."""
 CALL_SIZES = (200, 65_536)
 
+UNPACED = b"reno"
+"""Congestion control of the ceilings: one that paces, like BBR, halves what loopback carries."""
+
 TransportChoice = Literal["tcp", "shm", "cma", "best"]
 
 SERVER = """
@@ -79,6 +83,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 print(engine.address, listener.getsockname()[1], bound[0], flush=True)
 peer, _ = listener.accept()
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, sys.argv[3].encode())
 view = memoryview(np.ones(1 << 28, np.uint8))
 while head := peer.recv(16, socket.MSG_WAITALL):
     op, size = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:], "little")
@@ -99,7 +104,7 @@ class _Pair:
         secret = secrets.token_urlsafe(32)
         self.buffer_bytes = buffer_bytes
         self.child = subprocess.Popen(
-            [sys.executable, "-c", SERVER, secret, str(buffer_bytes)],
+            [sys.executable, "-c", SERVER, secret, str(buffer_bytes), UNPACED.decode()],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -117,6 +122,7 @@ class _Pair:
         self.scratch = np.ones(min(buffer_bytes, 2**28), np.uint8)
         self.socket = socket.create_connection(("127.0.0.1", int(line[1])))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
         self.context = zmq.Context()
         self.zmq = self.context.socket(zmq.REQ)
         self.zmq.connect(f"tcp://127.0.0.1:{line[2]}")
@@ -212,7 +218,7 @@ class _Rival:
 
 
 class _Iperf:
-    """iperf3 on loopback: what a stream of TCP carries here at best."""
+    """iperf3 on loopback, paced as by default and not paced: what a stream carries at best."""
 
     def __init__(self, stack: contextlib.ExitStack, program: str) -> None:
         self._program = program
@@ -225,8 +231,14 @@ class _Iperf:
         stack.callback(server.kill)
 
     def time_us(self, size: int) -> float:
-        """Microseconds for so many bytes, at the rate of a stream measured now."""
+        """Microseconds for so many bytes, at the rate of the faster of two streams measured now."""
+        return min(
+            self._time_stream_us(size, ()), self._time_stream_us(size, ("-C", UNPACED.decode()))
+        )
+
+    def _time_stream_us(self, size: int, options: tuple[str, ...]) -> float:
         command = [self._program, "-c", "127.0.0.1", "-p", self._port, "-n", str(IPERF_BYTES), "-J"]
+        command += options
         said = b""
         for _ in range(50):
             done = subprocess.run(command, capture_output=True, timeout=60, check=False)

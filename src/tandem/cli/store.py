@@ -35,11 +35,11 @@ DRAIN_POLL_S = 0.1
 def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
     """Run the master of a store until it is told to stop."""
     from tandem.store import MasterService
-    from tandem.store.fast_calls import make_shared_loop
+    from tandem.transfer import SharedLoop
 
     settings = _start(config, flags, "store-master", log_level)
     service = MasterService(settings.store, settings.rpc)
-    with asyncio.Runner(loop_factory=make_shared_loop) as runner:
+    with asyncio.Runner(loop_factory=SharedLoop) as runner:
         runner.run(_serve(service, lambda: f"store master at {service.endpoint}"))
 
 
@@ -48,10 +48,12 @@ def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any
 def host(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
     """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
     from tandem.store import HostService
+    from tandem.transfer import SharedLoop
 
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
-    asyncio.run(_serve(service, lambda: f"store host {service.host.name} is up"))
+    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        runner.run(_serve(service, lambda: f"store host {service.host.name} is up"))
 
 
 @app.command("put")

@@ -49,9 +49,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     has_qk_norm: bool = False
+    sliding_window: Annotated[int, Meta(ge=0)] = 0
+    """Tokens that a token sees in layers with a window, itself included; 0 is no such layer."""
+    has_sinks: bool = False
+    """Heads have a logit that takes weight and adds nothing."""
     rope_type: str = "default"
     checkpoint_dtype: str = "bfloat16"
     """The dtype that the configuration declares for the stored weights."""
+    expert_format: str = ""
+    """The weight format in which the checkpoint stores its routed experts; empty: in the dtype."""
     dtype: str = "bfloat16"
     """The dtype that ``dtype="auto"`` runs in."""
     dtype_reason: str = ""

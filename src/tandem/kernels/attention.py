@@ -9,17 +9,20 @@ bounded; the others one by one, their own tokens causally, their earlier context
 partial results are merged by their log-sum-exp, so that memory is bounded whatever the context.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tandem import _native
+from tandem.core.errors import UnsupportedError
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.native import Buffer, is_native, view_tensor
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 from tandem.kernels.rope import apply_rope_
 from tandem.kernels.step import DecodeGroup, NativeStep, PagedStep, Prefill
 
-__all__ = ["Attention", "PagedStep", "attend", "write_kv"]
+__all__ = ["PLAIN", "Attention", "AttentionRule", "PagedStep", "attend", "write_kv"]
 
 WIDE_HEAD = 128
 """From this head size on, and in half precision, a decode's scores are computed keys first: the
@@ -27,6 +30,21 @@ library packs its second operand, and that must not be the long one. Measured tw
 
 CAUSAL_ROWS = 256
 """Queries whose scores torch holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What a layer's attention has beyond the common; native kernels alone run it."""
+
+    window: int = 0
+    """A token sees itself and ``window - 1`` before it; 0 is all."""
+    soft_cap: float = 0.0
+    """A score becomes cap * tanh(score / cap); 0 is none."""
+    sinks: _native.TensorView | None = None
+    """float32 [H]: a logit that takes weight and adds nothing."""
+
+
+PLAIN = AttentionRule()
 
 
 def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -46,7 +64,14 @@ def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
         slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
 
 
-def attend(step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float) -> Tensor:
+def attend(
+    step: PagedStep,
+    layer_idx: int,
+    q_THd: Tensor,
+    kv_T2Kd: Tensor,
+    scale: float,
+    rule: AttentionRule = PLAIN,
+) -> Tensor:
     """Attend each token to its sequence's context up to itself; KV must have been written.
 
     Args:
@@ -55,15 +80,32 @@ def attend(step: PagedStep, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scal
         q_THd: queries after RoPE; any strides.
         kv_T2Kd: this step's own keys and values.
         scale: on the products.
+        rule: window, soft cap, sinks.
 
     Returns: [T, H * d], new.
+
+    Raises: UnsupportedError (a rule where torch attends: off the CPU, or KV in float16).
     """
     num_tokens, num_heads, head_dim = q_THd.shape
     if step.native is not None:
         q = q_THd.contiguous()
         out = torch.empty_like(q)
-        step.native.attention.attend(layer_idx, view_tensor(q), view_tensor(out), scale)
+        step.native.attention.attend(
+            layer_idx,
+            view_tensor(q),
+            view_tensor(out),
+            scale,
+            rule.window,
+            rule.soft_cap,
+            rule.sinks,
+        )
         return out.view(num_tokens, -1)
+    if rule != PLAIN:
+        raise UnsupportedError(
+            "kernels.attend",
+            f"windows, soft caps and sinks have native kernels only, not on {q_THd.device} over "
+            f"KV in {step.cache.dtype}: use the CPU and a kv_dtype of auto",
+        )
     if len(step.decodes) == 1 and step.decodes[0].rows is None:
         return _attend_decodes(step, step.decodes[0], layer_idx, q_THd, scale)
     out = q_THd.new_empty(num_tokens, num_heads, head_dim)
@@ -161,6 +203,8 @@ class Attention(Operator):
         has_qkv_bias: q, k and v projections have a bias.
         has_o_bias: so has the output projection.
         qk_norm_eps: epsilon of the norms of q and k; None is no such norms.
+        window: tokens that a token sees, itself included; 0 is all.
+        has_sinks: each head has a logit that takes weight and adds nothing.
         settings: how the projections are stored and run.
     """
 
@@ -176,6 +220,8 @@ class Attention(Operator):
         has_qkv_bias: bool = False,
         has_o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        window: int = 0,
+        has_sinks: bool = False,
         settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
@@ -188,10 +234,12 @@ class Attention(Operator):
         self.has_qkv_bias = has_qkv_bias
         self.has_o_bias = has_o_bias
         self.qk_norm_eps = qk_norm_eps
+        self.has_sinks = has_sinks
+        self.rule = AttentionRule(window)
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``{q,k,v,o}_proj`` and, where the heads are normed, ``{q,k}_norm``."""
+        """Read ``{q,k,v,o}_proj`` and, where there are such, ``{q,k}_norm`` and ``sinks``."""
         d, heads, kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
         sizes = [("q_proj", heads * d), ("k_proj", kv_heads * d), ("v_proj", kv_heads * d)]
         qkv = [(f"{name}.{part}", rows) for part, rows in sizes]
@@ -202,6 +250,11 @@ class Attention(Operator):
             read_matrix(self, "qkv_", reader, settings, qkv, self.hidden_size, has_bias=qkv_bias),
             read_matrix(self, "o_", reader, settings, output, heads * d, has_bias=o_bias),
         )
+        if self.has_sinks:
+            sinks = torch.empty(heads, dtype=torch.float32)
+            reader.read_into(f"{name}.sinks", sinks)
+            self.sinks = freeze(sinks)
+            self.rule = AttentionRule(self.rule.window, sinks=view_tensor(sinks))
         self.qk_weight = None
         self.q_view: _native.TensorView | None = None
         self.k_view: _native.TensorView | None = None
@@ -229,7 +282,7 @@ class Attention(Operator):
         apply_rope_(qk, normed, step.cos_T1d, step.signed_sin_T1d)
         kv = qkv[:, heads:].unflatten(1, (2, self.num_kv_heads))
         write_kv(step, self.layer_idx, kv)
-        return attend(step, self.layer_idx, qkv[:, :heads], kv, self.scale)
+        return attend(step, self.layer_idx, qkv[:, :heads], kv, self.scale, self.rule)
 
     def add_natively(self, residual_TD: Buffer, h_TD: Buffer, native: NativeStep) -> None:
         """Add the layer's attention of ``h_TD`` to the residual, in buffers of the step."""
@@ -254,7 +307,16 @@ class Attention(Operator):
             native.pool,
         )
         native.attention.store(self.layer_idx, by_head, heads)
-        native.attention.attend(self.layer_idx, by_head, mixed.view, self.scale)
+        rule = self.rule
+        native.attention.attend(
+            self.layer_idx,
+            by_head,
+            mixed.view,
+            self.scale,
+            rule.window,
+            rule.soft_cap,
+            rule.sinks,
+        )
         return mixed
 
     def project_into_(self, residual_TD: Tensor, mixed: Tensor) -> None:

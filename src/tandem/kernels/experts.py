@@ -10,25 +10,41 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
-from tandem.kernels.mlp import swiglu
+from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.native import Buffer
-from tandem.kernels.operator import Operator, WeightReader, freeze
+from tandem.kernels.operator import Operator, WeightReader, allocate_scratch, freeze
 from tandem.kernels.step import NativeStep
 
-__all__ = ["Experts", "RoutedExperts", "read_experts"]
+__all__ = ["Experts", "RoutedExperts", "read_biases", "read_experts"]
 
 
 class RoutedExperts(Operator):
-    """The routed experts of one layer: SwiGLU blocks, each scaled by its router weight.
+    """The routed experts of one layer: gated blocks, each scaled by its router weight.
 
     Args:
         num_experts: E.
         hidden_size: D.
         intermediate_size: F.
+        activation: of gate and up; SwiGLU's by default.
+        has_bias: whether gate, up and down of each expert have biases.
+        is_transposed: whether the checkpoint holds inputs first, and the columns of gate and up in
+            turn, as gpt-oss does: gate_up [E, D, 2 F], down [E, F, D].
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation = SILU,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
         super().__init__()
+        self.activation = activation
+        self.has_bias = has_bias
+        self.is_transposed = is_transposed
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -67,18 +83,28 @@ class Experts(RoutedExperts):
     """Experts whose weights are tensors of the model's dtype, on any device."""
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read either layout: one tensor for all experts, or three for each."""
+        """Read any layout: one tensor for all experts, either way around, or three for each."""
         e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
         # Inputs first in memory: float32 products of a few rows take a quarter less time than with
         # rows of W, those of many rows an eighth. The views have the usual shapes.
         gate_up = torch.empty((e, d, 2 * f), dtype=reader.dtype, device=reader.device)
         down = torch.empty((e, f, d), dtype=reader.dtype, device=reader.device)
-        read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
+        if self.is_transposed:
+            stored = allocate_scratch(e, d, 2 * f, dtype=reader.dtype)
+            reader.read_into(f"{name}.gate_up_proj", stored)
+            reader.read_into(f"{name}.down_proj", down)
+            gate_up[..., :f], gate_up[..., f:] = stored[..., 0::2], stored[..., 1::2]
+        else:
+            read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
         self.gate_up_weight = freeze(gate_up.transpose(1, 2))
         self.down_weight = freeze(down.transpose(1, 2))
         # Views made once: making them in the loop over experts costs as much as a small product.
         self._gate_up_t = list(gate_up)
         self._down_t = list(down)
+        if self.has_bias:
+            gate_bias, up_bias, down_bias = read_biases(self, reader, name)
+            self.gate_up_bias = freeze(torch.cat((gate_bias, up_bias), dim=1))
+            self.down_bias = freeze(down_bias)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum; see ``RoutedExperts``."""
@@ -96,8 +122,13 @@ class Experts(RoutedExperts):
     def _add_one_(self, residual_1D: Tensor, x_1D: Tensor, ids_1K: Tensor, w_1K: Tensor) -> None:
         for expert_id, weight in zip(ids_1K[0].tolist(), w_1K[0].tolist(), strict=True):
             if 0 <= expert_id < self.num_experts:
-                hidden = swiglu(torch.mm(x_1D, self._gate_up_t[expert_id]))
+                gate_up = torch.mm(x_1D, self._gate_up_t[expert_id])
+                if self.has_bias:
+                    gate_up += self.gate_up_bias[expert_id]
+                hidden = self.activation.apply(gate_up)
                 residual_1D.addmm_(hidden, self._down_t[expert_id], alpha=weight)
+                if self.has_bias:
+                    residual_1D.add_(self.down_bias[expert_id], alpha=weight)
             elif expert_id != -1:
                 self._refuse_id(expert_id)
 
@@ -117,9 +148,13 @@ class Experts(RoutedExperts):
         chosen = [(i, a, b) for i, (a, b) in enumerate(pairwise(ends)) if a < b]
         for expert_id, a, b in chosen:
             torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
-        hidden = swiglu(gate_up)
+            if self.has_bias:
+                gate_up[a:b] += self.gate_up_bias[expert_id]
+        hidden = self.activation.apply(gate_up)
         for expert_id, a, b in chosen:
             torch.mm(hidden[a:b], self._down_t[expert_id], out=x[a:b])
+            if self.has_bias:
+                x[a:b] += self.down_bias[expert_id]
         if ends[0]:
             x[: ends[0]] = 0
         outputs = torch.empty_like(x)
@@ -151,3 +186,17 @@ def read_experts(
         reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[:size])
         reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[size:])
         reader.read_into(f"{name}.{i}.down_proj.weight", down)
+
+
+def read_biases(
+    experts: RoutedExperts, reader: WeightReader, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Read the biases of all experts: gate [E, F], up [E, F], down [E, D]."""
+    count, size = experts.num_experts, experts.intermediate_size
+    gate_up = torch.empty(count, 2 * size, dtype=reader.dtype, device=reader.device)
+    down = torch.empty(count, experts.hidden_size, dtype=reader.dtype, device=reader.device)
+    reader.read_into(f"{name}.gate_up_proj_bias", gate_up)
+    reader.read_into(f"{name}.down_proj_bias", down)
+    if experts.is_transposed:
+        return gate_up[:, 0::2], gate_up[:, 1::2], down
+    return gate_up[:, :size], gate_up[:, size:], down

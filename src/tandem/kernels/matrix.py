@@ -136,8 +136,10 @@ def make_matrix(
         setattr(owner, f"{name}bias", bias)
         return TensorMatrix(weight, bias)
     assert settings.pool is not None, "a weight format needs a pool"
+    is_bound = len(settings.pool.node_ids) > 1
     packed = PackedLinear.pack(
-        settings.weight_format, weight_NK.detach(), bias_N, pool=settings.pool
+        settings.weight_format, weight_NK.detach(), bias_N, pool=settings.pool, is_bound=is_bound
     )
     owner.packed_bytes += packed.size_bytes
+    owner.is_misplaced |= is_bound and not packed.is_bound
     return packed

@@ -24,6 +24,7 @@ class Router(Operator):
         num_experts: E.
         top_k: K.
         is_normalised: whether the K weights are scaled to sum to one.
+        has_bias: whether the score has a bias, which counts for choice and weights.
         settings: how the matrix is stored and run.
     """
 
@@ -34,6 +35,7 @@ class Router(Operator):
         top_k: int,
         *,
         is_normalised: bool,
+        has_bias: bool = False,
         settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
@@ -41,13 +43,16 @@ class Router(Operator):
         self.num_experts = num_experts
         self.top_k = top_k
         self.is_normalised = is_normalised
+        self.has_bias = has_bias
         self.settings = settings
         self._scoring = "softmax_normalised" if is_normalised else "softmax"
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight`` [E, D]."""
-        parts = [(name, self.num_experts)]
-        self._matrix = read_matrix(self, "", reader, self.settings, parts, self.hidden_size)
+        """Read ``weight`` [E, D] and, if there is one, ``bias`` [E]."""
+        parts, size = [(name, self.num_experts)], self.hidden_size
+        self._matrix = read_matrix(
+            self, "", reader, self.settings, parts, size, has_bias=self.has_bias
+        )
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
@@ -89,28 +94,41 @@ class MoeBlock(Operator):
     Args:
         gate: returns (logits, weights [T, K], ids [T, K]).
         experts: called as ``experts(hidden, ids, weights)``.
+        gate_name: what the checkpoint calls the router.
+        is_pair: ``forward`` returns the weights [T, K] as well, as gpt-oss's layers want it.
     """
 
-    def __init__(self, gate: nn.Module, experts: nn.Module) -> None:
+    def __init__(
+        self,
+        gate: nn.Module,
+        experts: nn.Module,
+        *,
+        gate_name: str = "gate",
+        is_pair: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate = gate
+        self.add_module(gate_name, gate)
         self.experts = experts
+        self.is_pair = is_pair
         # Where no module has to search for them.
         self._parts = (gate, experts)
 
     @property
     def is_fusable(self) -> bool:
         """Whether both parts are operators, so that the block can add into a residual."""
-        return isinstance(self.gate, Router) and isinstance(self.experts, RoutedExperts)
+        gate, experts = self._parts
+        return isinstance(gate, Router) and isinstance(experts, RoutedExperts)
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the block's output, shaped as ``hidden_states``, new."""
+        gate, experts = self._parts
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids = self.gate(x)
-        return self.experts(x, ids, weights).reshape(hidden_states.shape)
+        _, weights, ids = gate(x)
+        out = experts(x, ids, weights).reshape(hidden_states.shape)
+        return (out, weights) if self.is_pair else out
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
         """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""

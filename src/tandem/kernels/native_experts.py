@@ -8,9 +8,7 @@ and, for integer formats, of the instruction set; see docs/design/kernels.md.
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,32 +18,14 @@ from torch import Tensor
 
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.experts import RoutedExperts, read_experts
+from tandem.kernels.activation import SILU, Activation
+from tandem.kernels.experts import RoutedExperts, read_biases, read_experts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
 from tandem.kernels.step import NativeStep
 
-__all__ = ["Activation", "NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """What stands between gate, up and down: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
-
-    The default is SwiGLU's. gpt-oss has ``Activation(alpha=1.702, limit=7.0, up_offset=1.0)``.
-    """
-
-    name: str = "silu"
-    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
-    alpha: float = 1.0
-    """Of ``silu`` alone; positive."""
-    limit: float = math.inf
-    """The gate is at most this, up at most this far from zero; positive."""
-    up_offset: float = 0.0
-
-
-SILU = Activation()
+__all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
 
 def count_bytes(
@@ -307,6 +287,9 @@ class NativeExperts(RoutedExperts):
         intermediate_size: F.
         weight_format: how the weights are stored.
         pool: runs the kernels; borrowed for the life of the operator.
+        activation: as of ``RoutedExperts``.
+        has_bias: as of ``RoutedExperts``.
+        is_transposed: as of ``RoutedExperts``.
         cache: where packed weights are kept between runs; None = pack at each load.
         num_parts: shares of F, one for each NUMA node that has threads. One share is used where the
             cache maps it; several are copied into memory of their nodes.
@@ -322,10 +305,20 @@ class NativeExperts(RoutedExperts):
         *,
         weight_format: WeightFormat,
         pool: ThreadPool,
+        activation: Activation = SILU,
+        has_bias: bool = False,
+        is_transposed: bool = False,
         cache: WeightCache | None = None,
         num_parts: int = 1,
     ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size)
+        super().__init__(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            activation=activation,
+            has_bias=has_bias,
+            is_transposed=is_transposed,
+        )
         self.weight_format = weight_format
         self._pool = pool
         self._cache = cache
@@ -352,12 +345,13 @@ class NativeExperts(RoutedExperts):
                 cache.commit(name)
                 if self.num_parts > 1:
                     self._experts = self._make(reserved, self.num_parts)
+        if self.has_bias:
+            # Small, and so not in the cache.
+            biases = read_biases(self, reader, name)
+            for expert_id, (gate, up, down) in enumerate(zip(*biases, strict=True)):
+                self._experts.set_bias(expert_id, gate, up, down)
         self.packed_bytes = self.num_experts * self._experts.expert_bytes
-
-    @property
-    def is_misplaced(self) -> bool:
-        """Whether parts should lie on nodes and the kernel refused; known once loaded."""
-        return self.num_parts > 1 and not self._experts.is_bound
+        self.is_misplaced = self.num_parts > 1 and not self._experts.is_bound
 
     def _make(self, storage: NDArray[np.uint8] | None, num_parts: int) -> PackedExperts:
         return PackedExperts(
@@ -367,13 +361,25 @@ class NativeExperts(RoutedExperts):
             self.intermediate_size,
             pool=self._pool,
             storage=storage,
+            activation=self.activation,
+            has_bias=self.has_bias,
             num_parts=num_parts,
             is_bound=num_parts > 1,
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
-        """Read either layout of the checkpoint, at most one layer of it at a time."""
+        """Read any layout of the checkpoint, at most one layer of it at a time."""
         size, hidden = self.intermediate_size, self.hidden_size
+        if self.is_transposed:
+            gate_up = allocate_scratch(self.num_experts, hidden, 2 * size, dtype=reader.dtype)
+            down = allocate_scratch(self.num_experts, size, hidden, dtype=reader.dtype)
+            reader.read_into(f"{name}.gate_up_proj", gate_up)
+            reader.read_into(f"{name}.down_proj", down)
+            for i in range(self.num_experts):
+                turned = gate_up[i].t()
+                gate, up = (turned[half::2].contiguous() for half in (0, 1))
+                self._experts.pack_expert(i, gate, up, down[i].t().contiguous())
+            return
         is_stacked = reader.has(f"{name}.gate_up_proj")
         count = self.num_experts if is_stacked else 1
         gate_up = allocate_scratch(count, 2 * size, hidden, dtype=reader.dtype)

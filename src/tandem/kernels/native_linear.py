@@ -44,11 +44,14 @@ class PackedLinear:
         isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
         storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
             that are packed already. None = memory of its own.
+        is_bound: reserve an equal share of the outputs on each NUMA node of the pool, whose threads
+            compute it; no bit of a result depends on it. Where the kernel refuses, the memory lies
+            where it is first touched, and the property ``is_bound`` is false. Without storage.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
     Raises: ShapeError (K that is not whole groups); UnsupportedError (format, ISA); ConfigError
-        (unknown ISA, a size below 1); CapacityError (memory).
+        (unknown ISA, a size below 1, storage to be bound); CapacityError (memory).
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PackedLinear:
         pool: ThreadPool,
         isa: str | None = None,
         storage: NDArray[np.uint8] | None = None,
+        is_bound: bool = False,
     ) -> None:
         self.weight_format = weight_format
         self.in_features = in_features
@@ -71,6 +75,7 @@ class PackedLinear:
             out_features=out_features,
             isa="" if isa is None else isa,
             storage=storage,
+            share_nodes=pool.node_ids if is_bound else [],
         )
 
     @classmethod
@@ -82,6 +87,7 @@ class PackedLinear:
         *,
         pool: ThreadPool,
         isa: str | None = None,
+        is_bound: bool = False,
     ) -> "PackedLinear":
         """Code a whole matrix.
 
@@ -91,6 +97,7 @@ class PackedLinear:
             bias_N: of any floating dtype; not kept.
             pool: as of the class.
             isa: as of the class.
+            is_bound: as of the class.
 
         Raises: as the class and ``pack_rows``.
         """
@@ -98,7 +105,9 @@ class PackedLinear:
             what = f"weight {tuple(weight_NK.shape)}: give [N, K]"
             raise ShapeError("kernels.pack", what, field="weight")
         out_features, in_features = weight_NK.shape
-        linear = cls(weight_format, in_features, out_features, pool=pool, isa=isa)
+        linear = cls(
+            weight_format, in_features, out_features, pool=pool, isa=isa, is_bound=is_bound
+        )
         linear.pack_rows(0, weight_NK)
         if bias_N is not None:
             linear.set_bias(bias_N)
@@ -130,6 +139,18 @@ class PackedLinear:
     def size_bytes(self) -> int:
         """Packed bytes, scales included."""
         return self._matrix.size_bytes
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the kernel granted every share of the outputs its NUMA node."""
+        return self._matrix.is_bound
+
+    def find_share_nodes(self) -> list[int]:
+        """Return the NUMA node that a page of each share lies on, once weights are packed.
+
+        Raises: UnsupportedError (the kernel does not say, as in many containers).
+        """
+        return self._matrix.find_share_nodes()
 
     @property
     def packed(self) -> NDArray[np.uint8]:

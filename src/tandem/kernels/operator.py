@@ -44,6 +44,8 @@ class Operator(nn.Module, ABC):
 
     packed_bytes: int = 0
     """Of the weights that are packed, and so are no parameters of the module."""
+    is_misplaced: bool = False
+    """Whether packed weights should lie on several NUMA nodes and the kernel refused."""
 
     @abstractmethod
     def load(self, reader: WeightReader, name: str) -> None:

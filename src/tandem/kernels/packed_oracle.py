@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.formats import (
     WeightFormat,
     dequantize,
     quantize,
     round_to_bf16,
 )
-from tandem.kernels.native_experts import SILU, Activation
 
 __all__ = [
     "EPS",

@@ -105,10 +105,15 @@ class Rope(Operator):
     of length p + 1 would have. Decoding token by token gives exactly transformers' values; a
     prefill beyond the trained length differs from transformers, whose angles depend on the longest
     sequence of the batch, which no cached key could follow.
+
+    Args:
+        parameters: what determines the angles.
+        is_half: ``forward`` returns the angles of half a head, as gpt-oss's attention takes them.
     """
 
-    def __init__(self, parameters: RopeParameters) -> None:
+    def __init__(self, parameters: RopeParameters, *, is_half: bool = False) -> None:
         super().__init__()
+        self.is_half = is_half
         self.rope_parameters = parameters
         self.inv_freq, self.attention_factor = compute_frequencies(parameters)
 
@@ -144,7 +149,11 @@ class Rope(Operator):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The face of transformers' rotary embedding: ``x`` gives only the dtype."""
-        return self.compute(position_ids, x.dtype)
+        cos, sin = self.compute(position_ids, x.dtype)
+        if self.is_half:
+            half = cos.shape[-1] // 2
+            return cos[..., :half], sin[..., :half]
+        return cos, sin
 
 
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The families we run, and what their configurations must say: the gate before any weight.
 
-A configuration that asks for something no operator here does (another architecture, a sliding
-window, a quantization, an unknown RoPE) is refused by name. What passes is described by a
+A configuration that asks for something no operator here does (another architecture, another
+activation, an unknown quantization or RoPE) is refused by name. What passes is described by a
 ``ModelSpec``; transformers' own config class fills the defaults, so that both agree.
 """
 
@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
@@ -35,6 +37,16 @@ class Family:
     architecture: str
     has_qk_norm: bool = False
     is_moe: bool = False
+    has_sinks: bool = False
+    has_moe_bias: bool = False
+    """Routers and experts have biases."""
+    expert_formats: tuple[str, ...] = ()
+    """Weight formats in which checkpoints may store experts, by ``quant_method``."""
+
+    @property
+    def is_all_moe(self) -> bool:
+        """Whether no layer has a dense MLP, so that ``intermediate_size`` is an expert's."""
+        return self.model_type == "gpt_oss"
 
 
 FAMILIES = {
@@ -43,6 +55,14 @@ FAMILIES = {
         Family("llama", "LlamaForCausalLM"),
         Family("qwen3", "Qwen3ForCausalLM", has_qk_norm=True),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", has_qk_norm=True, is_moe=True),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            is_moe=True,
+            has_sinks=True,
+            has_moe_bias=True,
+            expert_formats=("mxfp4",),
+        ),
     )
 }
 
@@ -79,7 +99,10 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     generation = folder / "generation_config.json"
     generation = read_json(generation) if generation.exists() else {}
     name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
-    return Checkpoint(folder, config, _make_spec(name, config, family, generation))
+    spec = _make_spec(name, config, family, generation)
+    if spec.is_moe:
+        spec = msgspec.structs.replace(spec, expert_format=_find_quantization(raw) or "")
+    return Checkpoint(folder, config, spec)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -130,15 +153,23 @@ def _check_family(raw: dict[str, Any]) -> Family:
             "text",
             "architectures",
         )
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = _find_quantization(raw)
+    if method is not None and method not in family.expert_formats:
         raise _refuse(
             f"the checkpoint is quantized ({method or 'unnamed method'}): use a checkpoint in "
             "bfloat16, float16 or float32",
             "quantization_config",
         )
     return family
+
+
+def _find_quantization(raw: dict[str, Any]) -> str | None:
+    """Return how the checkpoint is quantized: a name, empty for none given; None is not at all."""
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if isinstance(method, str) else ""
 
 
 def _build_config(raw: dict[str, Any], family: Family) -> Any:
@@ -165,14 +196,25 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
 
 def _check_config(config: Any) -> None:
     _check_bounds(config)
-    if getattr(config, "sliding_window", None) is not None:
-        raise _refuse(
-            f"sliding_window {config.sliding_window} is in use: only full attention runs here",
-            "sliding_window",
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+        raise ConfigError(
+            "models.check_config",
+            f"sliding_window is {window!r}: need a number of tokens",
+            field="sliding_window",
         )
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if layer_types - {"full_attention"}:
-        raise _refuse(f"layer_types {sorted(layer_types)}: only full_attention", "layer_types")
+    layer_types = getattr(config, "layer_types", None) or ()
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise _refuse(
+            f"layer_types {unknown}: only full_attention and sliding_attention", "layer_types"
+        )
+    if "sliding_attention" in layer_types and window is None:
+        raise ConfigError(
+            "models.check_config",
+            "layers of sliding_attention, and sliding_window is None",
+            field="sliding_window",
+        )
     if config.hidden_act not in ("silu", "swish"):
         raise _refuse(f"hidden_act {config.hidden_act!r}: only silu runs here", "hidden_act")
     rope = config.rope_parameters
@@ -238,10 +280,24 @@ def head_dim_of(config: Any) -> int:
 def _count_moe_layers(config: Any, family: Family) -> int:
     if not family.is_moe:
         return 0
+    if family.is_all_moe:
+        return config.num_hidden_layers
     return sum(
         layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+def _find_expert_size(config: Any, family: Family) -> int:
+    return config.intermediate_size if family.is_all_moe else config.moe_intermediate_size
+
+
+def _find_window(config: Any) -> int:
+    """Return the window of the layers that have one; 0 if none has."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return 0
+    return getattr(config, "sliding_window", None) or 0
 
 
 def _count_parameters(config: Any, family: Family) -> tuple[int, int]:
@@ -254,6 +310,8 @@ def _count_parameters(config: Any, family: Family) -> tuple[int, int]:
         attention += heads + 2 * kv + hidden
     if family.has_qk_norm:
         attention += 2 * head_dim_of(config)
+    if family.has_sinks:
+        attention += config.num_attention_heads
     mlp = 3 * hidden * config.intermediate_size
     if getattr(config, "mlp_bias", False):
         mlp += 2 * config.intermediate_size + hidden
@@ -262,8 +320,12 @@ def _count_parameters(config: Any, family: Family) -> tuple[int, int]:
     shared += config.vocab_size * hidden + head
     if not moe_layers:
         return shared, shared
-    expert = 3 * hidden * config.moe_intermediate_size
+    inner = _find_expert_size(config, family)
+    expert = 3 * hidden * inner
     shared += moe_layers * config.num_experts * hidden
+    if family.has_moe_bias:
+        expert += 2 * inner + hidden
+        shared += moe_layers * config.num_experts
     return (
         shared + moe_layers * config.num_experts * expert,
         shared + moe_layers * config.num_experts_per_tok * expert,
@@ -305,10 +367,12 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         max_position_embeddings=config.max_position_embeddings,
         num_experts=config.num_experts if moe_layers else 0,
         top_k=config.num_experts_per_tok if moe_layers else 0,
-        moe_intermediate_size=config.moe_intermediate_size if moe_layers else 0,
+        moe_intermediate_size=_find_expert_size(config, family) if moe_layers else 0,
         num_moe_layers=moe_layers,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         has_qk_norm=family.has_qk_norm,
+        sliding_window=_find_window(config),
+        has_sinks=family.has_sinks,
         rope_type=config.rope_parameters.get("rope_type", "default"),
         checkpoint_dtype=stored,
         dtype=dtype,

@@ -232,10 +232,10 @@ def load_model(
         ignored = source.check_all_used(_list_harmless(checkpoint))
     report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
     require_no_meta(model)
-    if any(isinstance(m, NativeExperts) and m.is_misplaced for m in model.modules()):
+    if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
         logger.warning(
-            "event=memory_not_bound what=experts why=%r",
-            "the kernel refused mbind: parts lie where their threads touched them first",
+            "event=memory_not_bound what=weights why=%r",
+            "the kernel refused mbind: they lie where threads touched them first",
         )
     return CausalModel(model, spec, report, fingerprint, ignored, plan, torch.device(device))
 
@@ -243,13 +243,20 @@ def load_model(
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     """Return the layout of a KV block of a model; ``auto`` is the dtype it runs in.
 
-    Raises: ConfigError for an unknown dtype.
+    Raises: ConfigError for an unknown dtype, or one that the model's attention cannot take.
     """
     dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
     if dtype not in DTYPE_BYTES and dtype not in KV_CODE_BYTES:
         known = ", ".join((*DTYPE_BYTES, *KV_CODE_BYTES))
         raise ConfigError(
             "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
+        )
+    if dtype == "float16" and (spec.sliding_window or spec.has_sinks):
+        raise ConfigError(
+            "models.kv_layout",
+            "kv_dtype float16: windows and sinks have native kernels only, which do not take it: "
+            "use auto",
+            field="kv_dtype",
         )
     return KVLayout(
         num_layers=spec.num_layers,

@@ -14,6 +14,7 @@ from torch import nn
 from tandem._native import ThreadPool
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.registry import Registry
+from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.attention import Attention
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import Experts, RoutedExperts
@@ -215,15 +216,12 @@ def make_rope_parameters(config: Any) -> RopeParameters:
 
 def _build_rope(module: Any, context: BuildContext) -> Rope:
     _require(module, "inv_freq", "rope_type")
-    return Rope(make_rope_parameters(context.config))
+    is_half = type(module).__name__ == "GptOssRotaryEmbedding"
+    return Rope(make_rope_parameters(context.config), is_half=is_half)
 
 
 def _build_attention(module: Any, context: BuildContext) -> Attention:
     _require(module, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling")
-    if hasattr(module, "sinks"):
-        raise UnfitModuleError(f"{type(module).__name__} has attention sinks")
-    if getattr(module, "sliding_window", None) is not None:
-        raise UnfitModuleError(f"{type(module).__name__} has a sliding window")
     q, k, o = module.q_proj, module.k_proj, module.o_proj
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
@@ -237,6 +235,8 @@ def _build_attention(module: Any, context: BuildContext) -> Attention:
         has_qkv_bias=_has_bias(q),
         has_o_bias=_has_bias(o),
         qk_norm_eps=_norm_eps(module.q_norm) if hasattr(module, "q_norm") else None,
+        window=getattr(module, "sliding_window", None) or 0,
+        has_sinks=hasattr(module, "sinks"),
         settings=context.choose_matrix(),
     )
 
@@ -255,14 +255,19 @@ def _build_mlp(module: Any, context: BuildContext) -> Mlp:
 
 
 def _build_router(module: Any, context: BuildContext) -> Router:
-    _require(module, "weight", "top_k", "num_experts", "norm_topk_prob")
+    _require(module, "weight", "top_k", "num_experts")
+    is_gpt_oss = type(module).__name__ == "GptOssTopKRouter"
+    if not is_gpt_oss:
+        _require(module, "norm_topk_prob")
     if hasattr(module, "e_score_correction_bias") or hasattr(module, "n_group"):
         raise UnfitModuleError(f"{type(module).__name__} chooses by groups or with a bias")
     return Router(
         module.weight.shape[1],
         module.num_experts,
         module.top_k,
-        is_normalised=bool(module.norm_topk_prob),
+        # gpt-oss's softmax is over the chosen.
+        is_normalised=is_gpt_oss or bool(module.norm_topk_prob),
+        has_bias=_has_bias(module),
         settings=MatrixSettings(context.settings.router, context.settings.pool),
     )
 
@@ -271,28 +276,49 @@ def _build_experts(module: Any, context: BuildContext) -> RoutedExperts:
     _require(module, "gate_up_proj", "down_proj")
     if context.config.hidden_act not in ("silu", "swish"):
         raise UnfitModuleError(f"its activation is {context.config.hidden_act}")
-    sizes = module.down_proj.shape
+    count, *sizes = module.down_proj.shape
+    hidden, inner = sizes
+    activation, is_transposed = SILU, type(module).__name__ == "GptOssExperts"
+    if is_transposed:
+        inner, hidden = sizes
+        activation = Activation(alpha=module.alpha, limit=module.limit, up_offset=1.0)
+    has_bias = hasattr(module, "down_proj_bias")
     settings = context.settings
     weight_format = context.choose_format(settings.experts)
     if weight_format is None:
-        return Experts(*sizes)
+        return Experts(
+            count,
+            hidden,
+            inner,
+            activation=activation,
+            has_bias=has_bias,
+            is_transposed=is_transposed,
+        )
     cache = None if settings.caches is None else settings.caches.open(weight_format.name)
     return NativeExperts(
-        *sizes,
+        count,
+        hidden,
+        inner,
         weight_format=weight_format,
         pool=settings.pool,
+        activation=activation,
+        has_bias=has_bias,
+        is_transposed=is_transposed,
         cache=cache,
-        num_parts=choose_expert_parts(settings.expert_parts, len(settings.pool.node_ids), sizes[2]),
+        num_parts=choose_expert_parts(settings.expert_parts, len(settings.pool.node_ids), inner),
     )
 
 
 def _build_moe_block(module: Any, context: BuildContext) -> MoeBlock:
     del context
-    _require(module, "gate", "experts")
-    extra = [name for name, _ in module.named_children() if name not in ("gate", "experts")]
+    is_gpt_oss = type(module).__name__ == "GptOssMLP"
+    gate = "router" if is_gpt_oss else "gate"
+    _require(module, gate, "experts")
+    extra = [name for name, _ in module.named_children() if name not in (gate, "experts")]
     if extra:
         raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
-    return MoeBlock(module.gate, module.experts)
+    router = getattr(module, gate)
+    return MoeBlock(router, module.experts, gate_name=gate, is_pair=is_gpt_oss)
 
 
 def _build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:

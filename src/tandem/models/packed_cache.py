@@ -7,7 +7,9 @@ run that is cut short loses the file it was at, and the next one goes on. A mani
 source, format or layout, or a file of another size, is refused, logged and rebuilt.
 
 Files are mapped shared and read-only: processes that serve the same model share the memory. One
-process writes at a time; another that would like to keeps what it packs in memory of its own.
+process writes at a time; another that would like to keeps what it packs in memory of its own. What
+somebody else may write to is not mapped: whoever shortens a mapped file ends the processes that use
+it, and no check at opening could see that. Nothing here writes to a finished file.
 """
 
 import fcntl
@@ -179,7 +181,12 @@ class PackedCache:
             return None
         path = self._path(name)
         try:
-            size = path.stat().st_size
+            info = path.stat()
+            size = info.st_size
+            risk = _find_risk(info)
+            if risk:
+                logger.warning("event=packed_file_refused path=%s why=%r", path, risk)
+                return None
             if not size_bytes == entry.size_bytes == size:
                 logger.warning(
                     "event=packed_file_refused path=%s size_bytes=%d wanted_bytes=%d",
@@ -260,6 +267,10 @@ class PackedCache:
         path = self.folder / MANIFEST_NAME
         wanted = self._manifest
         try:
+            risk = _find_risk(self.folder.stat())
+            if risk:
+                logger.warning("event=packed_cache_refused folder=%s why=%r", self.folder, risk)
+                return wanted
             found = msgspec.json.decode(path.read_bytes(), type=PackedManifest)
         except FileNotFoundError:
             return wanted
@@ -294,6 +305,10 @@ class PackedCache:
             return True
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            risk = _find_risk(self.folder.stat())
+            if risk:
+                self._stop_writing(risk)
+                return False
             # Not truncated: in a folder of somebody else it could be a link to any file of ours.
             lock = (self.folder / ".lock").open("ab")
         except OSError as error:
@@ -312,3 +327,10 @@ class PackedCache:
     def _stop_writing(self, why: str) -> None:
         self._can_write = False
         logger.warning("event=packed_cache_not_written folder=%s why=%r", self.folder, why)
+
+
+def _find_risk(info: os.stat_result) -> str:
+    """Return who else may write to a file or folder; nothing where that is only us and root."""
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {info.st_uid}"
+    return "others may write to it" if info.st_mode & 0o022 else ""

@@ -104,6 +104,8 @@ def plan_weights(
         ShapeError: the model's sizes are not whole groups of the format.
     """
     choice, why = _choose(spec, expert_format, device, "expert_format")
+    if expert_format == "auto" and spec.expert_format and device == "cpu":
+        choice, why = find_format(spec.expert_format), "as the checkpoint stores them"
     if not spec.is_moe:
         choice, why = None, "the model has no routed experts"
     experts = _make_plan(choice, why, _list_experts(spec), spec)

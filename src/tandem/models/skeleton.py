@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.attention import PagedStep, attend, write_kv
+from tandem.kernels.attention import AttentionRule, PagedStep, attend, write_kv
+from tandem.kernels.native import view_tensor
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def attend_paged(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     tandem_step: PagedStep,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -41,7 +45,11 @@ def attend_paged(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     write_kv(tandem_step, layer_idx, kv)
-    mixed = attend(tandem_step, layer_idx, query[0].transpose(0, 1), kv, scale)
+    sinks = None if s_aux is None else view_tensor(s_aux.float())
+    rule = AttentionRule(
+        0 if sliding_window is None else sliding_window, 0.0 if softcap is None else softcap, sinks
+    )
+    mixed = attend(tandem_step, layer_idx, query[0].transpose(0, 1), kv, scale, rule)
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 

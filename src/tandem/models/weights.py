@@ -66,6 +66,17 @@ HARMLESS_EXTRAS = {
 }
 """Tensors of a checkpoint that no operator needs, as patterns, and why."""
 
+BYTES = {"U8": torch.uint8}
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors of a weight in mxfp4, as gpt-oss's checkpoints have them."""
+
+GROUP_SIZE = 32
+"""Inputs that share a scale in mxfp4."""
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""What the codes of a positive float of 4 bits stand for."""
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -133,6 +144,23 @@ def _read_entry(path: Path, name: str, raw: object, base: int) -> TensorEntry:
             path, f"tensor {name!r}, {dtype} {shape}, has {offsets[1] - offsets[0]} bytes"
         )
     return TensorEntry(name, path, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Return the float32 weights of OCP microscaling blocks, [N, K].
+
+    Args:
+        blocks: uint8 [N, K / 32, 16]: byte i holds input 2 i in its low half, 2 i + 1 in its high.
+        exponents: uint8 [N, K / 32]: e8m0, so 127 is a scale of 1, and 255 is NaN.
+    """
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2).int()
+    values = torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
+    # By their bits, which are a float's own exponent; torch's powers need not be exact.
+    bits = exponents.int() << 23
+    bits[exponents == 0] = 1 << 22
+    bits[exponents == 255] = 0x7FC0_0000
+    scales = bits.view(torch.float32)
+    return (values * scales[..., None]).flatten(1)
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
@@ -255,38 +283,56 @@ class WeightSource:
                 )
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``."""
-        return name in self.entries
+        """Whether the checkpoint holds ``name``, as it is or in blocks of mxfp4."""
+        return name in self.entries or f"{name}{BLOCKS}" in self.entries
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into ``out``; see ``tandem.kernels.operator.WeightReader``."""
+        """Copy a tensor into ``out``; see ``tandem.kernels.operator.WeightReader``.
+
+        Experts that are stored in blocks of mxfp4, ``{name}_blocks`` and ``{name}_scales``, are
+        decoded: exactly, in float32 and bfloat16.
+        """
+        if name not in self.entries and f"{name}{BLOCKS}" in self.entries:
+            self._decode_into(name, out)
+            return
+        out.copy_(self._view(name, DTYPES, tuple(out.shape)))
+
+    def _view(self, name: str, dtypes: dict[str, torch.dtype], shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor as it is stored, not copied; marks it as used."""
         entry = self.entries.get(name)
         where = "models.read_weights"
         if entry is None:
             raise NotFoundError(
                 where, f"tensor {name!r} is missing in {self.folder}: is the checkpoint complete?"
             )
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in dtypes:
             raise ShapeError(
                 where,
                 f"tensor {name!r} in {entry.path.name} has dtype {entry.dtype}: "
-                f"need one of {', '.join(DTYPES)}",
+                f"need one of {', '.join(dtypes)}",
             )
-        if entry.shape != tuple(out.shape):
+        if entry.shape != shape:
             raise ShapeError(
                 where,
                 f"tensor {name!r} in {entry.path.name} has shape {list(entry.shape)}: "
-                f"the configuration needs {list(out.shape)}",
+                f"the configuration needs {list(shape)}",
             )
-        if out.numel():
-            stored = torch.frombuffer(
-                self._map(entry.path),
-                dtype=DTYPES[entry.dtype],
-                count=out.numel(),
-                offset=entry.begin,
-            )
-            out.copy_(stored.view(entry.shape))
         self._mark_used(entry)
+        dtype, count = dtypes[entry.dtype], prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        data = self._map(entry.path)
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin).view(shape)
+
+    def _decode_into(self, name: str, out_EKN: Tensor) -> None:
+        """Decode experts stored as [E, N, K / 32, 16] blocks and [E, N, K / 32] scales."""
+        count, inputs, outputs = out_EKN.shape
+        groups = inputs // GROUP_SIZE
+        blocks = self._view(f"{name}{BLOCKS}", BYTES, (count, outputs, groups, GROUP_SIZE // 2))
+        scales = self._view(f"{name}{SCALES}", BYTES, (count, outputs, groups))
+        # One expert at a time: in float32 they take eight times what is stored.
+        for out_KN, codes, exponents in zip(out_EKN, blocks, scales, strict=True):
+            out_KN.copy_(decode_mxfp4(codes, exponents).t())
 
     def skip(self, prefix: str) -> None:
         """Mark tensors as used; see ``tandem.kernels.operator.WeightReader``."""
@@ -295,6 +341,8 @@ class WeightSource:
                 self._mark_used(entry)
 
     def _mark_used(self, entry: TensorEntry) -> None:
+        if entry.name in self._used:
+            return
         self._used.add(entry.name)
         self._done_bytes += entry.end - entry.begin
         if self._progress is not None:

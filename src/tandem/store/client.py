@@ -122,14 +122,15 @@ class AsyncStoreClient:
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
         views_of = [as_views(value) for value in values]
-        if is_inline(views_of, self.config):
+        sizes = [sum([view.size for view in views]) for views in views_of]
+        if is_inline(sizes, self.config):
             return await self._writer.put_inline(keys, views_of, options)
         lent: list[StoreBuffer] = []
         try:
             items: list[Item] = []
             staging = Staging(self._port, lent)
-            for key, views in zip(keys, views_of, strict=True):
-                items.append(Item(key, staging.add(views), sum(view.size for view in views)))
+            for key, views, size in zip(keys, views_of, sizes, strict=True):
+                items.append(Item(key, staging.add(views), size))
             staging.close()
             return await self._writer.put_items(items, options)
         finally:
@@ -151,14 +152,13 @@ class AsyncStoreClient:
         """Store objects out of registered buffers. As ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
-        listed = [list_parts(given) for given in parts]
-        views_of = [[part.view for part in of_one] for of_one in listed]
-        if is_inline(views_of, self.config):
-            return await self._writer.put_inline(keys, views_of, options)
         items = [
-            Item(key, of_one, sum(view.size for view in views))
-            for key, of_one, views in zip(keys, listed, views_of, strict=True)
+            Item(key, listed := list_parts(given), sum([part.nbytes for part in listed]))
+            for key, given in zip(keys, parts, strict=True)
         ]
+        if is_inline([item.size for item in items], self.config):
+            views_of = [[part.view for part in item.parts] for item in items]
+            return await self._writer.put_inline(keys, views_of, options)
         return await self._writer.put_items(items, options)
 
     # Reading.

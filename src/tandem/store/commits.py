@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError, TandemError
-from tandem.store.host import append_record
+from tandem.store import layout
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
@@ -18,8 +18,7 @@ from tandem.store.messages import (
     PutInline,
     SealExtents,
 )
-from tandem.store.puts import Put
-from tandem.store.segment import ExtentHeader
+from tandem.store.puts import PutBatch
 from tandem.store.sessions import Caller
 
 if TYPE_CHECKING:
@@ -28,6 +27,26 @@ if TYPE_CHECKING:
 __all__ = ["Commits"]
 
 logger = logging.getLogger(__name__)
+
+MANY = 8
+"""From so many objects on, columns cost less than rows."""
+
+
+class _Blob:
+    """Bytes of a batch's objects, one after the other: values, or tables."""
+
+    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
+        self.is_values = is_values
+        self._data = memoryview(data)
+        self._ends = list(itertools.accumulate(sizes))
+        self._sizes = sizes
+
+    def take(self, objects: Sequence[int]) -> bytes:
+        """Return those of some objects, in their order."""
+        if len(objects) == len(self._sizes):
+            return bytes(self._data)
+        ends, sizes = self._ends, self._sizes
+        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
 class Commits:
@@ -39,143 +58,132 @@ class Commits:
         self._sealing: dict[str, asyncio.Future[None]] = {}
 
     async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        """Seal and show what a client has written; one ``CommitStatus`` each."""
-        columns = (request.put_ids, request.grants, request.checksums, request.failed_hosts)
-        if request.tables:
-            columns = (*columns, request.tables)
-        if len(set(map(len, columns))) != 1:
-            raise ConfigError("store.commit", "columns of different lengths")
+        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
         # A caller that leaves must not leave objects half sealed.
         work = self._master.spawn(self._commit(caller.instance_id, request))
-        return KeyBytes(bytes(await asyncio.shield(work)))
+        return KeyBytes(await asyncio.shield(work))
 
-    async def _commit(self, client: str, request: CommitPut) -> list[CommitStatus]:
-        names = [(client, put_id) for put_id in request.put_ids]
-        for name in names:
-            if name in self._committing:  # The request came twice.
-                await asyncio.shield(self._committing[name])
-        ended = asyncio.get_running_loop().create_future()
-        self._committing |= dict.fromkeys(names, ended)
+    async def _commit(self, client: str, request: CommitPut) -> bytes:
+        name = (client, request.first_put_id)
+        while name in self._committing:  # The request came twice.
+            await asyncio.shield(self._committing[name])
+        batch = self._master.puts.unfinished.get(name)
+        if batch is None or batch.grant != request.grant:
+            # With another grant, a late copy of the request took space that nobody has written.
+            unknown = bytes([CommitStatus.EXPIRED]) * len(request.checksums)
+            return self._master.puts.results.get(name, unknown)
+        if request.checksums and len(request.checksums) != len(batch.keys):
+            raise ConfigError("store.commit", "as many checksums as objects, or none")
+        ended = self._committing[name] = asyncio.get_running_loop().create_future()
         try:
-            return await self._commit_once(client, request)
+            del self._master.puts.unfinished[name]
+            answer = await self._commit_once(batch, request)
+            self._master.puts.remember(name, answer)
         finally:
-            for name in names:
-                self._committing.pop(name, None)
+            del self._committing[name]
             ended.set_result(None)
+        return answer
 
-    async def _commit_once(self, client: str, request: CommitPut) -> list[CommitStatus]:
-        statuses = [CommitStatus.EXPIRED] * len(request.put_ids)
-        ready: dict[int, Put] = {}
-        fenced: set[int] = set()
-        for i, put_id in enumerate(request.put_ids):
-            put = self._master.puts.unfinished.get((client, put_id))
-            if put is None or put.grant != request.grants[i]:
-                # With another grant, a late copy of the request took space that nobody has written.
-                statuses[i] = self._master.puts.results.get((client, put_id), CommitStatus.EXPIRED)
-                continue
-            del self._master.puts.unfinished[client, put_id]
-            # A host to which the write failed may still get late bytes: what was held there stays
-            # the writer's until that is shut out.
-            failed = set(request.failed_hosts[i]) & set(put.extents)
-            fenced |= failed
-            for number in failed:
-                del put.extents[number]
-            for number, extent in put.extents.items():
-                was_held = self._master.hosts[number].unhold(client, extent)
-                assert was_held, "a fence takes extents from puts"
-            if request.checksums[i] < 0:
-                self._master.puts.release(put)
-            elif put.extents:
-                ready[i] = put
-        for number in sorted(fenced):
-            self._master.puts.fence(self._master.hosts[number], client)
-        async with _KeysHeld(self._sealing, [put.key for put in ready.values()]):
-            for put in ready.values():
-                self._master.puts.forget_lost(put)
-            await self._seal(ready, request.checksums, statuses, tables=request.tables)
-        for i, put in ready.items():
-            self._master.puts.remember((client, put.put_id), statuses[i])
-        return statuses
+    async def _commit_once(self, batch: PutBatch, request: CommitPut) -> bytes:
+        hosts = self._master.hosts
+        # A host to which the write failed may still get late bytes: what was held there stays
+        # the writer's until that is shut out.
+        failed = sorted(set(request.failed_hosts) & set(batch.places))
+        for number in failed:
+            del batch.places[number]
+        for number in batch.places:
+            was_held = hosts[number].unhold(batch.client, batch.grant)
+            assert was_held, "a fence takes space from puts"
+        for number in failed:
+            self._master.puts.fence(hosts[number], batch.client)
+        if not request.checksums:
+            self._master.puts.release(batch)
+            return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
+        table_sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
+        if sum(table_sizes) != len(request.tables):
+            self._master.puts.release(batch)
+            raise ConfigError("store.commit", "tables that do not fit the values")
+        blob = _Blob(request.tables, table_sizes, is_values=False)
+        return await self._seal(batch, request.checksums, blob)
 
-    async def seal_values(
-        self, puts: dict[int, Put], request: PutInline, statuses: list[CommitStatus]
-    ) -> None:
-        """Have hosts write the values of these puts, and seal and show them."""
-        async with _KeysHeld(self._sealing, [put.key for put in puts.values()]):
-            for put in puts.values():
-                self._master.puts.forget_lost(put)
-            ready = {i: put for i, put in puts.items() if put.extents}
-            ends = list(itertools.accumulate(request.sizes))
-            blob = memoryview(request.blob)
-            values = {i: blob[ends[i] - put.size : ends[i]] for i, put in ready.items()}
-            await self._seal(ready, request.checksums, statuses, values=values)
+    async def seal_values(self, batch: PutBatch, request: PutInline) -> bytes:
+        """Have hosts write the values of a batch, and seal and show them; as ``commit``."""
+        ends = list(itertools.accumulate(request.sizes))
+        data = request.blob
+        if len(batch.keys) != len(request.keys):
+            values = memoryview(data)
+            data = b"".join(values[ends[i] - request.sizes[i] : ends[i]] for i in batch.positions)
+        checksums = [request.checksums[i] for i in batch.positions]
+        return await self._seal(batch, checksums, _Blob(data, batch.sizes, is_values=True))
 
-    async def _seal(
-        self,
-        ready: dict[int, Put],
-        checksums: Sequence[int],
-        statuses: list[CommitStatus],
-        *,
-        values: "dict[int, memoryview] | None" = None,
-        tables: Sequence[bytes] = (),
-    ) -> None:
-        """Seal and show; hosts are sent the values, or what of the tables is theirs."""
-        records: dict[int, ExtentRecords] = {}
-        blobs: dict[int, list[Any]] = {}
-        versions: dict[int, int] = {}
-        for i, put in ready.items():
-            row = self._master.directory.find(put.key)
-            if row != NO_ROW and self._master.directory.num_live(row) and not put.upsert:
-                statuses[i] = CommitStatus.EXISTS
-                self._master.puts.release(put)
-                continue
-            versions[i] = self._master.next_version()
-            for number, extent in put.extents.items():
-                header = ExtentHeader(
-                    put.key, put.size, versions[i], checksums[i], put.wanted, put.hard_pin,
-                    put.soft_pin_ms,
-                )  # fmt: skip
-                append_record(records.setdefault(number, ExtentRecords()), extent.offset, header)
-                if values is not None:
-                    blobs.setdefault(number, []).append(values[i])
-                elif tables:
-                    blobs.setdefault(number, []).append(tables[i])
-        sealed = await self._seal_on_hosts(
-            records, {n: b"".join(b) for n, b in blobs.items()}, has_values=values is not None
+    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
+        """Seal and show; hosts are sent of the blob what is theirs."""
+        async with _KeysHeld(self._sealing, batch.keys):
+            puts = self._master.puts
+            puts.forget_lost(batch)
+            statuses = bytearray([CommitStatus.EXPIRED]) * len(batch.keys)
+            if not batch.request.upsert:
+                taken = self._master.directory.exists_many(batch.keys)
+                if any(taken):
+                    came_late = [i for i, is_taken in enumerate(taken) if is_taken]
+                    puts.release(batch, came_late)
+                    for i in came_late:
+                        statuses[i] = CommitStatus.EXISTS
+            first_version = self._master.take_versions(len(batch.keys))
+            records = {
+                number: self._make_records(batch, number, checksums, first_version)
+                for number, places in batch.places.items()
+                if places
+            }
+            sealed = await self._seal_on_hosts(
+                records, {n: blob.take([*batch.places[n]]) for n in records}, blob.is_values
+            )
+            puts.forget_lost(batch)
+            for number in [number for number in batch.places if number not in sealed]:
+                self._master.hosts[number].drop_many(*batch.list_extents(number))
+                del batch.places[number]
+            replaced = self._insert(batch, checksums, first_version, statuses)
+            # Until the old versions are gone, a crash could bring them back.
+            for gone in replaced:
+                await gone
+        return bytes(statuses)
+
+    def _make_records(
+        self, batch: PutBatch, number: int, checksums: Sequence[int], first_version: int
+    ) -> ExtentRecords:
+        places, request = batch.places[number], batch.request
+        count = len(places)
+        is_whole = count == len(batch.keys)
+        objects: Sequence[int] = range(count) if is_whole else list(places)
+        return ExtentRecords(
+            keys=batch.keys if is_whole else [batch.keys[i] for i in objects],
+            sizes=batch.sizes if is_whole else [batch.sizes[i] for i in objects],
+            versions=[first_version + i for i in objects],
+            checksums=list(checksums) if is_whole else [checksums[i] for i in objects],
+            offsets=list(places.values()),
+            wanted=[request.replicas] * count,
+            hard_pins=[request.hard_pin] * count,
+            soft_pin_ms=[request.soft_pin_ms] * count,
         )
-        replaced: list[asyncio.Future[None]] = []
-        for i, version in versions.items():
-            put = ready[i]
-            self._master.puts.forget_lost(put)
-            for number in [number for number in put.extents if number not in sealed]:
-                self._master.hosts[number].drop(put.extents.pop(number), 0)
-            if put.extents:
-                statuses[i] = self._insert(put, checksums[i], version, replaced)
-        # Until the old versions are gone, a crash could bring them back.
-        await asyncio.gather(*replaced)
 
     async def _seal_on_hosts(
-        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], *, has_values: bool
+        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], is_values: bool
     ) -> set[int]:
         """Return the hosts that have done it."""
-        numbers = sorted(records)
-        answers = await asyncio.gather(
-            *(
-                self._master.hosts[number].order(
-                    "seal",
-                    SealExtents,
-                    Ack,
-                    records=records[number],
-                    has_values=has_values,
-                    blob=blobs.get(number, b"") if has_values else b"",
-                    tables=b"" if has_values else blobs.get(number, b""),
-                )
-                for number in numbers
-            ),
-            return_exceptions=True,
-        )
+        orders = {
+            number: self._master.hosts[number].order(
+                "seal",
+                SealExtents,
+                Ack,
+                records=records[number],
+                has_values=is_values,
+                blob=blobs[number] if is_values else b"",
+                tables=b"" if is_values else blobs[number],
+            )
+            for number in sorted(records)
+        }
         sealed: set[int] = set()
-        for number, answer in zip(numbers, answers, strict=True):
+        for number, answer in zip(orders, await _gather(list(orders.values())), strict=True):
             if isinstance(answer, Ack):
                 sealed.add(number)
             elif isinstance(answer, TandemError):
@@ -187,41 +195,83 @@ class Commits:
         return sealed
 
     def _insert(
-        self, put: Put, checksum: int, version: int, replaced: "list[asyncio.Future[None]]"
-    ) -> CommitStatus:
-        status = CommitStatus.CREATED
-        row = self._master.directory.find(put.key)
-        if row != NO_ROW:
-            status = CommitStatus.REPLACED
-            replaced += self._master.drop_row(row, wait=True)
-        row = self._master.directory.insert(
-            put.key,
-            size=put.size,
-            checksum=checksum,
-            version=version,
-            replicas=[Replica(number, extent.offset) for number, extent in put.extents.items()],
-            wanted=put.wanted,
-        )
-        soft_until_ms = self._master.now_ms() + put.soft_pin_ms if put.soft_pin_ms else 0
-        self._master.directory.set_pins(row, hard=put.hard_pin, soft_until_ms=soft_until_ms)
-        self._master.counters.objects_created += 1
-        return status
+        self,
+        batch: PutBatch,
+        checksums: Sequence[int],
+        first_version: int,
+        statuses: bytearray,
+    ) -> "list[asyncio.Future[None]]":
+        """Show what is sealed somewhere; returns what is done when old versions are gone."""
+        directory, request = self._master.directory, batch.request
+        replaced: list[asyncio.Future[None]] = []
+        placed = [number for number, places in batch.places.items() if places]
+        shown = sorted({i for number in placed for i in batch.places[number]})
+        for i in shown:
+            statuses[i] = CommitStatus.CREATED
+            row = directory.find(batch.keys[i])
+            if row != NO_ROW:
+                statuses[i] = CommitStatus.REPLACED
+                replaced += self._master.drop_row(row, wait=True)
+        if len(placed) == 1 and len(shown) >= MANY:
+            rows = directory.insert_many(
+                [batch.keys[i] for i in shown],
+                sizes=[batch.sizes[i] for i in shown],
+                checksums=[checksums[i] for i in shown],
+                versions=[first_version + i for i in shown],
+                wanted=[request.replicas] * len(shown),
+                host=placed[0],
+                offsets=[batch.places[placed[0]][i] for i in shown],
+            )
+        else:
+            rows = [
+                directory.insert(
+                    batch.keys[i],
+                    size=batch.sizes[i],
+                    checksum=checksums[i],
+                    version=first_version + i,
+                    replicas=[
+                        Replica(number, offset)
+                        for number in placed
+                        if (offset := batch.places[number].get(i, -1)) >= 0
+                    ],
+                    wanted=request.replicas,
+                )
+                for i in shown
+            ]
+        if request.hard_pin or request.soft_pin_ms:
+            soft_until_ms = (
+                self._master.now_ms() + request.soft_pin_ms if request.soft_pin_ms else 0
+            )
+            for row in rows:
+                directory.set_pins(row, hard=request.hard_pin, soft_until_ms=soft_until_ms)
+        self._master.counters.objects_created += len(rows)
+        return replaced
+
+
+async def _gather(work: Sequence[Coroutine[Any, Any, Ack]]) -> "list[Ack | BaseException]":
+    """As ``asyncio.gather`` with exceptions as results; for one, without a task of its own."""
+    if len(work) != 1:
+        return await asyncio.gather(*work, return_exceptions=True)
+    try:
+        return [await work[0]]
+    except Exception as error:  # noqa: BLE001 - as asyncio.gather
+        return [error]
 
 
 class _KeysHeld:
     """Holds keys against other commits: all of them or, meanwhile, none."""
 
-    def __init__(self, held: "dict[str, asyncio.Future[None]]", keys: Sequence[str]) -> None:
+    def __init__(self, held: "dict[str, asyncio.Future[None]]", keys: Iterable[str]) -> None:
         self._held = held
         self._keys = dict.fromkeys(keys)
         self._released: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> None:
-        while busy := [self._held[key] for key in self._keys if key in self._held]:
+        held = self._held
+        while held and (busy := [held[key] for key in self._keys if key in held]):
             await asyncio.shield(busy[0])
         self._released = asyncio.get_running_loop().create_future()
-        for key in self._keys:
-            self._held[key] = self._released
+        held.update(dict.fromkeys(self._keys, self._released))
 
     async def __aexit__(self, *_: object) -> None:
         for key in self._keys:

@@ -98,7 +98,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Meta(ge=2**16, le=2**39, description="Memory that a host offers.")
     ] = 2**30
     segment_dir: Annotated[
-        str, Meta(description="tmpfs folder of the segment files, closed to others (0700).")
+        str, Meta(description="Folder of the segment files, on tmpfs or hugetlbfs; 0700.")
     ] = "/dev/shm/tandem"  # noqa: S108 - made 0700 and checked before use
     ssd_dir: Annotated[
         str, Meta(description="Folder of a host's SSD tier, its own alone (0700); empty = none.")

@@ -6,16 +6,16 @@ takes the slow way, which waits for a master. Every request may come twice, as e
 """
 
 import asyncio
-import inspect
+import contextlib
+import functools
 import logging
-import selectors
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from tandem.core.errors import (
+    ConfigError,
     InternalError,
     NotFoundError,
     PeerLostError,
@@ -24,11 +24,12 @@ from tandem.core.errors import (
 )
 from tandem.rpc import Peer
 from tandem.store.client_edges import MasterChannel
+from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
-from tandem.transfer import Call, Segment, TransferEngine
+from tandem.transfer import Call, Segment, SharedLoop, TransferEngine
 
-__all__ = ["CallServer", "FastChannel", "Methods", "make_shared_loop"]
+__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,6 +40,7 @@ FAST_METHODS = frozenset(
 )
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
+MAX_METHOD_BYTES = 64
 OPEN_TIMEOUT_S = 3.0
 
 
@@ -49,44 +51,17 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
     body: msgspec.Raw
 
 
-class _SharingSelector(selectors.DefaultSelector):
-    """Lets go of a lock while it waits, so that another thread may use what the loop guards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-        self.lock.acquire()
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.lock.release()
-        try:
-            return super().select(timeout)
-        finally:
-            self.lock.acquire()
-
-
-class _SharedLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        selector = _SharingSelector()
-        super().__init__(selector)
-        self.lock = selector.lock
-
-
-def make_shared_loop() -> asyncio.AbstractEventLoop:
-    """Return a loop whose state another thread may touch while the loop waits for events."""
-    return _SharedLoop()
-
-
 class CallServer:
     """Answers calls that come over a transfer engine.
 
-    Plain handlers run on the engine's thread, if the loop is of ``make_shared_loop``: no thread
-    has to wake up for them. All others run on the loop.
+    If the loop is a ``SharedLoop``, handlers run on the engine's thread, which borrows it: no
+    other thread has to wake up. They begin in the order in which the calls of a peer came, in any
+    case.
 
     Args:
         engine: borrowed; has no other handler.
         methods: name, handler, request type, response type.
-        find_caller: the live session of an ``instance_id``.
+        find_caller: the live session that a call names.
     """
 
     def __init__(
@@ -96,17 +71,17 @@ class CallServer:
         find_caller: Callable[[str], Caller | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = self._loop.lock if isinstance(self._loop, _SharedLoop) else None
         self._find_caller = find_caller
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._methods = {
-            name: (handler, msgspec.msgpack.Decoder(request), inspect.iscoroutinefunction(handler))
+            name: (handler, msgspec.msgpack.Decoder(request))
             for name, handler, request, _ in methods
-            if name in FAST_METHODS
         }
-        engine.serve_calls(self._handle)
+        shared = self._loop if isinstance(self._loop, SharedLoop) else None
+        self._is_borrowed = shared is not None
+        engine.serve_calls(self._handle, loop=shared)
 
     def _handle(self, calls: list[Call]) -> list[bytes | TandemError | None]:
         """On the engine's thread."""
@@ -117,59 +92,125 @@ class CallServer:
             envelope = self._envelopes.decode(call.payload)
             if envelope.method not in self._methods:
                 return UnsupportedError("store.call", f"no fast method {envelope.method!r}")
-            handler, decoder, is_slow = self._methods[envelope.method]
+            handler, decoder = self._methods[envelope.method]
             request = decoder.decode(envelope.body)
         except msgspec.MsgspecError as error:
             return UnsupportedError("store.call", f"malformed: {error}")
-        if is_slow or self._lock is None:
-            try:
-                self._loop.call_soon_threadsafe(
-                    self._start, call, handler, envelope.client, request
-                )
-            except RuntimeError:
-                return PeerLostError("store.call", "the master is ending")
-            return None
-        with self._lock:
-            try:
-                answer = handler(self._caller(envelope.client), request)
-            except TandemError as error:
-                return error
-        return self._encoder.encode(answer)
+        if self._is_borrowed:
+            return self._begin(call, handler, envelope.client, request)
+        try:
+            self._loop.call_soon_threadsafe(
+                self._begin_and_reply, call, handler, envelope.client, request
+            )
+        except RuntimeError:
+            return PeerLostError("store.call", "this process is ending")
+        return None
 
-    def _caller(self, client: str) -> Caller:
-        caller = self._find_caller(client)
-        if caller is None:
-            raise PeerLostError("store.call", "the caller has no session here")
-        return caller
+    def _begin(
+        self, call: Call, handler: Callable[..., Any], client: str, request: object
+    ) -> bytes | TandemError | None:
+        """Run a handler up to where it waits; what it waits for leads to the answer, if it does."""
+        try:
+            caller = self._find_caller(client)
+            if caller is None:
+                raise PeerLostError("store.call", "the caller has no session here")  # noqa: TRY301
+            answer = handler(caller, request)
+            if asyncio.iscoroutine(answer):
+                task = start_eagerly(answer)
+                if not task.done():
+                    self._tasks.add(task)
+                    task.add_done_callback(functools.partial(self._finish, call))
+                    return None
+                answer = task.result()
+            return self._encoder.encode(answer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
+            return _describe(error)
 
-    def _start(self, call: Call, handler: Callable[..., Any], client: str, request: object) -> None:
-        task = self._loop.create_task(self._run(call, handler, client, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(
+    def _begin_and_reply(
         self, call: Call, handler: Callable[..., Any], client: str, request: object
     ) -> None:
-        try:
-            answer = handler(self._caller(client), request)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-            call.reply(self._encoder.encode(answer))
-        except TandemError as error:
-            call.fail(error)
-        except asyncio.CancelledError:
+        answer = self._begin(call, handler, client, request)
+        if answer is not None:
+            _reply(call, answer)
+
+    def _finish(self, call: Call, task: "asyncio.Future[Any]") -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
             # Of a master that is deposed or ends. An error of its own would be taken for a bug.
-            call.fail(PeerLostError("store.call", "the master has ended"))
-            raise
-        except Exception as error:
-            logger.exception("event=fast_call_failed")
-            call.fail(InternalError("store.call", f"the handler raised {error!r:.200}"))
+            _reply(call, PeerLostError("store.call", "the other side has ended"))
+            return
+        error = task.exception()
+        if error is None:
+            _reply(call, self._encoder.encode(task.result()))
+        else:
+            _reply(call, _describe(error))
 
     async def aclose(self) -> None:
         """End what is under way; the engine is the caller's to close."""
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _describe(error: BaseException) -> TandemError:
+    if isinstance(error, TandemError):
+        return error
+    logger.error("event=fast_call_failed", exc_info=error)
+    return InternalError("store.call", f"the handler raised {error!r:.200}")
+
+
+def _reply(call: Call, answer: bytes | TandemError) -> None:
+    if isinstance(answer, TandemError):
+        call.fail(answer)
+        return
+    try:
+        call.reply(answer)
+    except ConfigError as error:  # Too long for a call.
+        call.fail(error)
+
+
+class CallWay:
+    """Calls to one peer over an engine, in order; see ``OrderWay``.
+
+    Args:
+        engine: borrowed.
+        segment: the peer; closed by ``close``.
+        client: what the calls name.
+    """
+
+    def __init__(self, engine: TransferEngine, segment: Segment, client: str) -> None:
+        self._engine = engine
+        self._segment = segment
+        self._client = client
+        self._encoder = msgspec.msgpack.Encoder()
+        self._body: tuple[object, bytes] | None = None
+
+    def takes(self, request: object) -> bool:
+        """See ``OrderWay``."""
+        body = self._encoder.encode(request)
+        self._body = (request, body)  # The call that follows needs it.
+        return len(body) <= MAX_BYTES - len(self._client) - MAX_METHOD_BYTES
+
+    async def call(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> T:
+        """See ``OrderWay``."""
+        kept, self._body = self._body, None
+        body = kept[1] if kept is not None and kept[0] is request else self._encoder.encode(request)
+        payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
+        try:
+            answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
+        except (NotFoundError, UnsupportedError) as error:
+            if error.where.startswith("transfer."):  # Not of the host's.
+                raise PeerLostError("store.order", error.what) from None
+            raise
+        return msgspec.msgpack.decode(answer, type=response_type)
+
+    def close(self) -> None:
+        """Let go of the peer."""
+        with contextlib.suppress(TandemError):  # Gone already.
+            self._segment.close()
 
 
 class FastChannel:

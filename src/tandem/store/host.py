@@ -10,9 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
-import numpy as np
-
-from tandem._native import checksum_values
 from tandem.core.errors import (
     CancelledError,
     ConflictError,
@@ -22,7 +19,6 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.store import layout
-from tandem.store.checksum import checksum_table
 from tandem.store.disk import DiskTier
 from tandem.store.messages import (
     Ack,
@@ -47,7 +43,7 @@ from tandem.store.messages import (
     VerifyExtent,
     WipeExtents,
 )
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.segment import ExtentHeader, Segment, append_record, iterate_records
 from tandem.store.sessions import Caller
 
 __all__ = ["HostPort", "StoreHost"]
@@ -107,6 +103,7 @@ class StoreHost:
         segment: owned by the caller, who closes it last.
         port: the data path to that segment.
         disk: its SSD tier, opened and started by the caller, who closes it after this.
+        call_token: told to masters, see ``JoinHost``.
     """
 
     def __init__(
@@ -116,12 +113,14 @@ class StoreHost:
         segment: Segment,
         port: HostPort,
         disk: DiskTier | None = None,
+        call_token: str = "",
     ) -> None:
         self.name = name
         self.machine = machine
         self.segment = segment
         self.port = port
         self.disk = disk
+        self._call_token = call_token
         self._reporting: asyncio.Task[None] | None = None
         self._disk_changed = asyncio.Event()
         if disk is not None:
@@ -133,7 +132,8 @@ class StoreHost:
         self._writers: set[int] = port.former_writers()
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
-        self._master: Caller | None = None
+        self.master: Caller | None = None
+        """The session in which orders come."""
         self._num_attempts = 0
         self.is_joined = asyncio.Event()
 
@@ -154,13 +154,13 @@ class StoreHost:
     def on_master(self, master: Caller) -> None:
         """A session with a master has begun: join it. Replaces a join that is under way."""
         self.on_master_lost()
-        self._master = master
+        self.master = master
         self._joining = asyncio.get_running_loop().create_task(self._join(master))
 
     def on_master_lost(self) -> None:
         """The session has ended; nothing of it is obeyed any more."""
         self._session = -1
-        self._master = None
+        self.master = None
         self.is_joined.clear()
         if self._joining is not None:
             self._joining.cancel()
@@ -171,7 +171,7 @@ class StoreHost:
 
     def on_grown(self, usable_bytes: int) -> None:
         """Tell the master that more of the segment is usable; call on the loop."""
-        if self._master is None or not self.is_joined.is_set():
+        if self.master is None or not self.is_joined.is_set():
             return  # The join will tell.
         message = SegmentGrown(self._session, usable_bytes)
         self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
@@ -221,6 +221,7 @@ class StoreHost:
                 attempt=self._num_attempts,
                 disk_id="" if self.disk is None else self.disk.disk_id,
                 disk=None if self.disk is None else self.disk.status(),
+                call_token=self._call_token,
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,
@@ -349,10 +350,10 @@ class StoreHost:
         return not bases
 
     async def _tell_grown(self, message: SegmentGrown) -> None:
-        if self._master is None:
+        if self.master is None:
             return
         try:
-            await self._master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self.master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
 
@@ -379,47 +380,16 @@ class StoreHost:
 
     async def _seal(self, _: Caller, order: SealExtents) -> Ack:
         self._obey(order)
-        records = iterate_records(order.records)
-        if order.has_values:
-            self._write_values(records, order.blob)
-        elif order.tables:
-            self._write_tables(records, order.tables)
-        for offset, header in records:
-            self.segment.seal(offset, header)
-            self.num_objects += 1
-            if self.disk is not None:
+        self.segment.seal_many(
+            order.records,
+            tables=order.tables or None,
+            values=order.blob if order.has_values else None,
+        )
+        self.num_objects += len(order.records.keys)
+        if self.disk is not None:
+            for offset, header in iterate_records(order.records):
                 self.disk.on_sealed(offset, header)
         return Ack()
-
-    def _write_values(self, records: list[tuple[int, ExtentHeader]], blob: bytes) -> None:
-        """Write tables and values; all of them are as their writer had them, or none is written."""
-        sizes = np.array([header.size for _, header in records], dtype=np.uint64)
-        if int(sizes.sum()) != len(blob):
-            raise CorruptionError("store.seal", f"{len(blob)} bytes of values for {sizes.sum()}")
-        values = np.frombuffer(blob, dtype=np.uint8)
-        ends = np.cumsum(sizes)
-        checksums, tables = checksum_values(values, ends - sizes, sizes, layout.CHUNK_BYTES)
-        if checksums != [header.checksum for _, header in records]:
-            raise CorruptionError("store.seal", "a value came with a wrong checksum")
-        at = 0
-        for (offset, header), end in zip(records, ends.tolist(), strict=True):
-            table_end = at + 4 * layout.count_chunks(header.size)
-            self.segment.fill(offset, header, tables[at:table_end], values[end - header.size : end])
-            at = table_end
-
-    def _write_tables(self, records: list[tuple[int, ExtentHeader]], tables: bytes) -> None:
-        sizes = np.array(
-            [4 * layout.count_chunks(header.size) for _, header in records], dtype=np.uint64
-        )
-        if int(sizes.sum()) != len(tables):
-            raise CorruptionError("store.seal", f"{len(tables)} bytes of tables for {sizes.sum()}")
-        at = 0
-        for (offset, header), size in zip(records, sizes.tolist(), strict=True):
-            table = tables[at : at + size]
-            if checksum_table(table) != header.checksum:
-                raise CorruptionError("store.seal", "a table came with a wrong checksum")
-            self.segment.fill_table(offset, header, table)
-            at += size
 
     async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
         self._obey(order)
@@ -537,37 +507,3 @@ class StoreHost:
         except CorruptionError:
             return Ack(ok=False)
         return Ack(header.version == order.version and self.segment.is_intact(order.offset, header))
-
-
-def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
-    """Add one object to the columns."""
-    records.keys.append(header.key)
-    records.sizes.append(header.size)
-    records.versions.append(header.version)
-    records.checksums.append(header.checksum)
-    records.offsets.append(offset)
-    records.wanted.append(header.wanted)
-    records.hard_pins.append(header.hard_pin)
-    records.soft_pin_ms.append(header.soft_pin_ms)
-
-
-def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
-    """Return the rows of the columns.
-
-    Raises: CorruptionError if they differ in length.
-    """
-    try:
-        rows = zip(
-            records.offsets,
-            records.keys,
-            records.sizes,
-            records.versions,
-            records.checksums,
-            records.wanted,
-            records.hard_pins,
-            records.soft_pin_ms,
-            strict=True,
-        )
-        return [(offset, ExtentHeader(*fields)) for offset, *fields in rows]
-    except ValueError:
-        raise CorruptionError("store.records", "columns of different lengths") from None

@@ -270,43 +270,42 @@ class Directory:
         wanted: Sequence[int],
         host: int,
         offsets: Sequence[int],
-        lease_until_ms: int,
-    ) -> range:
+        lease_until_ms: int = 0,
+    ) -> list[int]:
         """Add objects that have one replica each, all on one host; as ``insert``, many at a time.
 
         Returns: their rows, in order.
         REQUIRES: the keys are absent and differ; the host is there.
         """
         assert host not in self._lost_hosts, host
-        # Whatever does not fit a column is refused before the first one has grown.
-        numbers = array("q", sizes), array("q", versions), array("q", offsets)
-        sums, counts = array("I", checksums), array("B", [min(n, MAX_REPLICAS) for n in wanted])
-        count, first, at = len(keys), len(self._size), len(self._replica_host)
-        assert {len(column) for column in (*numbers, sums, counts)} <= {count}, count
-        rows = range(first, first + count)
+        # Whatever does not fit a column is refused before the first one has changed.
+        columns = [
+            (self._size, array("q", sizes)),
+            (self._version, array("q", versions)),
+            (self._checksum, array("I", checksums)),
+            (self._wanted, array("B", [min(n, MAX_REPLICAS) for n in wanted])),
+        ]
+        places, count, num_before = array("q", offsets), len(keys), len(self._rows)
+        assert {len(values) for _, values in columns} | {len(places)} <= {count}, count
+        rows, at = self._take_rows(count), self._take_replicas(count)
         self._rows.update(zip(keys, rows, strict=True))
-        assert len(self._rows) == first + count - len(self._spare_rows), "a key was there"
-        if first + count > len(self._keys):
-            grown = np.empty(first + count + max(16, first // 4), dtype=object)
-            grown[:first] = self._keys[:first]
-            self._keys = grown
-        self._keys[first : first + count] = keys
-        self._size.extend(numbers[0])
-        self._version.extend(numbers[1])
-        self._checksum.extend(sums)
-        self._lease_until_ms.extend([lease_until_ms] * count)
-        self._used_tick.extend(range(self._tick + 1, self._tick + 1 + count))
+        assert len(self._rows) == num_before + count, "a key was there"
+        chosen = np.array(rows, dtype=np.intp)
+        for column, values in columns:
+            _view(column)[chosen] = values
+        _view(self._used_tick)[chosen] = np.arange(self._tick + 1, self._tick + 1 + count)
         self._tick += count
-        self._flags.extend([_ALIVE] * count)
-        self._wanted.extend(counts)
-        self._live.extend([1] * count)
-        self._memory.extend([1] * count)
-        self._num_disks.extend([0] * count)
-        self._first.extend(range(at, at + count))
-        self._replica_host.extend([host] * count)
-        self._replica_offset.extend(numbers[2])
-        self._replica_next.extend([-1] * count)
-        self._replica_row.extend(rows)
+        _view(self._lease_until_ms)[chosen] = lease_until_ms
+        _view(self._flags)[chosen] = _ALIVE
+        _view(self._live)[chosen] = 1
+        _view(self._memory)[chosen] = 1
+        _view(self._num_disks)[chosen] = 0
+        _view(self._first)[chosen] = at
+        self._keys[chosen] = keys
+        _view(self._replica_host)[at] = host
+        _view(self._replica_offset)[at] = places
+        _view(self._replica_next)[at] = -1
+        _view(self._replica_row)[at] = rows
         self.total_bytes += sum(sizes)
         return rows
 
@@ -339,14 +338,7 @@ class Directory:
         self._num_disks[row] += 1
 
     def _chain(self, row: int, tag: int, offset: int) -> None:
-        if self._spare_replicas:
-            at = self._spare_replicas.pop()
-        else:
-            at = len(self._replica_host)
-            self._replica_host.append(0)
-            self._replica_offset.append(0)
-            self._replica_next.append(0)
-            self._replica_row.append(0)
+        at = self._spare_replicas.pop() if self._spare_replicas else self._take_replicas(1)[0]
         self._replica_host[at] = tag
         self._replica_offset[at] = offset
         self._replica_row[at] = row
@@ -525,20 +517,40 @@ class Directory:
         return _view(self._replica_row)[at].astype(np.int64)
 
     def _take_row(self) -> int:
-        if self._spare_rows:
-            return self._spare_rows.pop()
-        row = len(self._size)
+        return self._spare_rows.pop() if self._spare_rows else self._take_rows(1)[0]
+
+    def _take_rows(self, count: int) -> list[int]:
         columns = (
             self._size, self._version, self._checksum, self._lease_until_ms, self._used_tick,
             self._flags, self._wanted, self._live, self._memory, self._num_disks, self._first,
         )  # fmt: skip
-        for column in columns:
-            column.append(0)
-        if row == len(self._keys):
-            grown = np.empty(row + max(16, row // 4), dtype=object)
-            grown[:row] = self._keys
+        rows = _take(self._spare_rows, columns, count)
+        if len(self._size) > len(self._keys):
+            before = len(self._keys)
+            grown = np.empty(len(self._size) + max(16, before // 4), dtype=object)
+            grown[:before] = self._keys
             self._keys = grown
-        return row
+        return rows
+
+    def _take_replicas(self, count: int) -> list[int]:
+        columns = (
+            self._replica_host, self._replica_offset, self._replica_next, self._replica_row,
+        )  # fmt: skip
+        return _take(self._spare_replicas, columns, count)
+
+
+def _take(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> list[int]:
+    """Take rows of a table out of the spare ones; the rest of them is added to its columns."""
+    reused = min(count, len(spare))
+    taken = spare[len(spare) - reused :].tolist()
+    del spare[len(spare) - reused :]
+    missing = count - reused
+    if missing:
+        first = len(columns[0])
+        for column in columns:
+            column.frombytes(bytes(column.itemsize * missing))
+        taken += range(first, first + missing)
+    return taken
 
 
 def _view(column: "array[int]") -> npt.NDArray[Any]:

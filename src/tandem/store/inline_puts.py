@@ -9,7 +9,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from tandem.core.errors import ConfigError
-from tandem.store.index import NO_ROW
 from tandem.store.messages import CommitStatus, KeyBytes, PutInline
 from tandem.store.sessions import Caller, check_present
 
@@ -27,7 +26,7 @@ class _Requests:
 
     def __init__(self) -> None:
         self.settled_below = 0
-        self.tasks: dict[int, asyncio.Task[bytes]] = {}
+        self.tasks: dict[int, asyncio.Future[bytes]] = {}
 
     def settle(self, below: int) -> None:
         """Forget what the client will not ask for again."""
@@ -47,7 +46,7 @@ class InlinePuts:
     async def put(self, caller: Caller, request: PutInline) -> KeyBytes:
         """Put a batch; one ``CommitStatus`` each. Raises: CapacityError, ConfigError."""
         check_present(caller)
-        self._master.puts.check_batch(request)
+        lengths = self._master.puts.check_batch(request)
         if len(request.checksums) != len(request.keys) or sum(request.sizes) != len(request.blob):
             raise ConfigError("store.put", "checksums or values do not fit the keys")
         client = caller.instance_id
@@ -61,20 +60,18 @@ class InlinePuts:
             return KeyBytes(bytes([CommitStatus.EXPIRED]) * len(request.keys))
         task = requests.tasks.get(request.first_put_id)
         if task is None:
-            task = self._master.spawn(self._put(client, request))
+            task = self._master.spawn(self._put(client, request, lengths))
             requests.tasks[request.first_put_id] = task
         return KeyBytes(await asyncio.shield(task))
 
-    async def _put(self, client: str, request: PutInline) -> bytes:
-        directory = self._master.directory
-        statuses = [CommitStatus.EXPIRED] * len(request.keys)
-        wanted: list[int] = []
-        for i, key in enumerate(request.keys):
-            row = directory.find(key)
-            if row != NO_ROW and directory.num_live(row) and not request.upsert:
-                statuses[i] = CommitStatus.EXISTS
-            else:
-                wanted.append(i)
-        puts = await self._master.puts.take_space(client, request, wanted)
-        await self._master.commits.seal_values(puts, request, statuses)
+    async def _put(self, client: str, request: PutInline, lengths: list[int]) -> bytes:
+        statuses = bytearray([CommitStatus.EXISTS]) * len(request.keys)
+        taken = self._master.puts.find_taken(request)
+        wanted = [i for i, is_taken in enumerate(taken) if not is_taken]
+        if wanted:
+            batch = await self._master.puts.take_space(client, request, wanted, lengths)
+            for i, status in zip(
+                wanted, await self._master.commits.seal_values(batch, request), strict=True
+            ):
+                statuses[i] = status
         return bytes(statuses)

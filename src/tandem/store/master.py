@@ -7,7 +7,7 @@ when a caller goes away runs as a task of the master's own.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from tandem.core.clock import Clock
@@ -15,8 +15,8 @@ from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
+from tandem.store.eager import start_eagerly
 from tandem.store.eviction import Eviction
-from tandem.store.host import append_record
 from tandem.store.index import NO_ROW, Directory
 from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
@@ -55,15 +55,16 @@ from tandem.store.messages import (
     VerifyExtent,
 )
 from tandem.store.metrics import StoreCounters
+from tandem.store.orders import OrderWay
 from tandem.store.policies import Strategy, order_hosts
 from tandem.store.puts import Puts
 from tandem.store.removals import Removals
-from tandem.store.segment import ExtentHeader
+from tandem.store.segment import ExtentHeader, append_record
 from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
-__all__ = ["StoreMaster", "Term"]
+__all__ = ["OpenWay", "StoreMaster", "Term"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Term(Protocol):
         ...
 
 
+OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 TICK_S = 0.05
 
 
@@ -94,6 +96,7 @@ class StoreMaster:
             seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
         term: the elected one; None for a single master, which always leads.
+        open_way: opens a fast way for orders to a host that takes them; None for none.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class StoreMaster:
         epoch: int,
         draw: Callable[[int], int],
         term: "Term | None" = None,
+        open_way: "OpenWay | None" = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -113,12 +117,13 @@ class StoreMaster:
         self.clock = clock
         self._term = term
         self._draw = draw
+        self.open_way = open_way
         self._counter = 0
         self.space_freed = asyncio.Event()
         self._started_ms = self.now_ms()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self.puts = Puts(self)
         self.commits = Commits(self)
         self.inline_puts = InlinePuts(self)
@@ -185,14 +190,18 @@ class StoreMaster:
 
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
-        self._counter += 1
-        return self.epoch << layout.VERSION_BITS | self._counter
+        return self.take_versions(1)
 
     def order_epoch(self) -> int:
         """Return the epoch that orders bear. Raises: PeerLostError after the end of the term."""
         if self._term is not None and not self._term.holds():
             raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
         return self.epoch
+
+    def take_versions(self, count: int) -> int:
+        """Return the first of so many consecutive versions; see ``next_version``."""
+        self._counter += count
+        return self.epoch << layout.VERSION_BITS | self._counter - count + 1
 
     @property
     def newest_version(self) -> int:
@@ -260,7 +269,12 @@ class StoreMaster:
     def evict_row(self, row: int) -> bool:
         """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
         if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
-            self.drop_row(row)
+            key = self.directory.key(row)
+            hosts = [self.hosts[replica.host] for replica in self.directory.replicas(row)]
+            # It may be on its way to a disk, and would come back from there after a removal.
+            going = self.drop_row(row, wait=any(host.disk is not None for host in hosts))
+            if going:
+                self.removals.note_going(key, going)
             return False
         free_at_ms = self.directory.lease_until_ms(row)
         for replica in self.directory.replicas(row):
@@ -285,11 +299,12 @@ class StoreMaster:
             self.drop_row(row)
             self.counters.objects_evicted += 1
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run a coroutine that its caller's going does not end."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Run a coroutine that its caller's going does not end; it begins at once."""
+        task = start_eagerly(work)
+        if not task.done():
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return task
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
@@ -395,7 +410,7 @@ class StoreMaster:
             total_bytes=self.directory.total_bytes,
             num_unreadable=self.directory.num_unreadable,
             num_under_replicated=self.directory.count_under_replicated(),
-            num_unfinished=len(self.puts.unfinished),
+            num_unfinished=self.puts.num_unfinished,
             hosts=[
                 HostStatus(
                     name=host.name,

@@ -1,11 +1,11 @@
 """Hosts of a master: they join, tell what they hold, leave and are lost."""
 
 import logging
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from tandem.core.errors import ConflictError, NotFoundError, PeerLostError
+from tandem.core.errors import ConflictError, NotFoundError, PeerLostError, TandemError
 from tandem.store import layout
-from tandem.store.host import iterate_records
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
@@ -19,7 +19,8 @@ from tandem.store.messages import (
     KeyBytes,
     SegmentGrown,
 )
-from tandem.store.segment import ExtentHeader
+from tandem.store.orders import OrderLine, OrderWay
+from tandem.store.segment import ExtentHeader, iterate_records
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import Extent, HostSpace
 
@@ -81,7 +82,16 @@ class Membership:
         host.begin_session(caller, self._num_sessions, request)
         self._master.directory.find_host(host.number)
         logger.info("event=host_joining host=%s session=%d", host.name, host.session)
+        if request.call_token and self._master.open_way is not None and host.line is not None:
+            host.spawn(self._open_way(host.line, self._master.open_way(request)))
         return Joined(self._master.epoch, host.number, host.session)
+
+    async def _open_way(self, line: OrderLine, opening: Awaitable[OrderWay]) -> None:
+        """Let orders of this session go a faster way as soon as there is one."""
+        try:
+            line.fast = await opening
+        except TandemError as error:
+            logger.info("event=fast_orders_off reason=%s", error)
 
     def _forget_segment(self, host: HostSpace) -> None:
         for row in self._master.directory.rows_on_host(host.number):
@@ -294,8 +304,7 @@ class Membership:
     def lose_host(self, host: HostSpace) -> None:
         """Its session has ended; its objects may come back with it."""
         logger.warning("event=host_lost host=%s", host.name)
-        for put in self._master.puts.unfinished.values():
-            put.extents.pop(host.number, None)
+        self._master.puts.forget_host(host.number)
         self._by_session.pop(host.session, None)
         host.end_session()
         self._master.directory.lose_host(host.number)

@@ -23,6 +23,7 @@ __all__ = [
     "FindObjects",
     "ForgetObjects",
     "FoundObjects",
+    "HostExtents",
     "HostStage",
     "HostStatus",
     "InventoryDone",
@@ -109,26 +110,37 @@ class PutInline(StartPut, frozen=True, kw_only=True):
     """Puts small values at once: the master has its hosts write them. Answered as a commit."""
 
     checksums: list[int]
-    """Of the tables, as in ``CommitPut``."""
+    """Of each object."""
     blob: bytes
     """The values, one after the other."""
     settled_below: int
     """The client asks no more for ids below this: a request that has one is a late copy."""
 
 
+class HostExtents(msgspec.Struct, frozen=True, array_like=True):
+    """Space on one host for objects of a batch."""
+
+    host: int
+    objects: list[int]
+    """Which: their places in the request."""
+    offsets: list[int]
+    """Of the extents, in the segment."""
+
+
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``StartPut``."""
 
-    statuses: list[int]
-    grants: list[int]
-    """Name the space given; a put id alone does not, since a request may come twice, and late."""
-    places: list[list[tuple[int, int]]]
-    """Per object: (host, offset of the extent in the segment)."""
+    statuses: bytes
+    """A ``StartStatus`` per object."""
+    grant: int
+    """Names the space given; a put id alone does not, since a request may come twice, and late."""
+    places: list[HostExtents]
     endpoints: list[Endpoint]
+    """Of these hosts."""
 
 
 class CommitStatus(IntEnum):
-    """What became of one object of a ``CommitPut``."""
+    """What became of one object of a put."""
 
     CREATED = 0
     EXISTS = 1
@@ -139,16 +151,20 @@ class CommitStatus(IntEnum):
 
 
 class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that the bytes are there. Objects that lack a checksum (-1) are given up."""
+    """Says that the bytes of a granted request are there. Answered by a ``CommitStatus`` for each
+    object that was granted, in order.
+    """
 
-    put_ids: list[int]
-    grants: list[int]
+    first_put_id: int
+    """Of the request."""
+    grant: int
     """Of the space that was written."""
-    checksums: list[int]
-    failed_hosts: list[list[int]]
-    """Per object: hosts to which the write did not succeed."""
-    tables: list[bytes] = []
-    """Per object: the checksums of its chunks, which hosts write; empty if the client did."""
+    checksums: list[int] = []
+    """Of each object that was granted; none of any: the put is given up."""
+    tables: bytes = b""
+    """The checksums of their chunks, one after the other, which hosts write."""
+    failed_hosts: list[int] = []
+    """Hosts to which a write did not succeed."""
 
 
 class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,6 +384,8 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     disk_id: str = ""
     """Of the folder of its SSD tier; empty without one."""
     disk: DiskStatus | None = None
+    call_token: str = ""
+    """What orders over the transfer engine at ``address`` must name; empty: it takes none."""
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -3,22 +3,21 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tandem._native import measure_extents
 from tandem.core.errors import CapacityError, ConfigError, TandemError
-from tandem.store import layout
 from tandem.store.config import StoreConfig
-from tandem.store.index import NO_ROW
-from tandem.store.messages import CommitStatus, StartedPut, StartPut, StartStatus
+from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
 from tandem.store.sessions import Caller, check_present
-from tandem.store.space import Extent, HostSpace
+from tandem.store.space import HostSpace
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
 
-__all__ = ["Put", "Puts", "check_key"]
+__all__ = ["PutBatch", "Puts"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +27,32 @@ MIN_WAIT_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class Put:
-    """One unfinished put: what is asked for, and the space that its client may write to."""
+class PutBatch:
+    """The objects of a request that are new, and the space that their client may write to.
+
+    An object is a number here: its place among these keys.
+    """
 
     client: str
-    put_id: int
     grant: int
-    key: str
-    size: int
-    length: int
-    wanted: int
-    upsert: bool
-    hard_pin: bool
-    soft_pin_ms: int
+    positions: list[int]
+    """Of the objects, in the request."""
+    keys: list[str]
+    sizes: list[int]
+    lengths: list[int]
+    """Of their extents."""
+    request: StartPut
+    """What else was asked for."""
     expires_ms: int
-    extents: dict[int, Extent] = field(default_factory=dict)
+    places: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By host, by object: the offset of its extent."""
     sessions: dict[int, int] = field(default_factory=dict)
     """Of the hosts, when the space was taken: in a later one it means nothing."""
+
+    def list_extents(self, host: int) -> tuple[list[int], list[int]]:
+        """Return offsets and lengths of the space on a host."""
+        places = self.places[host]
+        return list(places.values()), [self.lengths[i] for i in places]
 
 
 class Puts:
@@ -52,45 +60,67 @@ class Puts:
 
     def __init__(self, master: "StoreMaster") -> None:
         self._master = master
-        self.unfinished: OrderedDict[tuple[str, int], Put] = OrderedDict()
-        """By client and its number, oldest first."""
-        self.results: OrderedDict[tuple[str, int], CommitStatus] = OrderedDict()
+        self.unfinished: OrderedDict[tuple[str, int], PutBatch] = OrderedDict()
+        """By client and the first id of the request, oldest first."""
+        self.results: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        """What commits were answered."""
         self.num_waiting = 0
         """Requests that wait for space."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Objects whose put has begun and not ended."""
+        return sum(len(batch.keys) for batch in self.unfinished.values())
 
     # Beginning.
 
     async def start(self, caller: Caller, request: StartPut) -> StartedPut:
         """Take space for a batch, all or nothing, and say where to write."""
         check_present(caller)
-        self.check_batch(request)
-        client = caller.instance_id
-        statuses = [self._start_status(client, request, i) for i in range(len(request.keys))]
-        granted = [i for i, status in enumerate(statuses) if status is StartStatus.GRANTED]
-        for i, put in (await self.take_space(client, request, granted)).items():
-            self.unfinished[client, request.first_put_id + i] = put
-            for number, extent in put.extents.items():
-                self._master.hosts[number].hold(client, extent)
-        puts = {i: self.unfinished.get((client, request.first_put_id + i)) for i in granted}
-        bases = await self._open_writers(client, [put for put in puts.values() if put is not None])
-        places: list[list[tuple[int, int]]] = [[] for _ in statuses]
-        for i, put in puts.items():
-            if put is None:
-                continue
-            # What the client is not told of it cannot write, and must not be taken for written.
-            for number in [number for number in put.extents if number not in bases]:
-                self.fence(self._master.hosts[number], client)
-            places[i] = [(host, extent.offset) for host, extent in put.extents.items()]
-        used = sorted({host for place in places for host, _ in place})
+        lengths = self.check_batch(request)
+        client, count = caller.instance_id, len(request.keys)
+        name = (client, request.first_put_id)
+        batch = self.unfinished.get(name)
+        if batch is None and name not in self.results:
+            taken = self.find_taken(request)
+            if all(taken):
+                return StartedPut(statuses=taken, grant=0, places=[], endpoints=[])
+            wanted = [i for i in range(count) if not taken[i]]
+            batch = await self.take_space(client, request, wanted, lengths)
+            if name in self.unfinished or name in self.results:  # It came twice, and both waited.
+                self.release(batch)
+                batch = self.unfinished.get(name)
+        if batch is None:
+            done = bytes([StartStatus.DONE]) * count
+            return StartedPut(statuses=done, grant=0, places=[], endpoints=[])
+        if name not in self.unfinished:
+            self.unfinished[name] = batch
+            for number in batch.places:
+                self._master.hosts[number].hold(client, batch.grant, *batch.list_extents(number))
+        return await self._describe(client, batch, count)
+
+    async def _describe(self, client: str, batch: PutBatch, count: int) -> StartedPut:
+        bases = await self._open_writers(client, batch)
+        # What the client is not told of it cannot write, and must not be taken for written.
+        for number in [number for number in batch.places if number not in bases]:
+            self.fence(self._master.hosts[number], client)
+        statuses = bytearray([StartStatus.EXISTS]) * count
+        for position in batch.positions:
+            statuses[position] = StartStatus.GRANTED
+        positions = batch.positions
+        places = [
+            HostExtents(number, [positions[i] for i in offsets], list(offsets.values()))
+            for number, offsets in sorted(batch.places.items())
+        ]
         return StartedPut(
-            statuses=[int(status) for status in statuses],
-            grants=[0 if (put := puts.get(i)) is None else put.grant for i in range(len(statuses))],
+            statuses=bytes(statuses),
+            grant=batch.grant,
             places=places,
-            endpoints=[self._master.hosts[host].endpoint(bases[host]) for host in used],
+            endpoints=[self._master.hosts[p.host].endpoint(bases[p.host]) for p in places],
         )
 
-    def check_batch(self, request: StartPut) -> None:
-        """Raises: ConfigError if it is beyond a limit."""
+    def check_batch(self, request: StartPut) -> list[int]:
+        """Return the lengths of the extents. Raises: ConfigError if it is beyond a limit."""
         keys, sizes, config = request.keys, request.sizes, self._master.config
         if len(keys) != len(sizes) or len(keys) > config.max_batch:
             raise ConfigError(
@@ -98,46 +128,67 @@ class Puts:
             )
         if len(set(keys)) != len(keys):
             raise ConfigError("store.put", "a key is twice in the batch", field="keys")
-        for key, size in zip(keys, sizes, strict=True):
-            check_key(key, config)
-            if not 0 <= size <= config.max_value_bytes:
-                raise ConfigError(
-                    "store.put",
-                    f"value of {size} bytes under {key!r}, limit {config.max_value_bytes} "
-                    "(store.max_value_bytes)",
-                    field="size",
-                )
         if request.replicas < 1 or request.replicas > 255:
             raise ConfigError(
                 "store.put", f"{request.replicas} replicas: give 1 to 255", field="replicas"
             )
+        lengths = [*map(len, keys)] or [1]
+        if not (min(lengths) > 0 and max(lengths) <= config.max_key_bytes) or not all(
+            map(str.isascii, keys)
+        ):
+            for key in keys:
+                _check_key(key, config)
+        if keys and not (min(sizes) >= 0 and max(sizes) <= config.max_value_bytes):
+            wrong = next(i for i, n in enumerate(sizes) if not 0 <= n <= config.max_value_bytes)
+            raise ConfigError(
+                "store.put",
+                f"value of {sizes[wrong]} bytes under {keys[wrong]!r}, limit "
+                f"{config.max_value_bytes} (store.max_value_bytes)",
+                field="size",
+            )
+        return measure_extents(keys, sizes)
 
-    def _start_status(self, client: str, request: StartPut, i: int) -> StartStatus:
-        if (client, request.first_put_id + i) in self.results:
-            return StartStatus.DONE
-        row = self._master.directory.find(request.keys[i])
-        is_taken = row != NO_ROW and self._master.directory.num_live(row) > 0 and not request.upsert
-        return StartStatus.EXISTS if is_taken else StartStatus.GRANTED
+    def find_taken(self, request: StartPut) -> bytes:
+        """Return a ``StartStatus`` for each object: it is new, or there already and stays."""
+        if request.upsert:
+            return bytes(len(request.keys))
+        return self._master.directory.exists_many(request.keys)
 
     async def take_space(
-        self, client: str, request: StartPut, granted: Sequence[int]
-    ) -> dict[int, Put]:
+        self, client: str, request: StartPut, wanted: Sequence[int], lengths: Sequence[int]
+    ) -> PutBatch:
         """Allocate for all of them or raise; what waits holds nothing meanwhile.
 
-        Returns: by index what is new, as yet nobody's. Raises: CapacityError.
+        Args:
+            client: who asks.
+            request: and what for.
+            wanted: objects of the request, one at least.
+            lengths: of the extents of all its objects.
+
+        Returns: a batch that is as yet nobody's. Raises: CapacityError.
         """
+        batch = PutBatch(
+            client=client,
+            grant=0,
+            positions=list(wanted),
+            keys=[request.keys[i] for i in wanted],
+            sizes=[request.sizes[i] for i in wanted],
+            lengths=[lengths[i] for i in wanted],
+            request=request,
+            expires_ms=0,
+        )
         wait_ms = min(request.wait_ms, self._master.config.put_wait_ms)
         deadline_s = self._master.clock.now_s() + wait_ms / 1e3
-        if not self._master.hosts and granted:
+        if not self._master.hosts:
             # Nothing to wait for but a host.
             await self._wait_freed(max(0.0, deadline_s - self._master.clock.now_s()))
         is_last = False
-        while (made := self._allocate_all(client, request, granted, is_last=is_last)) is None:
+        while not self._allocate(batch, is_last=is_last):
             left_s = deadline_s - self._master.clock.now_s()
             if is_last:
-                raise self._describe_full(request, granted)
+                raise self._describe_full(batch)
             if left_s > 0:
-                self._check_possible(request, granted)
+                self._check_possible(batch)
                 if self.num_waiting >= self._master.config.max_waiting_puts:
                     raise CapacityError(
                         "store.put", f"{self.num_waiting} puts wait for space, the limit"
@@ -149,7 +200,9 @@ class Puts:
                 finally:
                     self.num_waiting -= 1
             is_last = deadline_s - self._master.clock.now_s() <= 0
-        return made
+        batch.grant = self._master.next_version()
+        batch.expires_ms = self._master.now_ms() + self._master.config.put_timeout_ms
+        return batch
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._master.space_freed.clear()
@@ -161,71 +214,66 @@ class Puts:
         except TimeoutError:
             return
 
-    def _allocate_all(
-        self, client: str, request: StartPut, granted: Sequence[int], *, is_last: bool
-    ) -> dict[int, Put] | None:
-        made: dict[int, Put] = {}
-        expires_ms = self._master.now_ms() + self._master.config.put_timeout_ms
-        for i in granted:
-            name = (client, request.first_put_id + i)
-            if name in self.unfinished:
-                continue  # The request came twice.
-            size = request.sizes[i]
-            put = Put(
-                client=client,
-                put_id=name[1],
-                grant=self._master.next_version(),
-                key=request.keys[i],
-                size=size,
-                length=layout.extent_bytes(len(request.keys[i].encode()), size),
-                wanted=request.replicas,
-                upsert=request.upsert,
-                hard_pin=request.hard_pin,
-                soft_pin_ms=request.soft_pin_ms,
-                expires_ms=expires_ms,
-            )
-            if not self._allocate(put, request, is_last=is_last):
-                for other in made.values():
-                    for host, extent in other.extents.items():
-                        self._master.hosts[host].untake(extent)
-                return None
-            made[i] = put
-        return made
-
-    def _allocate(self, put: Put, request: StartPut, *, is_last: bool) -> bool:
-        """Take space on as many hosts as wanted and there are; the last attempt is content with 1.
+    def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
+        """Take space for all objects, or none; the last attempt is content with one copy of each.
 
         Where a host is full, objects are evicted there, and their space is there a moment later.
         """
-        order = self._master.choose_hosts(preferred=request.preferred, machine=request.machine)
-        goal = min(put.wanted, len(order))
-        for number in order:
-            extent = self._master.hosts[number].allocate(put.length)
-            if extent is not None:
-                put.extents[number] = extent
-                put.sessions[number] = self._master.hosts[number].session
-                if len(put.extents) == goal:
-                    break
-        if put.extents and (len(put.extents) == goal or is_last):
+        hosts = self._master.writable_hosts()
+        if len(hosts) == 1:
+            placed = self._allocate_on(hosts[0], batch)
+            full = None if placed else (hosts, sum(batch.lengths))
+        else:
+            full = self._allocate_each(batch, is_last=is_last)
+        if full is None:
+            batch.sessions = {n: self._master.hosts[n].session for n in batch.places}
             return True
-        for number, extent in put.extents.items():
-            self._master.hosts[number].untake(extent)
-        put.extents.clear()
-        for number in order:
-            self._master.eviction.evict_for(self._master.hosts[number], put.length)
+        for number in batch.places:
+            self._master.hosts[number].untake(*batch.list_extents(number))
+        batch.places.clear()
+        for host in full[0]:
+            self._master.eviction.evict_for(host, full[1])
         return False
 
-    def _check_possible(self, request: StartPut, granted: Sequence[int]) -> None:
+    def _allocate_on(self, host: HostSpace, batch: PutBatch) -> bool:
+        offsets = host.allocate_many(batch.lengths)
+        if offsets is None:
+            return False
+        batch.places[host.number] = dict(enumerate(offsets))
+        return True
+
+    def _allocate_each(
+        self, batch: PutBatch, *, is_last: bool
+    ) -> "tuple[list[HostSpace], int] | None":
+        """Take space on as many hosts as wanted and there are, for each object by itself.
+
+        Returns: None, or the hosts that are full and how much one of the objects needs there.
+        """
+        request = batch.request
+        for i, length in enumerate(batch.lengths):
+            order = self._master.choose_hosts(preferred=request.preferred, machine=request.machine)
+            goal, count = min(request.replicas, len(order)), 0
+            for number in order:
+                extent = self._master.hosts[number].allocate(length)
+                if extent is not None:
+                    batch.places.setdefault(number, {})[i] = extent.offset
+                    count += 1
+                    if count == goal:
+                        break
+            if count == 0 or (count < goal and not is_last):
+                return [self._master.hosts[number] for number in order], length
+        return None
+
+    def _check_possible(self, batch: PutBatch) -> None:
         hosts = self._master.writable_hosts()
         largest = max((host.capacity_bytes for host in hosts), default=0)
         total = sum(host.capacity_bytes for host in hosts)
-        sizes = [request.sizes[i] for i in granted]
-        if hosts and (max(sizes) > largest or sum(sizes) > total):
-            raise self._describe_full(request, granted)
+        if hosts and (max(batch.sizes) > largest or sum(batch.sizes) > total):
+            raise self._describe_full(batch)
 
-    def _describe_full(self, request: StartPut, granted: Sequence[int]) -> CapacityError:
+    def _describe_full(self, batch: PutBatch) -> CapacityError:
         hosts = self._master.writable_hosts()
-        need = sum(request.sizes[i] for i in granted)
+        need = sum(batch.sizes)
         if not hosts:
             return CapacityError(
                 "store.put",
@@ -235,55 +283,69 @@ class Puts:
         free = sum(host.view().free_bytes for host in hosts)
         quarantined = sum(host.quarantined_bytes for host in hosts)
         leased = sum(host.leased_bytes for host in hosts)
-        unfinished = sum(e.length for put in self.unfinished.values() for e in put.extents.values())
+        unfinished = sum(
+            sum(other.list_extents(number)[1])
+            for other in self.unfinished.values()
+            for number in other.places
+        )
         return CapacityError(
             "store.put",
-            f"no space for {len(granted)} objects of {need} bytes on {len(hosts)} hosts within "
-            f"{min(request.wait_ms, self._master.config.put_wait_ms)} ms: {free} bytes free "
+            f"no space for {len(batch.keys)} objects of {need} bytes on {len(hosts)} hosts within "
+            f"{min(batch.request.wait_ms, self._master.config.put_wait_ms)} ms: {free} bytes free "
             f"(scattered), {unfinished} in unfinished puts, {leased} dropped but leased, "
             f"{quarantined} held until their writer is gone, the rest leased or pinned: unpin "
             "objects, put smaller batches, wait longer, or add a host",
         )
 
-    async def _open_writers(self, client: str, puts: Sequence[Put]) -> dict[int, int]:
-        numbers = sorted({host for put in puts for host in put.extents})
-        asked = [self._master.hosts[number].open_writer(client) for number in numbers]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        bases: dict[int, int] = {}
-        for number, answer in zip(numbers, answers, strict=True):
+    async def _open_writers(self, client: str, batch: PutBatch) -> dict[int, int]:
+        """Return where the client may write, for each host that lets it."""
+        hosts = [self._master.hosts[number] for number in sorted(batch.places)]
+        bases = {host.number: base for host in hosts if (base := host.find_writer(client)) >= 0}
+        asked = [host for host in hosts if host.number not in bases]
+        if not asked:
+            return bases
+        answers = await asyncio.gather(
+            *(host.open_writer(client) for host in asked), return_exceptions=True
+        )
+        for host, answer in zip(asked, answers, strict=True):
             if isinstance(answer, int):
-                bases[number] = answer
+                bases[host.number] = answer
             elif not isinstance(answer, TandemError):
                 raise answer
         return bases
 
     # Ending.
 
-    def remember(self, name: tuple[str, int], status: CommitStatus) -> None:
-        """Keep a result for a request that comes twice."""
-        if status is CommitStatus.EXPIRED:
-            return
-        self.results[name] = status
+    def remember(self, name: tuple[str, int], answer: bytes) -> None:
+        """Keep an answer for a request that comes twice."""
+        self.results[name] = answer
         if len(self.results) > MAX_REMEMBERED:
             self.results.popitem(last=False)
 
-    def forget_lost(self, put: Put) -> None:
+    def forget_lost(self, batch: PutBatch) -> None:
         """Forget space on hosts that have gone, or come back: the inventory has settled it."""
-        for number in list(put.extents):
-            if self._master.hosts[number].session != put.sessions[number]:
-                del put.extents[number]
+        for number in list(batch.places):
+            if self._master.hosts[number].session != batch.sessions[number]:
+                del batch.places[number]
 
-    def release(self, put: Put) -> None:
-        """Free the space of a put that nobody writes any more and that was not sealed."""
-        for number, extent in put.extents.items():
-            self._master.hosts[number].release(extent)
-        put.extents.clear()
+    def release(self, batch: PutBatch, objects: Iterable[int] | None = None) -> None:
+        """Free the space of objects (all if None) that nobody writes and that were not sealed."""
+        chosen = None if objects is None else set(objects)
+        for number, places in batch.places.items():
+            gone = [i for i in places if chosen is None or i in chosen]
+            offsets = [places.pop(i) for i in gone]
+            self._master.hosts[number].release(offsets, [batch.lengths[i] for i in gone])
+
+    def forget_host(self, number: int) -> None:
+        """It is gone: no put has space there."""
+        for batch in self.unfinished.values():
+            batch.places.pop(number, None)
 
     def fence(self, host: HostSpace, client: str) -> None:
         """Shut ``client`` out of ``host``: all its unfinished puts lose their space there."""
-        for put in self.unfinished.values():
-            if put.client == client:
-                put.extents.pop(host.number, None)
+        for batch in self.unfinished.values():
+            if batch.client == client:
+                batch.places.pop(host.number, None)
         self._master.counters.fences += 1
         host.fence(client)
 
@@ -298,17 +360,22 @@ class Puts:
     def expire(self, now_ms: int) -> None:
         """End the puts that have been unfinished for too long."""
         while self.unfinished:
-            name, put = next(iter(self.unfinished.items()))
-            if put.expires_ms > now_ms:
+            name, batch = next(iter(self.unfinished.items()))
+            if batch.expires_ms > now_ms:
                 return
-            logger.warning("event=put_expired client=%s key=%s", put.client, put.key)
-            self._master.counters.puts_expired += 1
-            for number in list(put.extents):
-                self.fence(self._master.hosts[number], put.client)
+            logger.warning(
+                "event=put_expired client=%s keys=%d first=%s",
+                batch.client,
+                len(batch.keys),
+                batch.keys[0],
+            )
+            self._master.counters.puts_expired += len(batch.keys)
+            for number in list(batch.places):
+                self.fence(self._master.hosts[number], batch.client)
             del self.unfinished[name]
 
 
-def check_key(key: str, config: StoreConfig) -> None:
+def _check_key(key: str, config: StoreConfig) -> None:
     """Refuse a key that no store takes.
 
     Raises: ConfigError.

@@ -33,12 +33,7 @@ class Removals:
         for i, key in enumerate(keys):
             row = self._master.directory.find(key)
             if row != NO_ROW:
-                going = self._master.drop_row(row, wait=True)
-                earlier = self._removing.get(key)
-                gone = asyncio.gather(*going, *([] if earlier is None else [earlier]))
-                self._removing[key] = gone
-                gone.add_done_callback(lambda gone, key=key: self._forget_removal(key, gone))
-                pending.append(gone)
+                pending.append(self.note_going(key, self._master.drop_row(row, wait=True)))
                 self._master.counters.objects_removed += 1
                 flags[i] = 1
             elif key in self._removing:
@@ -48,6 +43,16 @@ class Removals:
         for gone in pending:
             await asyncio.shield(gone)
         return bytes(flags)
+
+    def note_going(
+        self, key: str, going: "Sequence[asyncio.Future[None]]"
+    ) -> "asyncio.Future[Any]":
+        """An object is gone when these are done, and a removal of its key is not over before."""
+        earlier = self._removing.get(key)
+        gone = asyncio.gather(*going, *([] if earlier is None else [earlier]))
+        self._removing[key] = gone
+        gone.add_done_callback(lambda gone: self._forget_removal(key, gone))
+        return gone
 
     def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
         if self._removing.get(key) is gone:

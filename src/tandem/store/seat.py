@@ -15,7 +15,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store.campaign import Campaign
 from tandem.store.config import StoreConfig
-from tandem.store.master import StoreMaster
+from tandem.store.master import OpenWay, StoreMaster
 from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
@@ -49,6 +49,7 @@ class MasterSeat:
         clock: of the master.
         draw: chance, see ``StoreMaster``.
         end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
+        open_way: see ``StoreMaster``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class MasterSeat:
         clock: Clock,
         draw: Callable[[int], int],
         end_sessions: Callable[[TandemError], None],
+        open_way: OpenWay | None = None,
     ) -> None:
         self.counters = StoreCounters()
         self.campaign: Campaign | None = None
@@ -66,6 +68,7 @@ class MasterSeat:
         self._clock = clock
         self._draw = draw
         self._end_sessions = end_sessions
+        self._open_way = open_way
         self._closing: set[asyncio.Task[None]] = set()
         self.master = self._make_master(0)
         """While nobody sits here, one of epoch 0, empty, that nobody can call."""
@@ -118,7 +121,12 @@ class MasterSeat:
     def _make_master(self, epoch: int) -> StoreMaster:
         term = None if self.campaign is None else _SeatTerm(self, self.campaign, epoch)
         master = StoreMaster(
-            self._config, clock=self._clock, epoch=epoch, draw=self._draw, term=term
+            self._config,
+            clock=self._clock,
+            epoch=epoch,
+            draw=self._draw,
+            term=term,
+            open_way=self._open_way,
         )
         master.counters = self.counters
         return master

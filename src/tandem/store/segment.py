@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem._native import seal_objects
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -31,8 +32,9 @@ from tandem.core.errors import (
 )
 from tandem.store import layout
 from tandem.store.checksum import check_value
+from tandem.store.messages import ExtentRecords
 
-__all__ = ["ExtentHeader", "Segment", "check_folder"]
+__all__ = ["ExtentHeader", "Segment", "append_record", "check_folder", "iterate_records"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,40 @@ class ExtentHeader(NamedTuple):
     wanted: int
     hard_pin: bool
     soft_pin_ms: int
+
+
+def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
+    """Add one object to the columns."""
+    records.keys.append(header.key)
+    records.sizes.append(header.size)
+    records.versions.append(header.version)
+    records.checksums.append(header.checksum)
+    records.offsets.append(offset)
+    records.wanted.append(header.wanted)
+    records.hard_pins.append(header.hard_pin)
+    records.soft_pin_ms.append(header.soft_pin_ms)
+
+
+def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
+    """Return the rows of the columns.
+
+    Raises: CorruptionError if they differ in length.
+    """
+    try:
+        rows = zip(
+            records.offsets,
+            records.keys,
+            records.sizes,
+            records.versions,
+            records.checksums,
+            records.wanted,
+            records.hard_pins,
+            records.soft_pin_ms,
+            strict=True,
+        )
+        return [(offset, ExtentHeader(*fields)) for offset, *fields in rows]
+    except ValueError:
+        raise CorruptionError("store.records", "columns of different lengths") from None
 
 
 class Segment:
@@ -121,11 +157,14 @@ class Segment:
         cls, path: Path, descriptor: int, capacity_bytes: int, segment_id: bytes | None
     ) -> "Segment":
         data_at = _data_offset(capacity_bytes)
-        _check_room(path, descriptor, data_at + capacity_bytes)
+        # Of whole pages, which are huge on hugetlbfs.
+        page_bytes = os.fstatvfs(descriptor).f_bsize
+        file_bytes = (data_at + capacity_bytes + page_bytes - 1) // page_bytes * page_bytes
+        _check_room(path, descriptor, file_bytes)
         first = min(capacity_bytes, FIRST_RESERVE_BYTES)
-        os.ftruncate(descriptor, data_at + capacity_bytes)
+        os.ftruncate(descriptor, file_bytes)
         _reserve(path, descriptor, 0, data_at + first)
-        memory = mmap.mmap(descriptor, data_at + capacity_bytes)
+        memory = mmap.mmap(descriptor, file_bytes)
         is_new = segment_id is None
         segment = cls(memory, capacity_bytes, segment_id or secrets.token_bytes(16))
         segment.usable_bytes = first
@@ -246,41 +285,43 @@ class Segment:
 
     # Objects.
 
-    def fill(
-        self, offset: int, header: ExtentHeader, table: bytes, value: npt.NDArray[np.uint8]
-    ) -> None:
-        """Write table and value of an object that is to be sealed.
-
-        Raises: as ``seal``.
-        """
-        self.fill_table(offset, header, table)
-        value_at = offset + layout.value_offset(len(header.key.encode()), header.size)
-        self.data[value_at : value_at + header.size] = value
-
-    def fill_table(self, offset: int, header: ExtentHeader, table: bytes) -> None:
-        """Write the table alone: a client has written the value. Raises: as ``seal``."""
-        key_bytes = len(header.key.encode())
-        self._check_vacant(offset, key_bytes, header)
-        table_at = self._data_at + offset + layout.table_offset(key_bytes)
-        self._map[table_at : table_at + len(table)] = table
-
-    def _check_vacant(self, offset: int, key_bytes: int, header: ExtentHeader) -> None:
-        extent = self._extent(offset, key_bytes, header.size)
-        marks_at = FILE_HEAD_BYTES
-        if self._map.find(b"\1", marks_at + extent.start, marks_at + extent.stop) >= 0:
-            raise ConflictError(
-                "store.seal", f"offset {offset} for {header.key!r} holds another object"
-            )
-
     def seal(self, offset: int, header: ExtentHeader) -> None:
-        """Make the object at ``offset`` one that survives: header first, its mark last.
+        """Make the object at ``offset`` one that survives: its table and value are there.
 
-        Raises: ConflictError if another object lies there; ConfigError if it leaves the segment.
+        Raises: as ``seal_many``.
         """
-        key = header.key.encode()
-        self._check_vacant(offset, len(key), header)
-        self._write_header(offset, key, header)
-        self._starts[offset // layout.GRANULE_BYTES] = 1
+        records = ExtentRecords()
+        append_record(records, offset, header)
+        self.seal_many(records)
+
+    def seal_many(
+        self, records: ExtentRecords, *, tables: bytes | None = None, values: bytes | None = None
+    ) -> None:
+        """Make objects ones that survive, all or none: header first, its mark last.
+
+        Args:
+            records: where they are, and what they say of themselves.
+            tables: to be written before, one after the other; None if they are there.
+            values: the same of values, whose tables follow from them.
+
+        Raises: ConflictError if other objects lie there; ConfigError if one leaves the segment;
+            CorruptionError if a checksum, or the length of a column, is wrong.
+        """
+        seal_objects(
+            self._starts,
+            self.data,
+            self.usable_bytes,
+            keys=records.keys,
+            offsets=records.offsets,
+            sizes=records.sizes,
+            versions=records.versions,
+            checksums=records.checksums,
+            wanted=records.wanted,
+            hard_pins=records.hard_pins,
+            soft_pin_ms=records.soft_pin_ms,
+            tables=tables,
+            values=values,
+        )
 
     def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
         """Replace the pins of the object at ``offset``.
@@ -290,8 +331,7 @@ class Segment:
         header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
         # A crash between two stores would leave a header that is refused, so it is made afresh.
         self._starts[offset // layout.GRANULE_BYTES] = 0
-        self._write_header(offset, header.key.encode(), header)
-        self._starts[offset // layout.GRANULE_BYTES] = 1
+        self.seal(offset, header)
 
     def wipe(self, offset: int) -> None:
         """Forget the object at ``offset``, if there is one."""
@@ -371,37 +411,17 @@ class Segment:
     def is_intact(self, offset: int, header: ExtentHeader) -> bool:
         """Compare table and value of an extent with the checksums. Reads all of it."""
         key_bytes = len(header.key.encode())
-        self._extent(offset, key_bytes, header.size)
+        length = layout.extent_bytes(key_bytes, header.size)
+        if not 0 <= offset <= self.usable_bytes - length:
+            raise ConfigError(
+                "store.segment",
+                f"extent of {length} bytes at {offset}: the segment has {self.usable_bytes}",
+            )
         table_at = offset + layout.table_offset(key_bytes)
         value_at = offset + layout.value_offset(key_bytes, header.size)
         table = self.data[table_at : table_at + 4 * layout.count_chunks(header.size)]
         value = self.data[value_at : value_at + header.size]
         return check_value([value], table.tobytes(), header.checksum)
-
-    def _extent(self, offset: int, key_bytes: int, size: int) -> slice:
-        length = layout.extent_bytes(key_bytes, size)
-        if offset % layout.GRANULE_BYTES or not 0 <= offset <= self.usable_bytes - length:
-            raise ConfigError(
-                "store.segment",
-                f"extent of {length} bytes at {offset}: the segment has {self.usable_bytes}",
-            )
-        first = offset // layout.GRANULE_BYTES
-        return slice(first, first + length // layout.GRANULE_BYTES)
-
-    def _write_header(self, offset: int, key: bytes, header: ExtentHeader) -> None:
-        head = OBJECT_HEAD.pack(
-            OBJECT_MAGIC,
-            len(key),
-            header.wanted,
-            HARD_PIN if header.hard_pin else 0,
-            header.size,
-            header.version,
-            header.checksum,
-            header.soft_pin_ms,
-        )
-        text = head + struct.pack("<I", zlib.crc32(key, zlib.crc32(head)))
-        text = text.ljust(layout.HEADER_BYTES, b"\0") + key
-        self._map[self._data_at + offset : self._data_at + offset + len(text)] = text
 
 
 def _whole_file(kind: int) -> bytes:

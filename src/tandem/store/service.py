@@ -43,10 +43,10 @@ from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
-from tandem.store.fast_calls import CallServer, FastChannel, Methods
+from tandem.store.fast_calls import FAST_METHODS, CallServer, CallWay, FastChannel, Methods
 from tandem.store.host import StoreHost
 from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
-from tandem.store.messages import CallAddress
+from tandem.store.messages import CallAddress, JoinHost
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
 from tandem.store.seat import MasterSeat
@@ -64,6 +64,7 @@ MAX_RECONNECT_MS = 250
 """A master that is restarted should find its hosts again at once."""
 MAX_HTTP_HEAD_BYTES = 8192
 HTTP_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 3.0
 
 
 def default_folder() -> Path:
@@ -213,6 +214,7 @@ class MasterService:
             clock=MonotonicClock(),
             draw=secrets.randbelow,
             end_sessions=self._server.end_sessions,
+            open_way=self._open_way,
         )
         opening.push_async_callback(self.seat.aclose)
         methods = [
@@ -240,13 +242,20 @@ class MasterService:
         """Take calls over a transfer engine as well, from those that have a session here."""
         config = self._config
         engine = _make_engine(config, self._server.endpoint, "store master", config.listen)
-        calls = CallServer(engine, methods, self._callers.get)
+        self._engine = engine
+        fast = [method for method in methods if method[0] in FAST_METHODS]
+        calls = CallServer(engine, fast, self._callers.get)
         opening.push_async_callback(calls.aclose)
         opening.push_async_callback(asyncio.to_thread, engine.close, deadline_s=2.0)
         address = CallAddress(engine.address)
         self._server.register("call_address", lambda _, __: address, type(None), CallAddress)
         self._server.on_peer(self._note_caller)
         self._server.on_peer_lost(self._forget_caller)
+
+    async def _open_way(self, join: JoinHost) -> CallWay:
+        """Open the way over the engine to a host that joins."""
+        opening = asyncio.to_thread(self._engine.open, join.address, deadline_s=OPEN_TIMEOUT_S)
+        return CallWay(self._engine, await opening, join.call_token)
 
     def _note_caller(self, peer: Peer) -> None:
         self._callers[peer.instance_id] = peer
@@ -331,7 +340,13 @@ class HostService:
             await asyncio.to_thread(self._engine.close, deadline_s=2.0)
             await asyncio.to_thread(opened.close, remove=not self._is_kept)
             raise
-        self.host = StoreHost(self._name, self._machine, opened, port, disk)
+        token = secrets.token_hex(16)
+        self.host = StoreHost(self._name, self._machine, opened, port, disk, token)
+        self._calls = CallServer(
+            self._engine,
+            self.host.methods(),
+            lambda client: self.host.master if client == token else None,
+        )
         table = MethodTable()
         for name, handler, request, response in self.host.methods():
             table.register(name, handler, request, response)
@@ -377,6 +392,7 @@ class HostService:
 
     async def __aexit__(self, *_: object) -> None:
         await self.host.aclose()
+        await self._calls.aclose()
         await self._channel.aclose()
         if self.host.disk is not None:
             await self.host.disk.aclose()

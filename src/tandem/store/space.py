@@ -33,6 +33,7 @@ from tandem.store.messages import (
     Order,
     WipeExtents,
 )
+from tandem.store.orders import OrderLine
 from tandem.store.policies import HostView
 from tandem.store.sessions import Caller
 
@@ -61,8 +62,8 @@ class Writer:
     """A client's right to write to a host: asked for, or given (``base``)."""
 
     base: asyncio.Future[int]
-    extents: set[Extent] = field(default_factory=set)
-    """Of its unfinished puts."""
+    held: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    """By grant, of its unfinished puts: offsets and lengths of the extents."""
 
 
 @dataclass(slots=True)
@@ -110,6 +111,8 @@ class HostSpace:
         self.is_known = False
         """This master has seen its whole inventory once, so what it does not know is stale."""
         self.caller: Caller | None = None
+        self.line: OrderLine | None = None
+        """Its orders; None without a session."""
         self.session = -1
         self.attempt = -1
         self.num_pages = 0
@@ -132,7 +135,6 @@ class HostSpace:
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
-        self._next_number = 0
         self._drops: dict[int, _Drop] = {}
         """By offset: dropped objects whose space is not free yet."""
         self._dropped_bytes = 0
@@ -200,7 +202,8 @@ class HostSpace:
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
         """The host has come; its inventory follows."""
-        self.caller, self.session, self._next_number = caller, session, 0
+        self.caller, self.session = caller, session
+        self.line = OrderLine(caller, session, self._epoch)
         self.attempt = join.attempt
         self.machine, self.segment_id = join.machine, join.segment_id
         self.address, self.read_base = join.address, join.read_base
@@ -216,6 +219,9 @@ class HostSpace:
     def end_session(self) -> None:
         """The host is gone, or has gone and come back: what was under way there is over."""
         self.caller, self.session = None, -1
+        if self.line is not None:
+            self.line.end()
+            self.line = None
         self.stage = HostStage.LOST
         self.allocator = None
         self.quarantined_bytes = 0
@@ -274,17 +280,10 @@ class HostSpace:
         timeout_s: float = ORDER_TIMEOUT_S,
         **fields: Any,
     ) -> T:
-        """Have the host do something.
-
-        Raises: PeerLostError if it is not there; else as ``rpc.Peer.call``.
-        """
-        caller = self.caller
-        if caller is None:
+        """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
+        if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
-        number = self._next_number
-        self._next_number += 1
-        request = kind(epoch=self._epoch(), session=self.session, number=number, **fields)
-        return await caller.call(method, request, response, timeout_s=timeout_s)
+        return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine that ends with this session."""
@@ -305,16 +304,22 @@ class HostSpace:
         offsets = self.allocator.allocate([length])
         return None if offsets is None else Extent(offsets[0], length)
 
-    def release(self, extent: Extent) -> None:
-        """Hand back a range that nobody writes or reads."""
-        if self.allocator is not None:
-            self.untake(extent)
+    def allocate_many(self, lengths: Sequence[int]) -> list[int] | None:
+        """Take ranges for new objects, all or none; returns their offsets."""
+        if self.stage is not HostStage.ACTIVE or self.allocator is None:
+            return None
+        return self.allocator.allocate(lengths)
+
+    def release(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Hand back ranges that nobody writes or reads."""
+        if self.allocator is not None and offsets:
+            self.untake(offsets, lengths)
             self._on_space()
 
-    def untake(self, extent: Extent) -> None:
+    def untake(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
         """Hand back what was just allocated. No news to those who wait: it was free before."""
         assert self.allocator is not None
-        self.allocator.release(extent.offset, extent.length)
+        self.allocator.release_many(offsets, lengths)
 
     # Objects that go.
 
@@ -338,6 +343,11 @@ class HostSpace:
             self._is_wiping = True
             self.spawn(self._wipe())
         return done
+
+    def drop_many(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """As ``drop``, for ranges that no reader knows of."""
+        for extent in map(Extent, offsets, lengths):
+            self.drop(extent, 0)
 
     def forget(
         self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None
@@ -397,7 +407,7 @@ class HostSpace:
                 continue
             dropped = self._forget(offset)
             self._leased_bytes -= dropped.extent.length
-            self.release(dropped.extent)
+            self._release_one(dropped.extent)
 
     async def _wipe(self) -> None:
         while self._to_wipe:
@@ -418,9 +428,12 @@ class HostSpace:
                     self._leased_bytes += dropped.extent.length
                 else:
                     self._forget(dropped.extent.offset)
-                    self.release(dropped.extent)
+                    self._release_one(dropped.extent)
                 self._finish(dropped)
         self._is_wiping = False
+
+    def _release_one(self, extent: Extent) -> None:
+        self.release([extent.offset], [extent.length])
 
     def _forget(self, offset: int) -> _Drop:
         dropped = self._drops.pop(offset)
@@ -448,24 +461,28 @@ class HostSpace:
                 ) from None
             raise
 
-    def hold(self, client: str, extent: Extent) -> None:
-        """Note that an unfinished put of ``client`` may write there."""
-        self._writer(client).extents.add(extent)
+    def find_writer(self, client: str) -> int:
+        """Return what ``open_writer`` would, if that is known already; else -1."""
+        writer = self.writers.get(client)
+        if writer is None or not writer.base.done() or writer.base.cancelled():
+            return -1
+        return -1 if writer.base.exception() is not None else writer.base.result()
 
-    def unhold(self, client: str, extent: Extent) -> bool:
+    def hold(self, client: str, grant: int, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note that an unfinished put of ``client`` may write there."""
+        self._writer(client).held[grant] = (offsets, lengths)
+
+    def unhold(self, client: str, grant: int) -> bool:
         """The client says that it writes there no more. False: it was shut out before."""
         writer = self.writers.get(client)
-        if writer is None or extent not in writer.extents:
-            return False
-        writer.extents.remove(extent)
-        return True
+        return writer is not None and writer.held.pop(grant, None) is not None
 
     def fence(self, client: str) -> None:
         """Shut a client out; what it held is free once it is proven to write no more."""
         writer = self.writers.pop(client, None)
         if writer is None:
             return
-        self.quarantined_bytes += sum(extent.length for extent in writer.extents)
+        self.quarantined_bytes += sum(sum(lengths) for _, lengths in writer.held.values())
         self.spawn(self._prove_gone(client, writer))
 
     def _writer(self, client: str) -> Writer:
@@ -508,9 +525,9 @@ class HostSpace:
                     break
                 logger.warning("event=writer_lingers host=%s client=%s", self.name, client)
             await asyncio.sleep(RETRY_S)
-        for extent in sorted(writer.extents):
-            self.quarantined_bytes -= extent.length
-            self.release(extent)
+        for offsets, lengths in writer.held.values():
+            self.quarantined_bytes -= sum(lengths)
+            self.release(offsets, lengths)
 
 
 def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:

@@ -238,7 +238,7 @@ class Upkeep:
         if not has_source or target.session != copy.session:
             self._end_copy(key)
             if target.session == copy.session and not copy.is_abandoned:
-                target.release(copy.extent)
+                target.release([copy.extent.offset], [copy.extent.length])
             return
         version = directory.version(row)
         try:

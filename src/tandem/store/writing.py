@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem._native import checksum_values
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import InternalError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.buffers import Part
 from tandem.store.checksum import checksum_table, make_table
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that a put begins anew after what can only be transient."""
-MAX_INLINE_BATCH_BYTES = 2**19
+MAX_INLINE_BATCH_BYTES = 2**15
 """Of values in one request; the master passes them on."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
@@ -97,9 +97,8 @@ class Source(NamedTuple):
     table: bytes
 
 
-def is_inline(views: "Sequence[Views]", config: StoreConfig) -> bool:
+def is_inline(sizes: Sequence[int], config: StoreConfig) -> bool:
     """Whether values are small enough to travel with the request."""
-    sizes = [sum(view.size for view in parts) for parts in views]
     return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
 
 
@@ -292,60 +291,58 @@ class ObjectWriter:
             deadline_s,
             extra_s=min(wait_ms, config.put_wait_ms) / 1e3,
         )
-        granted: list[int] = []
-        for position, i in enumerate(left):
-            if started.statuses[position] == StartStatus.EXISTS:
-                results[i] = PutResult.EXISTS
-            elif started.statuses[position] == StartStatus.GRANTED:
-                granted.append(position)
-        commit = CommitPut(
-            put_ids=[first_id + position for position in granted],
-            grants=[started.grants[position] for position in granted],
-            checksums=[sources[left[position]].checksum for position in granted],
-            failed_hosts=[[] for _ in granted],
-            tables=[sources[left[position]].table for position in granted],
-        )
+        if len(started.statuses) != len(left):
+            raise InternalError("store.put", "an answer for another number of objects")
+        granted = [i for i, status in zip(left, started.statuses, strict=True) if not status]
+        if len(granted) < len(left):
+            for i, status in zip(left, started.statuses, strict=True):
+                if status == StartStatus.EXISTS:
+                    results[i] = PutResult.EXISTS
         if not granted:
             return
+        commit = CommitPut(
+            first_put_id=first_id,
+            grant=started.grant,
+            checksums=[sources[i].checksum for i in granted],
+            tables=b"".join([sources[i].table for i in granted]),
+        )
         try:
-            failed = await self._write(items, sources, left, granted, started, deadline_s)
+            failed = await self._write(items, left, started, deadline_s)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
-            hosts = [endpoint.host for endpoint in started.endpoints]
-            self._calls.spawn(self._give_up(commit, hosts))
+            commit = CommitPut(
+                first_put_id=first_id,
+                grant=started.grant,
+                failed_hosts=[endpoint.host for endpoint in started.endpoints],
+            )
+            # If it does not come, the put expires by itself.
+            self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
             raise
-        for position, row in zip(granted, commit.failed_hosts, strict=True):
-            row += [host for host, _ in started.places[position] if host in failed]
+        commit.failed_hosts.extend(failed)
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        for position, flag in zip(granted, answer.flags, strict=True):
-            results[left[position]] = OUTCOMES.get(CommitStatus(flag))
+        for i, flag in zip(granted, answer.flags, strict=True):
+            results[i] = OUTCOMES.get(CommitStatus(flag))
 
     async def _write(
-        self,
-        items: Sequence[Item],
-        sources: Sequence[Source],
-        left: Sequence[int],
-        granted: Sequence[int],
-        started: StartedPut,
-        deadline_s: float,
+        self, items: Sequence[Item], left: Sequence[int], started: StartedPut, deadline_s: float
     ) -> set[int]:
         """Write all objects to all their hosts; returns the hosts where it did not succeed."""
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
-        pieces: dict[int, list[Piece]] = {host: [] for host in endpoints}
-        for position in granted:
-            item = items[left[position]]
-            value_at = layout.value_offset(len(item.key.encode()), item.size)
-            for host, extent_at in started.places[position]:
-                at = endpoints[host].write_base + extent_at + value_at
+        pieces: dict[int, list[Piece]] = {}
+        for place in started.places:
+            base = endpoints[place.host].write_base
+            found = pieces.setdefault(place.host, [])
+            for position, extent_at in zip(place.objects, place.offsets, strict=True):
+                item = items[left[position]]
+                at = base + extent_at + layout.value_offset(len(item.key.encode()), item.size)
                 for part in item.parts:
-                    length = part.view.size
+                    length = part.nbytes
                     if length:
-                        piece = Piece(part.buffer.handle, part.offset, at, length)
-                        pieces[host].append(piece)
+                        found.append(Piece(part.buffer.handle, part.offset, at, length))
                         at += length
         # A write may take as long as the master lets a put be unfinished, and no longer.
         timeout_s = min(self._calls.config.put_timeout_ms / 1e3, self._calls.left_s(deadline_s))
-        hosts = [host for host in endpoints if pieces[host]]
+        hosts = [host for host in endpoints if pieces.get(host)]
         outcomes = await self._calls.gather(
             *(self._port.write(endpoints[host], pieces[host], timeout_s) for host in hosts)
         )
@@ -357,12 +354,3 @@ class ObjectWriter:
             elif outcome is not None:
                 raise outcome
         return failed
-
-    async def _give_up(self, commit: CommitPut, hosts: list[int]) -> None:
-        request = CommitPut(
-            put_ids=commit.put_ids,
-            grants=commit.grants,
-            checksums=[-1] * len(commit.put_ids),
-            failed_hosts=[hosts for _ in commit.put_ids],
-        )
-        await self._calls.tell("commit_put", request, KeyBytes)  # Else the put expires by itself.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler
     from tandem.transfer.engine import Notification, TransferEngine
     from tandem.transfer.segment import FileSegment, Segment
+    from tandem.transfer.shared_loop import SharedLoop
 
 __all__ = [
     "MAX_CALL_BYTES",
@@ -30,6 +31,7 @@ __all__ = [
     "PreparedBatch",
     "RemoteBuffer",
     "Segment",
+    "SharedLoop",
     "Transfer",
     "TransferConfig",
     "TransferEngine",
@@ -49,6 +51,7 @@ _HOMES = {
     "PreparedBatch": "batch",
     "RemoteBuffer": "buffer",
     "Segment": "segment",
+    "SharedLoop": "shared_loop",
     "Transfer": "batch",
     "TransferEngine": "engine",
     "TransferStatus": "batch",

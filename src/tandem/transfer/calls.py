@@ -6,6 +6,7 @@ answered was executed exactly once; one that failed was executed once or not at 
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tandem._native import CallInbox, CoreIncomingCall, TransferCore
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
+from tandem.transfer.shared_loop import SharedLoop
 
 __all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "await_call", "start_serving"]
 
@@ -60,24 +62,45 @@ CallHandler = Callable[[list[Call]], Sequence[bytes | TandemError | None]]
 or None for one that it keeps and answers later. What it raises is every caller's error."""
 
 
-def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
+def start_serving(
+    core: TransferCore, handler: CallHandler, loop: SharedLoop | None
+) -> threading.Thread:
     """Hand calls to the handler on a thread of their own, until the engine is closed.
 
     Raises: ConflictError (there is a handler already, the engine is closed).
     """
     core.serve_calls()
+    ours = None
+    if loop is not None:
+        ours = _loops[loop] = _LoopCalls(core)
     # A daemon: a handler that hangs must not keep the process from ending.
-    thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
+    thread = threading.Thread(
+        target=_serve, args=(core, handler, loop, ours), name="tandem-calls", daemon=True
+    )
     thread.start()
     return thread
 
 
-def _serve(core: TransferCore, handler: CallHandler) -> None:
+def _serve(
+    core: TransferCore,
+    handler: CallHandler,
+    loop: SharedLoop | None,
+    ours: "_LoopCalls | None",
+) -> None:
     answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]] = []
-    while taken := core.exchange_calls(answers):
-        answers = _handle(handler, [Call(core_call) for core_call in taken])
+    while (taken := core.exchange_calls(answers)) is not None:
+        if loop is None or ours is None:
+            answers = _handle(handler, [Call(core_call) for core_call in taken])
+        else:
+            with loop.borrow():
+                ours.wake()
+                answers = _handle(handler, [Call(core_call) for core_call in taken])
         # What the handler dropped must be answered now, not after the next call.
         del taken
+    if loop is not None and ours is not None:
+        ours.inbox.leave_core()
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(ours.watch, loop)
 
 
 def _handle(
@@ -105,15 +128,23 @@ def _describe(error: TandemError) -> tuple[str, str, str]:
 
 
 class _LoopCalls:
-    """The calls that one event loop awaits; holds no reference to the loop."""
+    """The calls that one event loop awaits; holds no reference to the loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.inbox = CallInbox()
+    Args:
+        core: whose serving thread looks after them; None: the loop does, see ``watch``.
+    """
+
+    def __init__(self, core: TransferCore | None) -> None:
+        self.inbox = CallInbox(core)
         self.waiting: dict[int, asyncio.Future[None]] = {}
         self.tags = itertools.count(1)
-        loop.add_reader(self.inbox.fileno(), self._wake)
 
-    def _wake(self) -> None:
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the loop look after them, from now on."""
+        loop.add_reader(self.inbox.fileno(), self.wake)
+
+    def wake(self) -> None:
+        """Let those go on whose calls have ended."""
         for tag in self.inbox.take():
             ended = self.waiting.get(tag)
             if ended is not None and not ended.done():
@@ -132,7 +163,8 @@ async def await_call(
     loop = asyncio.get_running_loop()
     calls = _loops.get(loop)
     if calls is None:
-        calls = _loops[loop] = _LoopCalls(loop)
+        calls = _loops[loop] = _LoopCalls(None)
+        calls.watch(loop)
     tag = next(calls.tags)
     ended = calls.waiting[tag] = loop.create_future()
     timer = loop.call_later(deadline_s, _expire, ended)

@@ -29,6 +29,7 @@ from tandem.transfer.calls import CallHandler, await_call, start_serving
 from tandem.transfer.config import TransferConfig, TransportName
 from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
+from tandem.transfer.shared_loop import SharedLoop
 
 __all__ = ["Notification", "TransferEngine"]
 
@@ -358,16 +359,18 @@ class TransferEngine:
         """Take what peers have sent, in order per peer; waits for something until the deadline."""
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
 
-    def serve_calls(self, handler: CallHandler) -> None:
+    def serve_calls(self, handler: CallHandler, *, loop: SharedLoop | None = None) -> None:
         """Answer peers' calls: ``handler`` gets them in batches, on one thread, until the close.
 
         Args:
             handler: see ``CallHandler``. It must not block for long: it holds up all callers.
+            loop: borrowed for each batch, so the handler may use what the loop guards; and what
+                awaits ``call_async`` on it goes on upon that thread, without waking the loop's.
 
         Raises: ConflictError (there is a handler already, the engine is closed).
         """
         self._check_open()
-        self._threads.append(start_serving(self.core, handler))
+        self._threads.append(start_serving(self.core, handler, loop))
 
     def call(self, segment: Segment, payload: bytes, *, deadline_s: float | None = None) -> bytes:
         """Send a small request to the peer's handler and wait for the answer, without the GIL.
@@ -417,25 +420,26 @@ class TransferEngine:
         _shut_down(self.core, self._held, self._threads, self._deadline(deadline_s))
 
     def _request(self, transfer: Transfer) -> tuple[int, int, int, int, int, int]:
-        local = transfer.local
-        if local._engine is not self or transfer.segment._engine is not self:
+        local, segment = transfer.local, transfer.segment
+        if local._engine is not self or segment._engine is not self:
             raise NotFoundError(
-                "transfer.submit", f"{local!r} or {transfer.segment!r} belongs to another engine"
+                "transfer.submit", f"{local!r} or {segment!r} belongs to another engine"
             )
-        numbers = (transfer.local_offset, transfer.offset, transfer.length)
-        if any(not 0 <= number < MAX_ADDRESS for number in numbers):
+        local_offset, offset, length = transfer.local_offset, transfer.offset, transfer.length
+        if not (
+            0 <= local_offset < MAX_ADDRESS
+            and 0 <= offset < MAX_ADDRESS
+            and 0 <= length < MAX_ADDRESS
+        ):
             raise ConfigError(
                 "transfer.submit",
-                f"local_offset, offset, length are {numbers}: give numbers from 0 to 2^63 - 1",
+                f"local_offset, offset, length are {local_offset}, {offset}, {length}: give "
+                "numbers from 0 to 2^63 - 1",
             )
-        return (
-            int(Op(transfer.op)),
-            local.offset,
-            transfer.local_offset,
-            transfer.segment.id,
-            transfer.offset,
-            transfer.length,
-        )
+        op = transfer.op
+        if op is not Op.READ and op is not Op.WRITE:
+            op = Op(op)
+        return op, local.offset, local_offset, segment.id, offset, length
 
     def _id_of(self, segment: Segment) -> int:
         if segment._engine is not self:

@@ -1,0 +1,177 @@
+#include "store/extent.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "store/chunk_checksum.h"
+#include "transfer/crc32c.h"
+
+namespace tandem::store {
+namespace {
+
+constexpr uint32_t kMagic = 0x4A424F54;  // "TOBJ"
+constexpr uint8_t kHardPin = 1;
+
+// As the file has it.
+struct [[gnu::packed]] Header {
+  uint32_t magic;
+  uint16_t key_bytes;
+  uint8_t wanted;
+  uint8_t flags;
+  uint64_t size;
+  uint64_t version;
+  uint32_t checksum;
+  uint32_t soft_pin_ms;
+  uint32_t crc;
+};
+static_assert(sizeof(Header) == 36 && sizeof(Header) <= kHeaderBytes);
+
+// CRC-32 as zlib has it, which reads headers when a segment is attached.
+uint32_t crc32(uint32_t crc, const void* data, size_t size) {
+  static const std::array<uint32_t, 256> table = [] {
+    std::array<uint32_t, 256> made{};
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t entry = i;
+      for (int bit = 0; bit < 8; ++bit) entry = entry >> 1 ^ (entry & 1 ? 0xEDB88320u : 0u);
+      made[i] = entry;
+    }
+    return made;
+  }();
+  const uint8_t* at = static_cast<const uint8_t*>(data);
+  crc = ~crc;
+  for (size_t i = 0; i < size; ++i) crc = table[(crc ^ at[i]) & 0xff] ^ crc >> 8;
+  return ~crc;
+}
+
+std::string name_of(const Object& object) {
+  return "offset " + std::to_string(object.offset) + " for '" + std::string(object.key) + "'";
+}
+
+Status check_place(const SegmentMemory& segment, const Object& object) {
+  const bool fits_fields = object.key.size() <= kMaxKeyBytes && object.size <= kMaxValueBytes &&
+                           object.checksum <= 0xffffffff && object.wanted <= 0xff &&
+                           object.soft_pin_ms <= 0xffffffff;
+  const uint64_t length = fits_fields ? extent_bytes(object.key.size(), object.size) : 0;
+  if (!fits_fields || object.offset % kGranuleBytes != 0 || length > segment.usable_bytes ||
+      object.offset > segment.usable_bytes - length)
+    return {Code::kConfig, "store.segment",
+            name_of(object) + ", " + std::to_string(object.size) + " bytes: the segment has " +
+                std::to_string(segment.usable_bytes)};
+  const uint64_t first = object.offset / kGranuleBytes;
+  const uint64_t count = length / kGranuleBytes;
+  if (first + count > segment.num_marks)
+    return {Code::kConfig, "store.segment", name_of(object) + " is beyond the last mark"};
+  if (std::memchr(segment.marks + first, 1, count) != nullptr)
+    return {Code::kConflict, "store.seal", name_of(object) + " holds another object"};
+  return {};
+}
+
+Status check_apart(const std::vector<Object>& objects) {
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  ranges.reserve(objects.size());
+  for (const Object& object : objects)
+    ranges.emplace_back(object.offset, object.offset + extent_bytes(object.key.size(), object.size));
+  if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].first < ranges[i - 1].second)
+      return {Code::kConflict, "store.seal",
+              "two objects at offset " + std::to_string(ranges[i].first)};
+  }
+  return {};
+}
+
+// The tables that the objects shall have, one after the other, from what came.
+Result<std::vector<uint32_t>> make_tables(const std::vector<Object>& objects, Missing missing,
+                                          std::string_view blob) {
+  std::vector<uint32_t> tables;
+  if (missing == Missing::kNothing) return tables;
+  uint64_t num_sums = 0, num_bytes = 0;
+  for (const Object& object : objects) {
+    num_sums += count_chunks(object.size);
+    num_bytes += object.size;
+  }
+  const uint64_t expected = missing == Missing::kTables ? 4 * num_sums : num_bytes;
+  if (blob.size() != expected)
+    return Error{Code::kCorruption, "store.seal",
+                 std::to_string(blob.size()) + " bytes for objects that need " +
+                     std::to_string(expected), ""};
+  tables.resize(num_sums);
+  std::vector<uint32_t> checksums(objects.size());
+  if (missing == Missing::kTables) {
+    if (!blob.empty()) std::memcpy(tables.data(), blob.data(), blob.size());
+    const uint32_t* at = tables.data();
+    for (size_t i = 0; i < objects.size(); ++i) {
+      const size_t chunks = count_chunks(objects[i].size);
+      checksums[i] = chunks == 0 ? 0 : transfer::crc32c(0, at, 4 * chunks);
+      at += chunks;
+    }
+  } else {
+    std::vector<Value> values;
+    values.reserve(objects.size());
+    const uint8_t* at = reinterpret_cast<const uint8_t*>(blob.data());
+    for (const Object& object : objects) {
+      values.push_back({at, object.size});
+      at += object.size;
+    }
+    checksum_values(values.data(), values.size(), kChunkBytes, checksums.data(), tables.data());
+  }
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (checksums[i] != objects[i].checksum)
+      return Error{Code::kCorruption, "store.seal",
+                   name_of(objects[i]) + " came with a wrong checksum", ""};
+  }
+  return tables;
+}
+
+void write_header(uint8_t* extent, const Object& object) {
+  Header header{};
+  header.magic = kMagic;
+  header.key_bytes = static_cast<uint16_t>(object.key.size());
+  header.wanted = static_cast<uint8_t>(object.wanted);
+  header.flags = object.hard_pin ? kHardPin : 0;
+  header.size = object.size;
+  header.version = object.version;
+  header.checksum = static_cast<uint32_t>(object.checksum);
+  header.soft_pin_ms = static_cast<uint32_t>(object.soft_pin_ms);
+  const uint32_t crc = crc32(0, &header, offsetof(Header, crc));
+  header.crc = crc32(crc, object.key.data(), object.key.size());
+  std::memcpy(extent, &header, sizeof(header));
+  std::memset(extent + sizeof(header), 0, kHeaderBytes - sizeof(header));
+  std::memcpy(extent + kHeaderBytes, object.key.data(), object.key.size());
+}
+
+}  // namespace
+
+Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& objects,
+                    Missing missing, std::string_view blob) {
+  for (const Object& object : objects) {
+    if (Status status = check_place(segment, object); !status.is_ok()) return status;
+  }
+  if (Status status = check_apart(objects); !status.is_ok()) return status;
+  Result<std::vector<uint32_t>> made = make_tables(objects, missing, blob);
+  if (!made.is_ok()) return made.error();
+  const uint32_t* table = made.value().data();
+  const char* value = blob.data();
+  for (const Object& object : objects) {
+    uint8_t* const extent = segment.data + object.offset;
+    const size_t table_bytes = 4 * count_chunks(object.size);
+    if (missing != Missing::kNothing && table_bytes > 0) {
+      std::memcpy(extent + table_offset(object.key.size()), table, table_bytes);
+      table += count_chunks(object.size);
+    }
+    if (missing == Missing::kValues && object.size > 0) {
+      std::memcpy(extent + value_offset(object.key.size(), object.size), value, object.size);
+      value += object.size;
+    }
+    write_header(extent, object);
+    // Whoever finds the mark after a crash finds a whole object under it.
+    std::atomic_thread_fence(std::memory_order_release);
+    *static_cast<volatile uint8_t*>(segment.marks + object.offset / kGranuleBytes) = 1;
+  }
+  return {};
+}
+
+}  // namespace tandem::store

@@ -1,0 +1,216 @@
+"""Orders to a host by two ways, of which one is fast: numbers, order of arrival, failures."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
+from tandem.store import HostService, MasterService, StoreConfig
+from tandem.store.eager import start_eagerly
+from tandem.store.fast_calls import CallWay
+from tandem.store.messages import Ack, WipeExtents
+from tandem.store.orders import OrderLine
+from tandem.transfer import SharedLoop
+
+
+class Way:
+    """A way whose calls wait until they are let through."""
+
+    def __init__(self, arrived: list[tuple[str, int]], name: str) -> None:
+        self.arrived, self.name = arrived, name
+        self.largest = 10
+        self.is_lost = False
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+
+    def takes(self, request) -> bool:
+        return len(request.offsets) <= self.largest
+
+    async def call(self, method, request, response_type, *, timeout_s):
+        self.arrived.append((self.name, request.number))
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return Ack()
+
+
+class World:
+    def __init__(self) -> None:
+        self.arrived: list[tuple[str, int]] = []
+        self.slow, self.fast = Way(self.arrived, "slow"), Way(self.arrived, "fast")
+        self.line = OrderLine(self.slow, 1, lambda: 1)
+
+    def send(self, count: int = 1) -> asyncio.Task:
+        work = self.line.send("wipe", WipeExtents, Ack, timeout_s=5, offsets=[0] * count)
+        return asyncio.ensure_future(work)
+
+
+def run(main) -> None:
+    asyncio.run(asyncio.wait_for(main, 20))
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_change_of_way_waits_for_what_is_under_way():
+    async def main() -> None:
+        world = World()
+        tasks = [world.send(), world.send()]
+        await settle()
+        world.line.fast = world.fast
+        tasks += [world.send(), world.send(), world.send(11), world.send()]
+        await settle()
+        assert world.arrived == [("slow", 0), ("slow", 1)]
+        world.slow.gate.set()
+        await settle()
+        # Both fast ones; what is too large for that way waits for them, the last for that.
+        assert world.arrived[2:] == [("fast", 2), ("fast", 3)]
+        world.slow.gate.clear()
+        world.fast.gate.set()
+        await settle()
+        assert world.arrived[4:] == [("slow", 4)]
+        world.slow.gate.set()
+        await asyncio.gather(*tasks)
+        assert world.arrived[5:] == [("fast", 5)]
+
+    run(main())
+
+
+def test_a_broken_fast_way_is_left_and_its_order_is_in_doubt():
+    async def main() -> None:
+        world = World()
+        world.line.fast = world.fast
+        world.fast.gate.set()
+        world.slow.gate.set()
+        world.fast.error = PeerLostError("transfer.call", "the connection broke")
+        with pytest.raises(DeadlineError, match="the connection broke"):
+            await world.send()
+        assert await world.send() == Ack()
+        assert world.arrived == [("fast", 0), ("slow", 1)]
+        # With the session gone as well, that is what there is to say.
+        world = World()
+        world.line.fast = world.fast
+        world.fast.gate.set()
+        world.fast.error = PeerLostError("transfer.call", "the connection broke")
+        world.slow.is_lost = True
+        with pytest.raises(PeerLostError):
+            await world.send()
+
+    run(main())
+
+
+def test_nothing_is_sent_after_the_session():
+    async def main() -> None:
+        world = World()
+        first = world.send()
+        await settle()
+        world.line.fast = world.fast
+        waiting = world.send()
+        await settle()
+        world.line.end()
+        world.slow.gate.set()
+        await first
+        with pytest.raises(PeerLostError):
+            await waiting
+        with pytest.raises(PeerLostError):
+            await world.send()
+        assert world.arrived == [("slow", 0)]
+
+    run(main())
+
+
+def test_what_starts_eagerly_is_a_task_from_where_it_waits():
+    async def main() -> None:
+        steps: list[str] = []
+
+        async def work(gate: asyncio.Future[str] | None) -> str:
+            steps.append("begun")
+            if gate is None:
+                return "at once"
+            try:
+                text = await gate
+                await asyncio.sleep(0)
+                return text
+            except asyncio.CancelledError:
+                steps.append("cancelled")
+                raise
+            except KeyError:
+                await asyncio.sleep(0)
+                return "caught"
+
+        async def fail() -> None:
+            raise ValueError("early")
+
+        loop = asyncio.get_running_loop()
+        done = start_eagerly(work(None))
+        assert done.done()
+        assert await done == "at once"
+        failed = start_eagerly(fail())
+        assert failed.done()
+        with pytest.raises(ValueError, match="early"):
+            await failed
+        gates = [loop.create_future() for _ in range(3)]
+        tasks = [start_eagerly(work(gate)) for gate in gates]
+        assert steps == 4 * ["begun"]
+        gates[0].set_result("later")
+        gates[1].set_exception(KeyError("x"))
+        tasks[2].cancel()
+        assert await tasks[0] == "later"
+        assert await tasks[1] == "caught"
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[2]
+        assert gates[2].cancelled()
+        assert steps[-1] == "cancelled"
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
+    """Who holds the secret may call; only who was told the token may give orders."""
+
+    async def main() -> None:
+        config = StoreConfig(
+            master=f"ipc://{tmp_path}/m.sock",
+            segment_dir=str(tmp_path / "segments"),
+            segment_bytes=2**22,
+            recovery_ms=0,
+            transports=("local", "tcp"),
+        )
+        tmp_path.chmod(0o700)
+        async with MasterService(config) as master, HostService(config) as host:
+            await host.host.is_joined.wait()
+            space = master.seat.master.hosts[0]
+            while space.line.fast is None:
+                await asyncio.sleep(0.01)
+            assert await space.order("wipe", WipeExtents, Ack, offsets=[0]) == Ack()
+            number = host.host._last_number
+            engine, segment = master._engine, space.line.fast._segment
+            stranger = CallWay(engine, segment, "0" * 32)
+            order = WipeExtents(
+                epoch=master.epoch, session=space.session, number=number + 1, offsets=[0]
+            )
+            with pytest.raises(PeerLostError, match="no session"):
+                await stranger.call("wipe", order, Ack, timeout_s=5)
+            assert host.host._last_number == number
+            late = msgspec.structs.replace(order, number=number)
+            with pytest.raises(ConflictError, match="late or doubled"):
+                await space.line.fast.call("wipe", late, Ack, timeout_s=5)
+            # The way breaks: the session goes on without it.
+            space.line.fast.close()
+            answers = []
+            for _ in range(3):
+                try:
+                    answers.append(await space.order("wipe", WipeExtents, Ack, offsets=[0]))
+                except (DeadlineError, ConflictError):
+                    continue
+            assert answers[-1:] == [Ack()]
+
+    if is_shared:
+        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+            runner.run(asyncio.wait_for(main(), 30))
+    else:
+        run(main())
