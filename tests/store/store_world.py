@@ -267,11 +267,11 @@ class SimHostPort:
         return base
 
     async def close_writer(self, base: int) -> bool:
-        await self.world.travel()
         if base == FORMER_WRITERS:
             ports = self.world.ports.values()
             former = [port for port in ports if port.segment is self.segment and port is not self]
             return not any(writer.is_alive for port in former for writer in port.copying)
+        await self.world.travel()
         owner = self.writers.get(base)
         if owner is not None and owner.is_alive and owner.is_stalled:
             return False  # It shares memory with us and does not answer.

@@ -93,8 +93,6 @@ class Directory:
             -2 if there are several, or one on a disk.
         """
         count = len(keys)
-        if count == 1:
-            return self._locate_one(keys[0], until_ms)
         rows = np.fromiter(map(self._rows.get, keys, itertools.repeat(NO_ROW)), np.int64, count)
         columns = np.full((4, count), -1, dtype=np.int64)
         is_there = rows >= 0
@@ -116,22 +114,6 @@ class Directory:
         leases = _view(self._lease_until_ms)
         leases[found] = np.maximum(leases[found], until_ms)
         return rows, columns
-
-    def _locate_one(
-        self, key: str, until_ms: int
-    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
-        row = self._rows.get(key, NO_ROW)
-        fields = (-1, -1, -1, -1)
-        if row != NO_ROW:
-            at, host, offset = self._first[row], -1, -1
-            if at >= 0:
-                is_only = self._replica_next[at] < 0 and not self._num_disks[row]
-                host = self._replica_host[at] if is_only else -2
-                offset = self._replica_offset[at]
-            fields = (self._size[row], self._checksum[row], host, offset)
-            self.touch(row)
-            self.extend_lease(row, until_ms)
-        return np.array([row]), np.array(fields).reshape(4, 1)
 
     def key(self, row: int) -> str:
         """Return the key of a row."""
