@@ -57,7 +57,7 @@ enum class Missing { kNothing, kTables, kValues };
 // Makes all of them objects that survive, or none: table and value if they are missing, then the
 // header, then the mark. `blob` has what is missing, one after the other; tables that do not fit
 // their checksum, or values, are refused. With no value missing the writer has it in place.
-// Errors: kConfig (leaves the segment, a field beyond its bits), kConflict (other objects lie
+// Errors: kConfig (leaves the segment, a field beyond its bits), kConflict (other objects begin
 // there), kCorruption (the blob's length, a checksum).
 Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& objects,
                     Missing missing, std::string_view blob);

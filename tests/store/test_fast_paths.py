@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem._native import checksum_values
-from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, ShapeError
+from tandem.core.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    PeerLostError,
+    ShapeError,
+)
 from tandem.rpc import make_runtime_dir
 from tandem.store import (
     ClientService,
@@ -31,7 +37,11 @@ from tandem.store.messages import (
     KeyList,
     Located,
     LocateObjects,
+    PinObjects,
+    PrefixRemoval,
     PutInline,
+    RemoveObjects,
+    RemovePrefix,
 )
 from tandem.transfer import SharedLoop
 
@@ -123,17 +133,48 @@ def test_a_late_copy_of_an_inline_put_changes_nothing():
             for _ in range(2):
                 answer = await call("put_inline", first, KeyBytes)
                 assert list(answer.flags) == [CommitStatus.CREATED], "a doubled one sees the result"
+            store.client._calls.ids._next = 100
             assert await store.client.remove("key")
-            answer = await call("put_inline", first, KeyBytes)
-            assert list(answer.flags) == [CommitStatus.CREATED]
+            with pytest.raises(ConflictError, match="after its answer"):
+                await call("put_inline", first, KeyBytes)
             assert not await store.client.exists("key"), "it would have come back to life"
-            second = make_request(11, b"second", 11)
+            second = make_request(111, b"second", 111)
             assert list((await call("put_inline", second, KeyBytes)).flags) == [
                 CommitStatus.CREATED
             ]
-            answer = await call("put_inline", first, KeyBytes)
-            assert list(answer.flags) == [CommitStatus.EXPIRED]
+            with pytest.raises(ConflictError, match="after its answer"):
+                await call("put_inline", first, KeyBytes)
             assert await store.client.get("key") == b"second"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "request_of", "answer_type"),
+    [
+        ("remove", lambda how: RemoveObjects(keys=["key"], **how), KeyBytes),
+        ("remove_prefix", lambda how: RemovePrefix(prefix="", **how), PrefixRemoval),
+        ("pin", lambda how: PinObjects(keys=["key"], hard=True, **how), KeyBytes),
+    ],
+)
+def test_a_late_copy_of_a_change_changes_nothing(method, request_of, answer_type):
+    """Its client has the answer and has gone on: the object is another. (Found by the simulator.)"""
+
+    async def run() -> None:
+        async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
+            client, call = store.client, store.client._calls.channel.call
+            client._calls.ids._next = 100
+            await client.put("key", b"first")
+            request = request_of({"number": 100, "settled_below": 100})
+            client._calls.ids._next = 101
+            answers = [await call(method, request, answer_type) for _ in range(2)]
+            assert answers[0] == answers[1], "a doubled one sees the result"
+            await client.put("key", b"second", PutOptions(upsert=True))
+            with pytest.raises(ConflictError, match="after its answer"):
+                await call(method, request, answer_type)
+            assert await client.get("key") == b"second"
+            row = store._master.directory.find("key")
+            assert not store._master.directory.is_hard_pinned(row)
 
     asyncio.run(run())
 

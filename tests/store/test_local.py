@@ -4,6 +4,7 @@ Method: plain calls; small segments, so that limits are met.
 """
 
 import asyncio
+import secrets
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.core.clock import MonotonicClock
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -20,8 +22,12 @@ from tandem.core.errors import (
     ShapeError,
 )
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
-from tandem.store.local import LocalStore
+from tandem.store.client import AsyncStoreClient
+from tandem.store.host import StoreHost
+from tandem.store.local import LocalStore, MemoryHostPort, MemoryPort, _connect
+from tandem.store.master import StoreMaster
 from tandem.store.messages import CommitPut, CommitStatus, KeyBytes, StartedPut, StartPut
+from tandem.store.segment import Segment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "store_hello.py"
 CHUNK = 64 * 1024
@@ -306,5 +312,55 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
             answer = await call("commit_put", commit, KeyBytes)
             assert list(answer.flags) == [CommitStatus.EXPIRED]
             assert not await store.client.exists("key")
+
+    asyncio.run(run())
+
+
+class LapsingTerm:
+    """A term that may be said to be over, and not to be."""
+
+    is_held = True
+
+    def holds(self) -> bool:
+        return self.is_held
+
+    def resign(self, *, min_epoch: int) -> None:
+        raise AssertionError(min_epoch)
+
+
+def test_repair_goes_on_after_a_burst_of_orders_that_failed_at_once():
+    """Each copy that ends begins another: hundreds that fail without waiting are no recursion."""
+
+    async def run() -> None:
+        config, clock, peers = StoreConfig(recovery_ms=0), MonotonicClock(), {}
+        term = LapsingTerm()
+        master = StoreMaster(config, clock=clock, epoch=1, draw=secrets.randbelow, term=term)
+        master.start()
+
+        async def add_host(name: str) -> StoreHost:
+            segment = Segment.make_anonymous(2**22)
+            host = StoreHost(name, name, segment, MemoryHostPort(name, segment, peers))
+            host.on_master(_connect(name, master.methods(), host.methods()))
+            await host.is_joined.wait()
+            return host
+
+        hosts = [await add_host("a")]
+        channel = _connect("client", master.methods(), ())
+        client = AsyncStoreClient(channel, MemoryPort(peers), clock=clock, config=config)
+        keys = [f"key-{i}" for i in range(600)]
+        await client.put_many(keys, [b"x"] * len(keys), PutOptions(replicas=2))
+        assert master.directory.count_under_replicated() == len(keys)
+        term.is_held = False
+        hosts.append(await add_host("b"))
+        await asyncio.sleep(0.5)
+        assert master.directory.count_under_replicated() == len(keys)
+        term.is_held = True
+        async with asyncio.timeout(20):
+            while master.directory.count_under_replicated():
+                await asyncio.sleep(0.01)
+        await client.aclose()
+        for host in hosts:
+            await host.aclose()
+        await master.aclose()
 
     asyncio.run(run())

@@ -20,6 +20,7 @@ class Way:
     def __init__(self, arrived: list[tuple[str, int]], name: str) -> None:
         self.arrived, self.name = arrived, name
         self.largest = 10
+        self.is_closed = False
         self.is_lost = False
         self.error: Exception | None = None
         self.gate = asyncio.Event()
@@ -29,10 +30,14 @@ class Way:
 
     async def call(self, method, request, response_type, *, timeout_s):
         self.arrived.append((self.name, request.number))
-        await self.gate.wait()
+        if request.offsets:
+            await self.gate.wait()
         if self.error is not None:
             raise self.error
         return Ack()
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class World:
@@ -55,26 +60,24 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_change_of_way_waits_for_what_is_under_way():
+def test_a_change_of_way_waits_until_what_went_before_has_begun():
     async def main() -> None:
         world = World()
         tasks = [world.send(), world.send()]
         await settle()
-        world.line.fast = world.fast
+        world.line.use(world.fast)
         tasks += [world.send(), world.send(), world.send(11), world.send()]
         await settle()
-        assert world.arrived == [("slow", 0), ("slow", 1)]
+        # An empty order goes last by the old way; its answer tells that those before have begun,
+        # however long they take.
+        slow, fast = "slow", "fast"
+        assert world.arrived == [
+            (slow, 0), (slow, 1), (slow, 2), (fast, 3), (fast, 4), (fast, 5), (slow, 6), (slow, 7),
+            (fast, 8),
+        ]  # fmt: skip
         world.slow.gate.set()
-        await settle()
-        # Both fast ones; what is too large for that way waits for them, the last for that.
-        assert world.arrived[2:] == [("fast", 2), ("fast", 3)]
-        world.slow.gate.clear()
         world.fast.gate.set()
-        await settle()
-        assert world.arrived[4:] == [("slow", 4)]
-        world.slow.gate.set()
         await asyncio.gather(*tasks)
-        assert world.arrived[5:] == [("fast", 5)]
 
     run(main())
 
@@ -82,7 +85,7 @@ def test_a_change_of_way_waits_for_what_is_under_way():
 def test_a_broken_fast_way_is_left_and_its_order_is_in_doubt():
     async def main() -> None:
         world = World()
-        world.line.fast = world.fast
+        world.line.use(world.fast)
         world.fast.gate.set()
         world.slow.gate.set()
         world.fast.error = PeerLostError("transfer.call", "the connection broke")
@@ -90,9 +93,10 @@ def test_a_broken_fast_way_is_left_and_its_order_is_in_doubt():
             await world.send()
         assert await world.send() == Ack()
         assert world.arrived == [("fast", 0), ("slow", 1)]
+        assert world.fast.is_closed
         # With the session gone as well, that is what there is to say.
         world = World()
-        world.line.fast = world.fast
+        world.line.use(world.fast)
         world.fast.gate.set()
         world.fast.error = PeerLostError("transfer.call", "the connection broke")
         world.slow.is_lost = True
@@ -107,17 +111,49 @@ def test_nothing_is_sent_after_the_session():
         world = World()
         first = world.send()
         await settle()
-        world.line.fast = world.fast
-        waiting = world.send()
-        await settle()
+        world.line.use(world.fast)
         world.line.end()
-        world.slow.gate.set()
-        await first
-        with pytest.raises(PeerLostError):
-            await waiting
+        assert world.fast.is_closed
         with pytest.raises(PeerLostError):
             await world.send()
+        world.slow.gate.set()
+        await first
         assert world.arrived == [("slow", 0)]
+        late = Way([], "late")
+        world.line.use(late)
+        assert late.is_closed
+
+    run(main())
+
+
+def test_an_order_that_waits_to_change_its_way_asks_for_the_term_again():
+    async def main() -> None:
+        world = World()
+        is_over = False
+
+        def epoch() -> int:
+            if is_over:
+                raise PeerLostError("store.order", "the term has ended")
+            return 1
+
+        world.line = OrderLine(world.slow, 1, epoch)
+        first = world.send()
+        await settle()
+        world.line.use(world.fast)
+        real_call = world.slow.call
+
+        async def call(method, request, response_type, *, timeout_s):
+            nonlocal is_over
+            answer = await real_call(method, request, response_type, timeout_s=timeout_s)
+            is_over = not request.offsets
+            return answer
+
+        world.slow.call = call
+        with pytest.raises(PeerLostError, match="term has ended"):
+            await world.send()
+        assert world.arrived == [("slow", 0), ("slow", 1)]
+        world.slow.gate.set()
+        await first
 
     run(main())
 
@@ -200,7 +236,7 @@ def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
             with pytest.raises(ConflictError, match="late or doubled"):
                 await space.line.fast.call("wipe", late, Ack, timeout_s=5)
             # The way breaks: the session goes on without it.
-            space.line.fast.close()
+            space.line.fast._segment.close()
             answers = []
             for _ in range(3):
                 try:

@@ -26,7 +26,7 @@ from tandem.core.errors import PeerLostError, TandemError
 from tandem.rpc import Auth, RpcClient, make_identity, make_runtime_dir
 from tandem.store import PutOptions, PutResult, StoreConfig
 from tandem.store.config import StoreElectionConfig
-from tandem.store.messages import KeyBytes, KeyList, LeaderAnswer
+from tandem.store.messages import KeyBytes, KeyList, LeaderAnswer, RemoveObjects
 
 pytestmark = needs_etcd
 TTL_S = 3
@@ -214,7 +214,7 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
 
     def ask_old() -> None:
         try:
-            masters.ask(old, "remove", KeyList(["precious"]), KeyBytes)
+            masters.ask(old, "remove", RemoveObjects(keys=["precious"]), KeyBytes)
             refusals.append(None)
         except TandemError as error:
             refusals.append(error)
@@ -229,7 +229,7 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
     assert len(refusals) == 8
     assert all(isinstance(error, TandemError) for error in refusals)
     with pytest.raises(PeerLostError, match="does not lead"):
-        masters.ask(old, "remove", KeyList(["precious"]), KeyBytes)
+        masters.ask(old, "remove", RemoveObjects(keys=["precious"]), KeyBytes)
     masters.wait_for(lambda: masters.ask(old).address == masters.urls[new], "it to learn who leads")
     assert not masters.ask(old).is_leader
     wait_written(masters, writer)

@@ -155,3 +155,73 @@ def test_borrowers_and_the_loop_never_run_at_once():
         assert total == 200 + 4 * 400
 
     run_shared(main)
+
+
+def test_a_busy_loop_lets_borrowers_in():
+    """It lets go of the lock for a microsecond a turn: who waits must be next all the same."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        waits: list[float] = []
+
+        def borrow() -> None:
+            for _ in range(20):
+                begin_s = time.monotonic()
+                with loop.borrow():
+                    waits.append(time.monotonic() - begin_s)
+
+        borrowing = asyncio.ensure_future(asyncio.to_thread(borrow))
+        end_s = time.monotonic() + 10
+        while not borrowing.done() and time.monotonic() < end_s:
+            until_s = time.monotonic() + 0.0003
+            while time.monotonic() < until_s:
+                pass
+            await asyncio.sleep(0)
+        assert borrowing.done()
+        assert sorted(waits)[10] < 0.5
+
+    run_shared(main)
+
+
+def test_a_loop_that_a_borrower_stops_stops():
+    loop = SharedLoop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    with loop.borrow():
+        loop.call_soon(loop.stop)
+    thread.join(10)
+    assert not thread.is_alive()
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"), loop.borrow():
+        pass
+
+
+def test_who_waits_for_a_loop_hears_that_it_is_closed():
+    loop, errors = SharedLoop(), []
+
+    def borrow() -> None:
+        try:
+            with loop.borrow():
+                errors.append(None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    loop.close()
+    thread.join(10)
+    assert errors == ["the loop is closed"]
+
+
+def test_borrowing_passes_the_checks_of_asyncios_debug_mode():
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_debug(True)
+        seen: list[int] = []
+        await Borrower(loop).run(lambda: loop.call_soon(seen.append, 1))
+        assert seen == [1]
+        loop.call_soon(seen.append, 2)
+        await asyncio.sleep(0)
+        assert seen == [1, 2]
+
+    run_shared(main)

@@ -53,6 +53,7 @@ class _BlockingCalls(MasterCalls):
         self, calls: MasterCalls, channel: FastChannel, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(channel, clock=calls.clock, config=calls.config, machine=calls.machine)
+        self.ids = calls.ids
         self._patient = calls
         self._fast = channel
         self._loop = loop

@@ -24,6 +24,7 @@ from tandem.store.messages import (
     ListKeys,
     PinObjects,
     PrefixRemoval,
+    RemoveObjects,
     RemovePrefix,
     StoreStatus,
 )
@@ -73,7 +74,7 @@ class AsyncStoreClient:
         """Return a client of the same session that waits in other ways; see ``blocking``."""
         twin = copy.copy(self)
         twin._port, twin._calls = port, calls
-        twin._writer = self._writer.make_twin(calls, port)
+        twin._writer = ObjectWriter(calls, port)
         twin._reader = ObjectReader(calls, port)
         twin._bulk_reader = BulkReader(calls, port)
         return twin
@@ -274,13 +275,13 @@ class AsyncStoreClient:
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``remove``, for each key."""
-        answer = await self._calls.simple("remove", KeyList(list(keys)), KeyBytes)
+        answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def remove_prefix(self, prefix: str) -> int:
         """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
         return (
-            await self._calls.simple("remove_prefix", RemovePrefix(prefix), PrefixRemoval)
+            await self._calls.change("remove_prefix", RemovePrefix(prefix=prefix), PrefixRemoval)
         ).count
 
     async def pin(self, key: str, *, soft_s: float = 0.0, hard: bool = False) -> bool:
@@ -293,8 +294,8 @@ class AsyncStoreClient:
         """As ``pin``, for each key."""
         if not hard and soft_s <= 0:
             raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
-        request = PinObjects(list(keys), hard, int(soft_s * 1e3))
-        return list(map(bool, (await self._calls.simple("pin", request, KeyBytes)).flags))
+        request = PinObjects(keys=list(keys), hard=hard, soft_ms=int(soft_s * 1e3))
+        return list(map(bool, (await self._calls.change("pin", request, KeyBytes)).flags))
 
     async def unpin(self, key: str) -> bool:
         """Take both pins off; returns whether there is such an object."""
@@ -302,7 +303,7 @@ class AsyncStoreClient:
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``unpin``, for each key."""
-        answer = await self._calls.simple("pin", PinObjects(list(keys)), KeyBytes)
+        answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def list_keys(self, prefix: str = "", *, after: str = "", limit: int = 1000) -> KeyPage:

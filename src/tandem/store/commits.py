@@ -135,9 +135,15 @@ class Commits:
                 for number, places in batch.places.items()
                 if places
             }
-            sealed = await self._seal_on_hosts(
-                records, {n: blob.take([*batch.places[n]]) for n in records}, blob.is_values
-            )
+            try:
+                sealed = await self._seal_on_hosts(
+                    records, {n: blob.take([*batch.places[n]]) for n in records}, blob.is_values
+                )
+            except Exception:
+                puts.forget_lost(batch)
+                for number in batch.places:
+                    self._master.hosts[number].drop_many(*batch.list_extents(number))
+                raise
             puts.forget_lost(batch)
             for number in [number for number in batch.places if number not in sealed]:
                 self._master.hosts[number].drop_many(*batch.list_extents(number))
@@ -145,7 +151,7 @@ class Commits:
             replaced = self._insert(batch, checksums, first_version, statuses)
             # Until the old versions are gone, a crash could bring them back.
             for gone in replaced:
-                await gone
+                await asyncio.shield(gone)
         return bytes(statuses)
 
     def _make_records(
@@ -200,14 +206,18 @@ class Commits:
         checksums: Sequence[int],
         first_version: int,
         statuses: bytearray,
-    ) -> "list[asyncio.Future[None]]":
+    ) -> "list[asyncio.Future[Any]]":
         """Show what is sealed somewhere; returns what is done when old versions are gone."""
         directory, request = self._master.directory, batch.request
-        replaced: list[asyncio.Future[None]] = []
+        replaced: list[asyncio.Future[Any]] = []
         placed = [number for number, places in batch.places.items() if places]
         shown = sorted({i for number in placed for i in batch.places[number]})
         for i in shown:
             statuses[i] = CommitStatus.CREATED
+            if request.upsert:
+                going = self._master.removals.find_going(batch.keys[i])
+                if going is not None:  # Evicted a moment ago.
+                    replaced.append(going)
             row = directory.find(batch.keys[i])
             if row != NO_ROW:
                 statuses[i] = CommitStatus.REPLACED

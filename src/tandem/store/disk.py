@@ -602,6 +602,8 @@ class DiskTier:
         self._graves = [grave for grave in self._graves if grave.bucket != number]
 
     async def _give_up_bucket(self, number: int) -> None:
+        if number not in self.index.buckets:
+            return  # Somebody else has, meanwhile.
         if self._open is not None and self._open.number == number:
             self._open = None
         try:

@@ -1,4 +1,5 @@
-"""Calls to the master over the transfer engine: for those where the round trip is the cost.
+"""Calls to the master, and its orders to hosts, over the transfer engine: where the round trip is
+the cost.
 
 The session is still that of ``tandem.rpc``: it tells who calls, and when a process is lost. A call
 here names its session by the caller's ``instance_id`` and is refused without one; the client then
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.core.errors import (
+    CancelledError,
     ConfigError,
     InternalError,
     NotFoundError,
@@ -23,13 +25,14 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.rpc import Peer
+from tandem.rpc.frames import DECODE_ERRORS
 from tandem.store.client_edges import MasterChannel
 from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, Segment, SharedLoop, TransferEngine
 
-__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods"]
+__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods", "open_peer"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +45,8 @@ MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
 MAX_METHOD_BYTES = 64
 OPEN_TIMEOUT_S = 3.0
+FALLBACK_ERRORS = (PeerLostError, UnsupportedError, NotFoundError, CancelledError)
+"""What a call ends with if its way, not the master, is to blame."""
 
 
 class _Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -94,7 +99,7 @@ class CallServer:
                 return UnsupportedError("store.call", f"no fast method {envelope.method!r}")
             handler, decoder = self._methods[envelope.method]
             request = decoder.decode(envelope.body)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             return UnsupportedError("store.call", f"malformed: {error}")
         if self._is_borrowed:
             return self._begin(call, handler, envelope.client, request)
@@ -123,6 +128,8 @@ class CallServer:
                     return None
                 answer = task.result()
             return self._encoder.encode(answer)
+        except asyncio.CancelledError:
+            return PeerLostError("store.call", "the other side has ended")
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
             return _describe(error)
 
@@ -151,6 +158,13 @@ class CallServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _decode(answer: bytes, response_type: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(answer, type=response_type)
+    except DECODE_ERRORS as error:
+        raise InternalError("store.call", f"malformed answer: {error}") from None
 
 
 def _describe(error: BaseException) -> TandemError:
@@ -201,16 +215,41 @@ class CallWay:
         payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
         try:
             answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
-        except (NotFoundError, UnsupportedError) as error:
+        except (NotFoundError, UnsupportedError, CancelledError) as error:
             if error.where.startswith("transfer."):  # Not of the host's.
                 raise PeerLostError("store.order", error.what) from None
             raise
-        return msgspec.msgpack.decode(answer, type=response_type)
+        return _decode(answer, response_type)
 
     def close(self) -> None:
         """Let go of the peer."""
-        with contextlib.suppress(TandemError):  # Gone already.
-            self._segment.close()
+        close_peer(self._segment)
+
+
+async def open_peer(engine: TransferEngine, address: str) -> Segment:
+    """Open a peer for calls, without holding up the loop; the caller closes it.
+
+    Raises: as ``TransferEngine.open``.
+    """
+    opening = asyncio.ensure_future(
+        asyncio.to_thread(engine.open, address, deadline_s=OPEN_TIMEOUT_S)
+    )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_unwanted)
+        raise
+
+
+def close_peer(segment: Segment) -> None:
+    """Let go of a peer; calls that are under way fail."""
+    with contextlib.suppress(TandemError):  # Gone already.
+        segment.close()
+
+
+def _close_unwanted(opening: "asyncio.Future[Segment]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        close_peer(opening.result())
 
 
 class FastChannel:
@@ -237,8 +276,13 @@ class FastChannel:
 
     def on_peer_lost(self) -> None:
         """It has ended."""
-        self._segment = None
+        self._close()
         self._stop_opening()
+
+    def _close(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            close_peer(segment)
 
     def _stop_opening(self) -> None:
         if self._opening is not None:
@@ -249,10 +293,11 @@ class FastChannel:
         try:
             answer = await peer.call("call_address", None, CallAddress, timeout_s=OPEN_TIMEOUT_S)
             if answer.address:
-                segment = await asyncio.to_thread(
-                    self._engine.open, answer.address, deadline_s=OPEN_TIMEOUT_S
-                )
-                if not peer.is_lost:
+                segment = await open_peer(self._engine, answer.address)
+                self._close()
+                if peer.is_lost:
+                    close_peer(segment)
+                else:
                     self._segment = segment
         except TandemError as error:
             logger.info("event=fast_calls_off reason=%s", error)
@@ -272,8 +317,8 @@ class FastChannel:
         if segment is not None and payload is not None:
             try:
                 answer = await self._engine.call_async(segment, payload, deadline_s=timeout_s)
-                return msgspec.msgpack.decode(answer, type=response_type)
-            except (PeerLostError, UnsupportedError, NotFoundError) as error:
+                return _decode(answer, response_type)
+            except FALLBACK_ERRORS as error:
                 self._leave(segment, error)
         return await self.slow.call(method, request, response_type, timeout_s=timeout_s)
 
@@ -291,10 +336,10 @@ class FastChannel:
             return None
         try:
             answer = self._engine.call(segment, payload, deadline_s=timeout_s)
-        except (PeerLostError, UnsupportedError, NotFoundError) as error:
+        except FALLBACK_ERRORS as error:
             self._leave(segment, error)
             return None
-        return msgspec.msgpack.decode(answer, type=response_type)
+        return _decode(answer, response_type)
 
     def _encode(self, method: str, request: object) -> bytes | None:
         if method not in FAST_METHODS:
@@ -308,6 +353,7 @@ class FastChannel:
         logger.info("event=fast_calls_off reason=%s", error)
         if self._segment is segment:
             self._segment = None
+            close_peer(segment)
 
     async def wait_connected(self, timeout_s: float) -> object:
         """See ``MasterChannel``."""
@@ -315,5 +361,5 @@ class FastChannel:
 
     async def aclose(self) -> None:
         """Leave the way that calls take; the rest is the caller's."""
-        self._segment = None
+        self._close()
         self._stop_opening()

@@ -14,9 +14,11 @@ from tandem.core.errors import (
     CancelledError,
     ConflictError,
     CorruptionError,
+    DeadlineError,
     NotFoundError,
     PeerLostError,
     TandemError,
+    UnsupportedError,
 )
 from tandem.store import layout
 from tandem.store.disk import DiskTier
@@ -486,13 +488,19 @@ class StoreHost:
 
     async def _pull_object(self, order: PullObject, offset: int, header: ExtentHeader) -> None:
         table_at, end = self.segment.span(header)
-        await self.port.fetch(
-            order.source,
-            order.source_offset + table_at,
-            offset + table_at,
-            end - table_at,
-            order.timeout_ms / 1e3,
-        )
+        try:
+            await self.port.fetch(
+                order.source,
+                order.source_offset + table_at,
+                offset + table_at,
+                end - table_at,
+                order.timeout_ms / 1e3,
+            )
+        except (PeerLostError, NotFoundError, UnsupportedError) as error:
+            # Of the source: our master is not to take it for a loss of us.
+            raise DeadlineError(
+                "store.pull", f"{order.source.name} cannot be reached: {error.what}"
+            ) from None
         if not self.segment.is_intact(offset, header):
             raise CorruptionError(
                 "store.pull", f"{header.key!r} on {order.source.name} has a wrong checksum"

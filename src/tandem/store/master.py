@@ -44,6 +44,7 @@ from tandem.store.messages import (
     PinObjects,
     PrefixRemoval,
     PutInline,
+    RemoveObjects,
     RemovePrefix,
     RepinExtents,
     ReportBadReplica,
@@ -57,8 +58,9 @@ from tandem.store.messages import (
 from tandem.store.metrics import StoreCounters
 from tandem.store.orders import OrderWay
 from tandem.store.policies import Strategy, order_hosts
-from tandem.store.puts import Puts
+from tandem.store.puts import Puts, check_pin
 from tandem.store.removals import Removals
+from tandem.store.requests import Requests
 from tandem.store.segment import ExtentHeader, append_record
 from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
@@ -124,6 +126,7 @@ class StoreMaster:
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
+        self.requests = Requests(self.spawn)
         self.puts = Puts(self)
         self.commits = Commits(self)
         self.inline_puts = InlinePuts(self)
@@ -144,7 +147,7 @@ class StoreMaster:
             ("locate", self.lookups.locate, LocateObjects, Located),
             ("stage", self.lookups.stage, StageObjects, FoundObjects),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
-            ("remove", self.removals.remove, KeyList, KeyBytes),
+            ("remove", self.removals.remove, RemoveObjects, KeyBytes),
             ("remove_prefix", self.removals.remove_prefix, RemovePrefix, PrefixRemoval),
             ("list", self.lookups.list_keys, ListKeys, KeyPage),
             ("pin", self._pin, PinObjects, KeyBytes),
@@ -269,12 +272,10 @@ class StoreMaster:
     def evict_row(self, row: int) -> bool:
         """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
         if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
+            # Its headers are still there, and it may be on its way to a disk: a removal that comes
+            # now must not be over before it could not come back.
             key = self.directory.key(row)
-            hosts = [self.hosts[replica.host] for replica in self.directory.replicas(row)]
-            # It may be on its way to a disk, and would come back from there after a removal.
-            going = self.drop_row(row, wait=any(host.disk is not None for host in hosts))
-            if going:
-                self.removals.note_going(key, going)
+            self.removals.note_going(key, self.drop_row(row, wait=True))
             return False
         free_at_ms = self.directory.lease_until_ms(row)
         for replica in self.directory.replicas(row):
@@ -306,6 +307,12 @@ class StoreMaster:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return task
+
+    def schedule(self, work: Coroutine[Any, Any, Any]) -> None:
+        """As ``spawn``, but it begins at the loop's next turn."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
         """Return the header that a copy of ``row`` at ``offset`` should have."""
@@ -347,7 +354,13 @@ class StoreMaster:
 
     # Pins and replicas.
 
-    async def _pin(self, _: Caller, request: PinObjects) -> KeyBytes:
+    async def _pin(self, caller: Caller, request: PinObjects) -> KeyBytes:
+        return await self.requests.run(
+            caller, request.number, request.settled_below, lambda: self._pin_objects(request)
+        )
+
+    async def _pin_objects(self, request: PinObjects) -> KeyBytes:
+        check_pin(request.soft_ms)
         flags = bytearray(len(request.keys))
         until_ms = self.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
         orders: dict[int, list[int]] = {}

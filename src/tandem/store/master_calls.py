@@ -2,22 +2,54 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+
+import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
 from tandem.store.client_edges import MasterChannel
 from tandem.store.config import StoreConfig
-from tandem.store.messages import FindObjects, FoundObjects, StageObjects
+from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
 
-__all__ = ["MasterCalls"]
+__all__ = ["MasterCalls", "RequestIds"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
+
+
+class RequestIds:
+    """Numbers of the requests of a client that change something, over all its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 1
+        self._asked: set[int] = set()
+
+    def take(self, count: int) -> int:
+        """Return the first of so many new ones."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            return first
+
+    def ask(self, count: int) -> tuple[int, int]:
+        """As ``take``, to be settled later; and the lowest that is not settled yet."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            self._asked.add(first)
+            return first, min(self._asked)
+
+    def settle(self, first: int) -> None:
+        """The request with this first id has its answer, or nobody waits for one."""
+        with self._lock:
+            self._asked.discard(first)
 
 
 class MasterCalls:
@@ -37,6 +69,7 @@ class MasterCalls:
         self.clock = clock
         self.config = config
         self.machine = machine
+        self.ids = RequestIds()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def deadline_s(self) -> float:
@@ -86,6 +119,15 @@ class MasterCalls:
     async def simple(self, method: str, request: object, response: type[T]) -> T:
         """Call within the configured deadline."""
         return await self.call(method, request, response, self.deadline_s())
+
+    async def change(self, method: str, request: Change, response: type[T]) -> T:
+        """As ``simple``, for what must not be done again by a copy that comes late."""
+        number, settled_below = self.ids.ask(1)
+        numbered = msgspec.structs.replace(request, number=number, settled_below=settled_below)
+        try:
+            return await self.simple(method, numbered, response)
+        finally:
+            self.ids.settle(number)
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
         """Call once; whether it comes does not matter."""

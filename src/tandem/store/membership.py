@@ -1,7 +1,6 @@
 """Hosts of a master: they join, tell what they hold, leave and are lost."""
 
 import logging
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from tandem.core.errors import ConflictError, NotFoundError, PeerLostError, TandemError
@@ -19,13 +18,13 @@ from tandem.store.messages import (
     KeyBytes,
     SegmentGrown,
 )
-from tandem.store.orders import OrderLine, OrderWay
+from tandem.store.orders import OrderLine
 from tandem.store.segment import ExtentHeader, iterate_records
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import Extent, HostSpace
 
 if TYPE_CHECKING:
-    from tandem.store.master import StoreMaster
+    from tandem.store.master import OpenWay, StoreMaster
 
 __all__ = ["Membership"]
 
@@ -83,13 +82,13 @@ class Membership:
         self._master.directory.find_host(host.number)
         logger.info("event=host_joining host=%s session=%d", host.name, host.session)
         if request.call_token and self._master.open_way is not None and host.line is not None:
-            host.spawn(self._open_way(host.line, self._master.open_way(request)))
+            host.spawn(self._open_way(host.line, self._master.open_way, request))
         return Joined(self._master.epoch, host.number, host.session)
 
-    async def _open_way(self, line: OrderLine, opening: Awaitable[OrderWay]) -> None:
+    async def _open_way(self, line: OrderLine, open_way: "OpenWay", request: JoinHost) -> None:
         """Let orders of this session go a faster way as soon as there is one."""
         try:
-            line.fast = await opening
+            line.use(await open_way(request))
         except TandemError as error:
             logger.info("event=fast_orders_off reason=%s", error)
 

@@ -1,4 +1,5 @@
-"""What master, hosts and clients say to each other, over ``tandem.rpc``. No bulk bytes.
+"""What master, hosts and clients say to each other, over ``tandem.rpc`` and calls of the transfer
+engine. No bulk bytes.
 
 Batches travel as columns: a field is a list with one item per object. ``epoch`` numbers the masters
 of a store: a host refuses a lower one than it has seen.
@@ -11,6 +12,7 @@ import msgspec
 __all__ = [
     "Ack",
     "CallAddress",
+    "Change",
     "CloseWriter",
     "CommitPut",
     "CommitStatus",
@@ -45,6 +47,7 @@ __all__ = [
     "PrefixRemoval",
     "PullObject",
     "PutInline",
+    "RemoveObjects",
     "RemovePrefix",
     "RepinExtents",
     "ReportBadReplica",
@@ -218,7 +221,7 @@ class Located(msgspec.Struct, frozen=True):
 
 
 class KeyList(msgspec.Struct, frozen=True):
-    """Keys to look at or remove."""
+    """Keys to look at."""
 
     keys: list[str]
 
@@ -230,13 +233,28 @@ class KeyBytes(msgspec.Struct, frozen=True):
     is_recovering: bool = False
 
 
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that must not be carried out again once its client has the answer."""
+
+    number: int = 0
+    """Of the request, unique in the life of the client; 0: none, copies are not told apart."""
+    settled_below: int = 0
+    """The client waits no more for requests with numbers below this."""
+
+
+class RemoveObjects(Change, frozen=True, kw_only=True):
+    """Remove objects. Answered by a byte each: 1 for what was there."""
+
+    keys: list[str]
+
+
 class PrefixRemoval(msgspec.Struct, frozen=True):
     """How many objects went."""
 
     count: int
 
 
-class RemovePrefix(msgspec.Struct, frozen=True):
+class RemovePrefix(Change, frozen=True, kw_only=True):
     """Remove all objects whose key begins so."""
 
     prefix: str
@@ -259,7 +277,7 @@ class KeyPage(msgspec.Struct, frozen=True):
     is_last: bool
 
 
-class PinObjects(msgspec.Struct, frozen=True):
+class PinObjects(Change, frozen=True, kw_only=True):
     """Replace the pins of objects; neither is unpinning."""
 
     keys: list[str]

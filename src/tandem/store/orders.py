@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from tandem.core.errors import DeadlineError, PeerLostError
-from tandem.store.messages import Order
+from tandem.store.messages import Ack, Order, WipeExtents
 from tandem.store.sessions import Caller
 
 __all__ = ["OrderLine", "OrderWay"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AnyOrder = TypeVar("AnyOrder", bound=Order)
 
 
 class OrderWay(Protocol):
@@ -28,6 +29,10 @@ class OrderWay(Protocol):
         """Call the host; it has the request before anything of a later call."""
         ...
 
+    def close(self) -> None:
+        """Let go of the host; what is under way fails."""
+        ...
+
 
 class OrderLine:
     """Numbers and sends the orders of one session.
@@ -41,19 +46,26 @@ class OrderLine:
     def __init__(self, caller: Caller, session: int, epoch: Callable[[], int]) -> None:
         self.caller = caller
         self.fast: OrderWay | None = None
-        """A faster way, once there is one."""
+        """A faster way, if there is one; see ``use``."""
         self._session = session
         self._epoch = epoch
         self._next_number = 0
         self._way: OrderWay | Caller = caller
         self._num_under_way = 0
-        self._all_back = asyncio.Event()
         self._sending = asyncio.Lock()
         self._is_over = False
 
     def end(self) -> None:
         """The session is over: nothing is sent any more."""
         self._is_over = True
+        self._leave_fast()
+
+    def use(self, fast: OrderWay) -> None:
+        """Send orders by a faster way from now on; it is ours to close."""
+        if self._is_over:
+            fast.close()
+        else:
+            self.fast = fast
 
     async def send(
         self, method: str, kind: type[Order], response: type[T], *, timeout_s: float, **fields: Any
@@ -65,30 +77,58 @@ class OrderLine:
         """
         async with self._sending:
             self._check()
-            number = self._next_number
-            request = kind(epoch=self._epoch(), session=self._session, number=number, **fields)
-            fast = self.fast
-            way = self.caller if fast is None or not fast.takes(request) else fast
-            if way is not self._way and self._num_under_way:
-                # What goes by two ways at once can arrive in any order.
-                self._all_back.clear()
-                await self._all_back.wait()
-                self._check()
+            way = await self._choose_way(kind, fields, timeout_s)
+            self._check()
+            request = self._make(kind, **fields)
             self._way = way
-            self._next_number += 1
             self._num_under_way += 1
+        try:
+            return await self._call(way, method, request, response, timeout_s)
+        finally:
+            self._num_under_way -= 1
+
+    async def _choose_way(
+        self, kind: type[Order], fields: dict[str, Any], timeout_s: float
+    ) -> "OrderWay | Caller":
+        """Return the way for an order; what went by another has begun there by then."""
+        fast = self.fast
+        sample = kind(epoch=0, session=self._session, number=self._next_number, **fields)
+        way = self.caller if fast is None or not fast.takes(sample) else fast
+        if way is not self._way and self._num_under_way:
+            # What goes by two ways at once can arrive in any order. Orders begin as they come, so
+            # the answer to an empty one says that all before it have begun.
+            barrier = self._make(WipeExtents, offsets=[])
+            await self._call(self._way, "wipe", barrier, Ack, timeout_s)
+        return way
+
+    def _make(self, kind: type[AnyOrder], **fields: Any) -> AnyOrder:
+        number = self._next_number
+        request = kind(epoch=self._epoch(), session=self._session, number=number, **fields)
+        self._next_number += 1
+        return request
+
+    async def _call(
+        self,
+        way: "OrderWay | Caller",
+        method: str,
+        request: Order,
+        response: type[T],
+        timeout_s: float,
+    ) -> T:
         try:
             return await way.call(method, request, response, timeout_s=timeout_s)
         except PeerLostError as error:
             if way is self.caller or self.caller.is_lost:
                 raise
             logger.info("event=fast_orders_off reason=%s", error)
-            self.fast = None
+            if self.fast is way:
+                self._leave_fast()
             raise DeadlineError("store.order", f"its answer was lost: {error.what}") from None
-        finally:
-            self._num_under_way -= 1
-            if not self._num_under_way:
-                self._all_back.set()
+
+    def _leave_fast(self) -> None:
+        fast, self.fast = self.fast, None
+        if fast is not None:
+            fast.close()
 
     def _check(self) -> None:
         if self._is_over:

@@ -17,13 +17,15 @@ from tandem.store.space import HostSpace
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
 
-__all__ = ["PutBatch", "Puts"]
+__all__ = ["PutBatch", "Puts", "check_pin"]
 
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 16_384
 """Results of commits kept for requests that come twice."""
 MIN_WAIT_S = 1e-3
+MAX_SOFT_PIN_MS = 2**32 - 1
+"""What a header holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,9 @@ class Puts:
                 return StartedPut(statuses=taken, grant=0, places=[], endpoints=[])
             wanted = [i for i in range(count) if not taken[i]]
             batch = await self.take_space(client, request, wanted, lengths)
+            if caller.is_lost:
+                self.release(batch)
+                check_present(caller)
             if name in self.unfinished or name in self.results:  # It came twice, and both waited.
                 self.release(batch)
                 batch = self.unfinished.get(name)
@@ -111,6 +116,7 @@ class Puts:
         places = [
             HostExtents(number, [positions[i] for i in offsets], list(offsets.values()))
             for number, offsets in sorted(batch.places.items())
+            if number in bases
         ]
         return StartedPut(
             statuses=bytes(statuses),
@@ -132,6 +138,7 @@ class Puts:
             raise ConfigError(
                 "store.put", f"{request.replicas} replicas: give 1 to 255", field="replicas"
             )
+        check_pin(request.soft_pin_ms)
         lengths = [*map(len, keys)] or [1]
         if not (min(lengths) > 0 and max(lengths) <= config.max_key_bytes) or not all(
             map(str.isascii, keys)
@@ -181,7 +188,7 @@ class Puts:
         deadline_s = self._master.clock.now_s() + wait_ms / 1e3
         if not self._master.hosts:
             # Nothing to wait for but a host.
-            await self._wait_freed(max(0.0, deadline_s - self._master.clock.now_s()))
+            await self._wait_in_line(max(0.0, deadline_s - self._master.clock.now_s()))
         is_last = False
         while not self._allocate(batch, is_last=is_last):
             left_s = deadline_s - self._master.clock.now_s()
@@ -189,20 +196,22 @@ class Puts:
                 raise self._describe_full(batch)
             if left_s > 0:
                 self._check_possible(batch)
-                if self.num_waiting >= self._master.config.max_waiting_puts:
-                    raise CapacityError(
-                        "store.put", f"{self.num_waiting} puts wait for space, the limit"
-                    )
-                self._master.counters.puts_waited += 1
-                self.num_waiting += 1
-                try:
-                    await self._wait_freed(left_s)
-                finally:
-                    self.num_waiting -= 1
+                await self._wait_in_line(left_s)
             is_last = deadline_s - self._master.clock.now_s() <= 0
         batch.grant = self._master.next_version()
         batch.expires_ms = self._master.now_ms() + self._master.config.put_timeout_ms
         return batch
+
+    async def _wait_in_line(self, timeout_s: float) -> None:
+        """Wait for space, if not too many do. Raises: CapacityError."""
+        if self.num_waiting >= self._master.config.max_waiting_puts:
+            raise CapacityError("store.put", f"{self.num_waiting} puts wait for space, the limit")
+        self._master.counters.puts_waited += 1
+        self.num_waiting += 1
+        try:
+            await self._wait_freed(timeout_s)
+        finally:
+            self.num_waiting -= 1
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._master.space_freed.clear()
@@ -373,6 +382,17 @@ class Puts:
             for number in list(batch.places):
                 self.fence(self._master.hosts[number], batch.client)
             del self.unfinished[name]
+
+
+def check_pin(soft_pin_ms: int) -> None:
+    """Refuse a soft pin that no header can hold.
+
+    Raises: ConfigError.
+    """
+    if not 0 <= soft_pin_ms <= MAX_SOFT_PIN_MS:
+        raise ConfigError(
+            "store.pin", f"a soft pin of {soft_pin_ms} ms: give 0 to 2^32 - 1", field="soft_s"
+        )
 
 
 def _check_key(key: str, config: StoreConfig) -> None:

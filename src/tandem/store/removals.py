@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.store.index import NO_ROW
 from tandem.store.lookups import SCAN_KEYS
-from tandem.store.messages import KeyBytes, KeyList, PrefixRemoval, RemovePrefix
+from tandem.store.messages import KeyBytes, PrefixRemoval, RemoveObjects, RemovePrefix
 from tandem.store.sessions import Caller
 
 if TYPE_CHECKING:
@@ -23,9 +23,16 @@ class Removals:
         self._removing: dict[str, asyncio.Future[Any]] = {}
         """Keys whose headers are not all gone yet: a request that comes again waits for them."""
 
-    async def remove(self, _: Caller, request: KeyList) -> KeyBytes:
+    async def remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
         """Remove objects; answers when their headers are gone."""
-        return KeyBytes(await asyncio.shield(self._master.spawn(self._remove_keys(request.keys))))
+        return KeyBytes(
+            await self._master.requests.run(
+                caller,
+                request.number,
+                request.settled_below,
+                lambda: self._remove_keys(request.keys),
+            )
+        )
 
     async def _remove_keys(self, keys: Sequence[str]) -> bytes:
         flags = bytearray(len(keys))
@@ -49,19 +56,29 @@ class Removals:
     ) -> "asyncio.Future[Any]":
         """An object is gone when these are done, and a removal of its key is not over before."""
         earlier = self._removing.get(key)
-        gone = asyncio.gather(*going, *([] if earlier is None else [earlier]))
+        pending = [*going, *([] if earlier is None else [earlier])]
+        gone: asyncio.Future[Any] = pending[0] if len(pending) == 1 else asyncio.gather(*pending)
         self._removing[key] = gone
         gone.add_done_callback(lambda gone: self._forget_removal(key, gone))
         return gone
+
+    def find_going(self, key: str) -> "asyncio.Future[Any] | None":
+        """Return what is done when an earlier object of this key is gone; None if none is going."""
+        return self._removing.get(key)
 
     def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
         if self._removing.get(key) is gone:
             del self._removing[key]
 
-    async def remove_prefix(self, _: Caller, request: RemovePrefix) -> PrefixRemoval:
+    async def remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
         """Remove all objects whose keys begin so."""
         return PrefixRemoval(
-            await asyncio.shield(self._master.spawn(self._remove_matches(request.prefix)))
+            await self._master.requests.run(
+                caller,
+                request.number,
+                request.settled_below,
+                lambda: self._remove_matches(request.prefix),
+            )
         )
 
     async def _remove_matches(self, prefix: str) -> int:

@@ -330,6 +330,8 @@ class Segment:
         """
         header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
         # A crash between two stores would leave a header that is refused, so it is made afresh.
+        if not 0 <= soft_pin_ms < 2**32:
+            raise ConfigError("store.segment", f"a soft pin of {soft_pin_ms} ms", field="soft_s")
         self._starts[offset // layout.GRANULE_BYTES] = 0
         self.seal(offset, header)
 
@@ -461,19 +463,27 @@ def _open(path: Path, capacity_bytes: int) -> tuple[int, bytes | None]:
     What cannot be attached gives way to another file. It is never shortened: clients of its last
     owner may still map it, and whoever touches what was cut off is killed.
     """
-    for _ in range(2):
+    for _ in range(4):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _check_file(path, descriptor)
-            segment_id = _read_file_head(path, descriptor, capacity_bytes)
-            if segment_id is not None or os.fstat(descriptor).st_size == 0:
-                return descriptor, segment_id
-            path.unlink()
+            if _is_at(path, descriptor):  # Else another host has replaced it since.
+                segment_id = _read_file_head(path, descriptor, capacity_bytes)
+                if segment_id is not None or os.fstat(descriptor).st_size == 0:
+                    return descriptor, segment_id
+                path.unlink()
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
     raise ConflictError("store.segment", f"{path} is being made by another host")
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _check_file(path: Path, descriptor: int) -> None:
@@ -514,6 +524,8 @@ def _read_file_head(path: Path, descriptor: int, capacity_bytes: int) -> bytes |
 
 def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
     room = os.fstatvfs(descriptor)
+    if room.f_blocks == 0:
+        return  # A hugetlbfs without a size of its own: reserving will tell.
     free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
     if free_bytes < size_bytes:
         raise CapacityError(

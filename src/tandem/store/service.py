@@ -43,7 +43,14 @@ from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
-from tandem.store.fast_calls import FAST_METHODS, CallServer, CallWay, FastChannel, Methods
+from tandem.store.fast_calls import (
+    FAST_METHODS,
+    CallServer,
+    CallWay,
+    FastChannel,
+    Methods,
+    open_peer,
+)
 from tandem.store.host import StoreHost
 from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.messages import CallAddress, JoinHost
@@ -64,7 +71,6 @@ MAX_RECONNECT_MS = 250
 """A master that is restarted should find its hosts again at once."""
 MAX_HTTP_HEAD_BYTES = 8192
 HTTP_TIMEOUT_S = 5.0
-OPEN_TIMEOUT_S = 3.0
 
 
 def default_folder() -> Path:
@@ -254,8 +260,8 @@ class MasterService:
 
     async def _open_way(self, join: JoinHost) -> CallWay:
         """Open the way over the engine to a host that joins."""
-        opening = asyncio.to_thread(self._engine.open, join.address, deadline_s=OPEN_TIMEOUT_S)
-        return CallWay(self._engine, await opening, join.call_token)
+        peer = await open_peer(self._engine, join.address)
+        return CallWay(self._engine, peer, join.call_token)
 
     def _note_caller(self, peer: Peer) -> None:
         self._callers[peer.instance_id] = peer

@@ -120,7 +120,7 @@ class Upkeep:
             if extent is not None:
                 copy = _Copy(target, target.session, extent, is_load=True)
                 self._copying[key] = copy
-                master.spawn(self._copy(load.row, key, copy))
+                master.schedule(self._copy(load.row, key, copy))
                 return
             if target.is_writable:
                 master.eviction.evict_for(target, length)
@@ -209,7 +209,7 @@ class Upkeep:
                 target = master.hosts[number]
                 copy = _Copy(target, target.session, extent)
                 self._copying[key] = copy
-                master.spawn(self._copy(row, key, copy))
+                master.schedule(self._copy(row, key, copy))
                 return
         self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 
@@ -243,7 +243,7 @@ class Upkeep:
         version = directory.version(row)
         try:
             is_done = await (self._load(row, copy) if copy.is_load else self._pull(row, key, copy))
-        except asyncio.CancelledError:
+        except BaseException:
             del self._copying[key]
             raise
         if not is_done:
@@ -258,7 +258,12 @@ class Upkeep:
             else:
                 self._master.counters.replicas_copied += 1
         else:
-            target.drop(copy.extent, 0)  # Sealed or not; also ends one that is still under way.
+            # Sealed or not; also ends one that is still under way. Sealed, it may be on its way to
+            # the disk there.
+            done = target.drop(copy.extent, 0, wait=target.disk is not None and not copy.is_load)
+            if done is not None:
+                forgotten = target.forget(key, version, after=done)
+                self._master.removals.note_going(key, [done, forgotten])
         self._end_copy(key)
 
     def _end_copy(self, key: str) -> None:

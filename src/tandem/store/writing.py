@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -108,48 +107,12 @@ def _lost() -> PeerLostError:
     )
 
 
-class _PutIds:
-    """Numbers of the puts of a client, over all its threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 1
-        self._asked: set[int] = set()
-
-    def take(self, count: int) -> int:
-        """Return the first of so many new ones."""
-        with self._lock:
-            first = self._next
-            self._next += count
-            return first
-
-    def ask(self, count: int) -> tuple[int, int]:
-        """As ``take``, to be settled later; and the lowest that is not settled yet."""
-        with self._lock:
-            first = self._next
-            self._next += count
-            self._asked.add(first)
-            return first, min(self._asked)
-
-    def settle(self, first: int) -> None:
-        """The request with this first id has its answer, or nobody waits for one."""
-        with self._lock:
-            self._asked.discard(first)
-
-
 class ObjectWriter:
     """The puts of one client."""
 
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
-        self._ids = _PutIds()
-
-    def make_twin(self, calls: MasterCalls, port: ClientPort) -> "ObjectWriter":
-        """Return a writer of the same session that goes other ways: no put id is used twice."""
-        twin = ObjectWriter(calls, port)
-        twin._ids = self._ids
-        return twin
 
     async def put_inline(
         self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
@@ -192,7 +155,7 @@ class ObjectWriter:
         options: PutOptions,
         deadline_s: float,
     ) -> bytes:
-        first_id, settled_below = self._ids.ask(len(keys))
+        first_id, settled_below = self._calls.ids.ask(len(keys))
         wait_ms = self._wait_ms(options)
         try:
             answer = await self._calls.call(
@@ -217,7 +180,7 @@ class ObjectWriter:
                 extra_s=min(wait_ms, self._calls.config.put_wait_ms) / 1e3,
             )
         finally:
-            self._ids.settle(first_id)
+            self._calls.ids.settle(first_id)
         return answer.flags
 
     def _wait_ms(self, options: PutOptions) -> int:
@@ -270,7 +233,7 @@ class ObjectWriter:
         deadline_s: float,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
-        first_id = self._ids.take(len(left))
+        first_id = self._calls.ids.take(len(left))
         config = self._calls.config
         wait_ms = self._wait_ms(options)
         started = await self._calls.call(

@@ -89,12 +89,17 @@ def _serve(
 ) -> None:
     answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]] = []
     while (taken := core.exchange_calls(answers)) is not None:
-        if loop is None or ours is None:
-            answers = _handle(handler, [Call(core_call) for core_call in taken])
-        else:
-            with loop.borrow():
-                ours.wake()
+        try:
+            if loop is None or ours is None:
                 answers = _handle(handler, [Call(core_call) for core_call in taken])
+            else:
+                with loop.borrow():
+                    ours.wake()
+                    answers = _handle(handler, [Call(core_call) for core_call in taken])
+        except BaseException as error:
+            if not isinstance(error, RuntimeError):  # The loop is closed.
+                logger.exception("the thread that serves calls goes on")
+            answers = [(call, ("peer_lost", "transfer.call", "no longer served")) for call in taken]
         # What the handler dropped must be answered now, not after the next call.
         del taken
     if loop is not None and ours is not None:

@@ -5,6 +5,7 @@ may come from any thread and releases the GIL while it waits. After a fork the e
 the parent: in the child every call raises ConflictError; make a new engine there.
 """
 
+import asyncio
 import os
 import socket
 import threading
@@ -489,7 +490,9 @@ def _shut_down(
         raise
     finally:
         held.clear()
+        # Those that wait to borrow this thread's loop would wait for us.
+        is_lender = isinstance(asyncio._get_running_loop(), SharedLoop)
         for thread in threads:
             # A handler may close its own engine.
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and not is_lender:
                 thread.join(deadline_s)

@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["SharedLoop"]
 
-MAX_READY = 10_000
+MAX_READY = 256
 """Callbacks run by one borrower; what is left is the loop's own."""
 
 
@@ -27,6 +27,9 @@ class _SharingSelector(selectors.DefaultSelector):
         super().__init__()
         self.lock = threading.Lock()
         self.lock.acquire()
+        self.gate = threading.Lock()
+        """Held while waiting for the lock: whoever came first is next, also beside a busy loop that
+        lets go of it for a microsecond a turn."""
         self.wakes_at_s = 0.0
         """When it goes on, whatever happens."""
 
@@ -34,9 +37,13 @@ class _SharingSelector(selectors.DefaultSelector):
         self.wakes_at_s = math.inf if timeout is None else time.monotonic() + timeout
         self.lock.release()
         try:
-            return super().select(timeout)
+            found = super().select(timeout)
         finally:
-            self.lock.acquire()
+            with self.gate:
+                self.lock.acquire()
+        # A borrower may have closed a descriptor since, and another may have its number.
+        registered = self.get_map()
+        return [item for item in found if registered.get(item[0].fd) is item[0]]
 
 
 class SharedLoop(asyncio.SelectorEventLoop):
@@ -58,22 +65,47 @@ class SharedLoop(asyncio.SelectorEventLoop):
     def borrow(self) -> Iterator[None]:
         """Be the loop on this thread, as soon as it waits for events.
 
-        What the body makes ready, and what follows from that, has run when this ends. Not to be
-        used on the loop's own thread.
+        What the body makes ready, and what follows from that, has run when this ends, unless the
+        loop is busy itself. Not to be used on the loop's own thread. A loop that stands still can
+        be borrowed when it runs again.
+
+        Raises: RuntimeError once the loop is closed.
         """
-        with self._sharing.lock:
+        sharing: Any = self._sharing
+        with sharing.gate:
+            sharing.lock.acquire()
+        own: Any = self
+        thread = own._thread_id
+        try:
+            if self.is_closed():
+                raise RuntimeError("the loop is closed")
             self._has_early_timer = False
             asyncio._set_running_loop(self)
+            own._thread_id = threading.get_ident()
+            # With something to do the loop does not sleep: it goes on by itself.
+            is_idle = not own._ready
             try:
                 yield
-                self._run_ready()
+                if is_idle:
+                    self._run_ready()
             finally:
+                own._thread_id = thread
                 asyncio._set_running_loop(None)
-                if self._ready or self._has_early_timer:  # pyright: ignore[reportAttributeAccessIssue]
+                if own._ready or own._stopping or self._has_early_timer:
                     self.call_soon_threadsafe(_do_nothing)
+        finally:
+            sharing.lock.release()
+
+    def close(self) -> None:
+        """As of any loop; who waits to borrow it is told."""
+        is_first = not self.is_closed()
+        super().close()
+        if is_first:
+            self._sharing.lock.release()
 
     def _run_ready(self) -> None:
-        ready = self._ready  # pyright: ignore[reportAttributeAccessIssue]
+        own: Any = self
+        ready = own._ready
         for _ in range(MAX_READY):
             if not ready:
                 return

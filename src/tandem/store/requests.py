@@ -1,0 +1,83 @@
+"""Requests of clients that change something: carried out once, however often and late they come.
+
+A client numbers them and says below which number it waits for no answer any more. A copy of a
+request that is under way, or whose answer may still be wanted, is given that answer; a copy of any
+other comes late, and is refused: what it did once may have been undone since.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tandem.core.errors import ConflictError
+from tandem.store.sessions import Caller
+
+__all__ = ["Requests"]
+
+T = TypeVar("T")
+
+MAX_CLIENTS = 65_536
+"""Clients whose requests are told apart from late copies; the one heard of longest ago goes."""
+MAX_REMEMBERED = 16_384
+"""Requests of one client that it may still ask for; the oldest goes."""
+
+
+class _Client:
+    """What one client may still ask for, by number."""
+
+    def __init__(self) -> None:
+        self.settled_below = 0
+        self.work: dict[int, asyncio.Future[Any]] = {}
+
+    def settle(self, below: int) -> None:
+        """Forget what it will not ask for again."""
+        if below > self.settled_below:
+            self.settled_below = below
+            for number in [number for number in self.work if number < below]:
+                del self.work[number]
+
+
+class Requests:
+    """The numbered requests of a master's clients.
+
+    Args:
+        spawn: runs a coroutine that its caller's going does not end.
+    """
+
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Future[Any]"]) -> None:
+        self._spawn = spawn
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+
+    async def run(
+        self,
+        caller: Caller,
+        number: int,
+        settled_below: int,
+        begin: Callable[[], Coroutine[Any, Any, T]],
+    ) -> T:
+        """Carry a request out, or wait for its first copy.
+
+        Args:
+            caller: whose it is.
+            number: of the request; 0 if it has none.
+            settled_below: see above.
+            begin: carries it out.
+
+        Raises: ConflictError for a late copy; what carrying it out raises.
+        """
+        if number == 0:
+            return await asyncio.shield(self._spawn(begin()))
+        client = self._clients.setdefault(caller.instance_id, _Client())
+        self._clients.move_to_end(caller.instance_id)
+        if len(self._clients) > MAX_CLIENTS:
+            self._clients.popitem(last=False)
+        client.settle(settled_below)
+        if number < client.settled_below:
+            raise ConflictError("store.call", f"request {number} comes after its answer")
+        work = client.work.get(number)
+        if work is None:
+            work = client.work[number] = self._spawn(begin())
+            if len(client.work) > MAX_REMEMBERED:
+                del client.work[next(iter(client.work))]
+        return await asyncio.shield(work)
