@@ -158,7 +158,7 @@ def test_a_late_copy_of_an_inline_put_changes_nothing():
     ],
 )
 def test_a_late_copy_of_a_change_changes_nothing(method, request_of, answer_type):
-    """Its client has the answer and has gone on: the object is another. (Found by the simulator.)"""
+    """Its client has the answer and has gone on: the object is another. (Seeds 1576, 2818.)"""
 
     async def run() -> None:
         async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
