@@ -96,7 +96,12 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   ++num_choices_;
   if (num_choices_ % options_.choices_per_probe == 0) {
     const std::optional<uint32_t> idlest = find_idlest(now_ns, false);
-    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, now_ns);
+    // Where all transfers are short, a rail that once looked slow would never be cheap again.
+    const auto is_long_idle = [&](const Rail& rail) {
+      return now_ns - rail.used_ns >= options_.probe_anyway_ns;
+    };
+    if (idlest && (is_cheap(rails_[*idlest]) || is_long_idle(rails_[*idlest])))
+      return take(*idlest, probe_bytes, now_ns);
   } else if (num_choices_ % options_.choices_per_trial == 0) {
     const std::optional<uint32_t> newest = find_idlest(now_ns, true);
     if (newest) return take(*newest, probe_bytes, now_ns);

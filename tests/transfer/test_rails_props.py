@@ -345,6 +345,23 @@ def test_idle_time_is_no_usual_gap():
     assert rails.is_stalled(0, now + int(max(20 * MS, 3 * predicted_ns) * 1.2))
 
 
+def test_rail_that_looked_slow_is_tried_again_by_short_transfers():
+    """A probe is dear for each of them; after a second without work it is sent anyway."""
+    rails = RailSet()
+    for index in range(2):
+        rails.add_rail(1e9)
+        rails.on_connect(index, 0)
+    now, used_ns = 0, [0, 0]
+    for step in range(60_000):
+        choice = rails.choose(now, 65536, 65536)
+        assert choice is not None
+        used_ns[choice.rail] = now
+        # The second rail stalls at first.
+        now += 50_000 if choice.rail == 0 or now > 100 * MS else 15 * MS
+        rails.complete(choice.ticket, now)
+        assert step < 1000 or now - used_ns[1] < S + 256 * 50_000
+
+
 def test_dear_probe_waits_for_a_long_transfer():
     """A probe that would be the tail of a short transfer is put off, a second at most."""
     rails = RailSet(min_slice_bytes=65536, max_slice_bytes=65536)
