@@ -112,6 +112,16 @@ void bind_transfer_rails(nb::module_& module) {
              check_rail(rails, rail);
              rails.on_progress(rail, now_ns);
            }, "rail"_a, "now_ns"_a)
+      .def("is_look_due", [](RailSet& rails, uint32_t rail, int64_t now_ns) {
+             check_rail(rails, rail);
+             return rails.is_look_due(rail, now_ns);
+           }, "rail"_a, "now_ns"_a)
+      .def("on_look", [](RailSet& rails, uint32_t rail, int64_t now_ns, bool owes,
+                         int64_t heard_ns) {
+             check_rail(rails, rail);
+             rails.on_look(rail, now_ns, owes, heard_ns);
+           }, "rail"_a, "now_ns"_a, "owes"_a, "heard_ns"_a,
+           "Whether its host owes acknowledgements, and when it was last heard of.")
       .def("is_connect_due", [](RailSet& rails, uint32_t rail, int64_t now_ns) {
              check_rail(rails, rail);
              return rails.is_connect_due(rail, now_ns);

@@ -30,10 +30,11 @@ class Completion {
     const std::lock_guard lock(mutex_);
     if (is_done()) return false;
     fill();
+    // The loops may go once somebody has seen the end; a leader's stays until set_leader.
+    end_follow();
     is_done_.store(true);
     changed_.notify_all();
     if (leader_ != nullptr) leader_->wake_leader();
-    end_follow();
     return true;
   }
   // Runs `act` while the end cannot come; returns what it returns.

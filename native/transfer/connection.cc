@@ -339,6 +339,13 @@ SocketAddress Connection::local_address() const {
   return fd_ < 0 ? SocketAddress{} : local_address_of(fd_);
 }
 
+HostLife Connection::host_life(int64_t now_ns) const {
+  const std::lock_guard lock(mutex_);
+  HostLife life = fd_ < 0 ? HostLife{} : host_life_of(fd_, now_ns);
+  life.heard_ns = std::max(life.heard_ns, heard_ns());
+  return life;
+}
+
 bool Connection::shut(Error reason) {
   const std::lock_guard lock(mutex_);
   if (fd_ < 0) return false;

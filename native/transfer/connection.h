@@ -54,6 +54,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   SocketAddress local_address() const;
   // When a byte was last moved in either direction.
   int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
+  // Owes nothing once it is shut.
+  HostLife host_life(int64_t now_ns) const;
   // When a byte last came in: the peer lives.
   int64_t heard_ns() const { return heard_ns_.load(std::memory_order_relaxed); }
 

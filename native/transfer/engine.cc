@@ -103,6 +103,7 @@ Engine::~Engine() {
   }
   if (timer_.joinable()) timer_.join();
   if (link_watch_) link_watch_->stop();
+  copier_.reset();  // Its threads ring the bells of loops.
   loops_.clear();  // Joins; no handler runs any more.
 }
 

@@ -63,10 +63,10 @@ TEST(engine_moves_bytes_on_every_transport) {
 TEST(engine_survives_cancel_unregister_and_close_under_fire) {
   std::mt19937 seeds(2);
   for (int round = 0; round < 4; ++round) {
+    std::vector<uint8_t> remote_bytes(1 << 20);  // Longer than the giver that serves it.
     const auto giver = Engine::create(make_options(kAll)).value();
     const auto taker = Engine::create(make_options(kAll)).value();
     const uint64_t segment = taker->open(giver->addresses()[0], in_seconds(20)).value();
-    std::vector<uint8_t> remote_bytes(1 << 20);
     std::atomic<uint64_t> remote{add(*giver, remote_bytes)};
     std::atomic<bool> is_over{false};
     std::atomic<int> num_ended{0};
@@ -113,8 +113,9 @@ TEST(engine_survives_cancel_unregister_and_close_under_fire) {
 }
 
 TEST(engine_close_ends_what_runs) {
-  const auto giver = Engine::create(make_options({TransportKind::kTcp})).value();
+  // Longer than the giver, which may still be serving what a taker asked for before it closed.
   std::vector<uint8_t> remote(8 << 20), local(8 << 20);
+  const auto giver = Engine::create(make_options({TransportKind::kTcp})).value();
   const uint64_t base = add(*giver, remote);
   for (int round = 0; round < 4; ++round) {
     const auto taker = Engine::create(make_options({TransportKind::kTcp})).value();

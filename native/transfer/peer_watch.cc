@@ -204,6 +204,10 @@ int64_t Peer::tick(int64_t now) {
           take_back(connection, late, work);
       } else {
         rail_set_.on_progress(r, connection->progress_ns());
+        if (rail_set_.is_look_due(r, now)) {
+          const HostLife life = connection->host_life(now);
+          rail_set_.on_look(r, now, life.owes, life.heard_ns);
+        }
         if (rail_set_.is_stalled(r, now))
           take_back(connection,
                     {Code::kDeadline, "transfer.watch", "the rail is silent", ""}, work);

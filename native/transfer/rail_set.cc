@@ -96,7 +96,12 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   ++num_choices_;
   if (num_choices_ % options_.choices_per_probe == 0) {
     const std::optional<uint32_t> idlest = find_idlest(now_ns, false);
-    if (idlest && is_cheap(rails_[*idlest])) return take(*idlest, probe_bytes, now_ns);
+    // Where all transfers are short, a rail that once looked slow would never be cheap again.
+    const auto is_long_idle = [&](const Rail& rail) {
+      return now_ns - rail.used_ns >= options_.probe_anyway_ns;
+    };
+    if (idlest && (is_cheap(rails_[*idlest]) || is_long_idle(rails_[*idlest])))
+      return take(*idlest, probe_bytes, now_ns);
   } else if (num_choices_ % options_.choices_per_trial == 0) {
     const std::optional<uint32_t> newest = find_idlest(now_ns, true);
     if (newest) return take(*newest, probe_bytes, now_ns);
@@ -142,7 +147,11 @@ SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
                       rail.predictor.predict_s(bytes, 1.0), now_ns};
   rail.predictor.reserve(bytes);
   // Silence counts from the moment there is something to say.
-  if (rail.num_in_flight++ == 0) rail.progress_ns = now_ns;
+  if (rail.num_in_flight++ == 0) {
+    rail.progress_ns = rail.heard_ns = now_ns;
+    rail.is_owing = false;
+    rail.num_quiet_looks = 0;
+  }
   rail.used_ns = now_ns;
   return {ticket, index, bytes};
 }
@@ -159,9 +168,10 @@ RailSet::Ticket RailSet::end(uint64_t id) {
 }
 
 void RailSet::complete(uint64_t id, int64_t now_ns) {
+  assert(has_ticket(id));
+  on_progress(tickets_[id].rail, now_ns);
   const Ticket ticket = end(id);
   Rail& rail = rails_[ticket.rail];
-  on_progress(ticket.rail, now_ns);
   ++rail.num_completed;
   const double latency_s = static_cast<double>(now_ns - ticket.begin_ns) / kNsPerS;
   rail.predictor.observe(ticket.load_s, latency_s);
@@ -179,7 +189,8 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
 
 void RailSet::on_progress(uint32_t index, int64_t now_ns) {
   Rail& rail = rails_[index];
-  if (now_ns <= rail.progress_ns) return;
+  // Without work there is nothing to be silent about.
+  if (rail.num_in_flight == 0 || now_ns <= rail.progress_ns) return;
   const int64_t gap_ns = now_ns - rail.progress_ns;
   constexpr int64_t kForget = 64;
   rail.usual_gap_ns = std::max(gap_ns, rail.usual_gap_ns - (rail.usual_gap_ns - gap_ns) / kForget);
@@ -196,14 +207,25 @@ void RailSet::forget(uint64_t id) {
   rails_[ticket.rail].health.drop_probe();
 }
 
-void RailSet::on_connect(uint32_t rail, int64_t now_ns) { rails_[rail].health.on_connect(now_ns); }
+void RailSet::on_connect(uint32_t index, int64_t now_ns) {
+  Rail& rail = rails_[index];
+  // Who is back at once was not cut off.
+  if (now_ns - rail.left_ns < options_.stall_floor_ns)
+    rail.usual_quiet_ns = std::max(rail.usual_quiet_ns, rail.left_quiet_ns);
+  rail.health.on_connect(now_ns);
+}
 
 std::vector<uint64_t> RailSet::on_disconnect(uint32_t rail, int64_t now_ns) {
   std::vector<uint64_t> lost;
   for (const auto& [id, ticket] : tickets_)
     if (ticket.rail == rail) lost.push_back(id);
+  Rail& left = rails_[rail];
+  left.left_ns = now_ns;
+  left.left_quiet_ns = is_quiet(rail, now_ns) ? now_ns - left.heard_ns : 0;
+  left.is_owing = false;
+  left.num_quiet_looks = 0;
   for (const uint64_t id : lost) end(id);
-  rails_[rail].health.on_disconnect(now_ns);
+  left.health.on_disconnect(now_ns);
   return lost;
 }
 
@@ -216,9 +238,59 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
                                : std::min(options_.stall_floor_ns,
                                           std::max(options_.known_stall_floor_ns,
                                                    2 * rail.usual_gap_ns));
-  const double limit_ns = std::max(static_cast<double>(floor_ns),
-                                   options_.slow_factor * predicted_s * kNsPerS);
-  return rail.progress_ns + static_cast<int64_t>(limit_ns);
+  const double predicted_ns = options_.slow_factor * predicted_s * kNsPerS;
+  const auto due_ns = [&](int64_t least_ns) {
+    return rail.progress_ns + std::max(least_ns, static_cast<int64_t>(predicted_ns));
+  };
+  // Its host lives: it is the process there that gets no core.
+  if (rail.is_owing)
+    return std::clamp(rail.heard_ns + quiet_limit_ns(index), due_ns(floor_ns),
+                      due_ns(std::max(floor_ns, options_.stall_floor_ns)));
+  return due_ns(floor_ns);
+}
+
+// Of the oldest slice: what was queued behind it, perhaps in the silence, does not delay it.
+int64_t RailSet::quiet_limit_ns(uint32_t index) const {
+  const auto oldest = std::find_if(tickets_.begin(), tickets_.end(),
+                                   [&](const auto& one) { return one.second.rail == index; });
+  const double predicted_s = oldest == tickets_.end() ? 0 : oldest->second.predicted_s;
+  const double limit_ns = options_.quiet_factor * predicted_s * kNsPerS;
+  return std::max({options_.quiet_floor_ns, static_cast<int64_t>(limit_ns),
+                   2 * rails_[index].usual_quiet_ns});
+}
+
+// Half the limit after a sign of life, then every quarter.
+int64_t RailSet::look_due_ns(uint32_t index) const {
+  const Rail& rail = rails_[index];
+  if (rail.num_in_flight == 0 || rail.num_completed < kFewSlices) return kNever;
+  const int64_t quarter_ns = quiet_limit_ns(index) / 4;
+  return std::max(rail.heard_ns + 2 * quarter_ns, rail.looked_ns + quarter_ns);
+}
+
+void RailSet::on_look(uint32_t index, int64_t now_ns, bool owes, int64_t heard_ns) {
+  Rail& rail = rails_[index];
+  rail.looked_ns = now_ns;
+  if (rail.is_owing && owes && heard_ns <= rail.heard_ns) {
+    ++rail.num_quiet_looks;
+    return;
+  }
+  constexpr int64_t kForget = 256;
+  const int64_t quiet_ns = rail.is_owing && owes ? heard_ns - rail.heard_ns : 0;
+  rail.usual_quiet_ns =
+      std::max(quiet_ns, rail.usual_quiet_ns - (rail.usual_quiet_ns - quiet_ns) / kForget);
+  // A debt counts from when it is seen.
+  rail.heard_ns = rail.is_owing && owes ? heard_ns : now_ns;
+  rail.is_owing = owes;
+  rail.num_quiet_looks = 0;
+}
+
+// One look is not enough: if it is this thread that was kept from running, the other host's word may
+// be here and wait to be read.
+bool RailSet::is_quiet(uint32_t index, int64_t now_ns) const {
+  constexpr int kLooks = 3;
+  const Rail& rail = rails_[index];
+  return rail.num_in_flight > 0 && rail.num_quiet_looks >= kLooks &&
+         now_ns - rail.heard_ns >= quiet_limit_ns(index);
 }
 
 int64_t RailSet::next_event_ns(bool has_waiting) const {
@@ -232,7 +304,7 @@ int64_t RailSet::next_event_ns(bool has_waiting) const {
         due += options_.probe_anyway_ns;
       next = std::min(next, due);
     }
-    next = std::min(next, stall_due_ns(r));
+    next = std::min({next, stall_due_ns(r), look_due_ns(r)});
     if (has_waiting && rails_[r].held_until_ns > chosen_ns_)
       next = std::min(next, rails_[r].held_until_ns);
   }

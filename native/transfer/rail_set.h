@@ -35,6 +35,12 @@ struct SprayOptions {
   // it is, never before the second: below it, silence and a busy machine look the same.
   int64_t stall_floor_ns = 200'000'000;
   int64_t known_stall_floor_ns = 20'000'000;
+  // And it is silent if the other host's kernel, which owes acknowledgements, has given none for
+  // quiet_factor times what was predicted for the oldest slice, and no less than the floor. A kernel
+  // answers where processes wait for a core, so this may be tight, and a rail that it answers on is
+  // not given up before stall_floor_ns. What is left up to slow_factor is for clocks and wake-ups.
+  double quiet_factor = 1.75;
+  int64_t quiet_floor_ns = 12'000'000;
   // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
   uint64_t choices_per_probe = 128;
   // And one in so many to a rail that few slices have told of: a first slice that was unlucky would
@@ -80,6 +86,10 @@ class RailSet {
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
   // Bytes of this rail moved: it is not silent.
   void on_progress(uint32_t rail, int64_t now_ns);
+  // Whether the owner should look at the other host's life, and what it saw: whether that owes
+  // acknowledgements, and when it was last heard of.
+  bool is_look_due(uint32_t rail, int64_t now_ns) const { return now_ns >= look_due_ns(rail); }
+  void on_look(uint32_t rail, int64_t now_ns, bool owes, int64_t heard_ns);
   void complete(uint64_t ticket, int64_t now_ns);
   void fail(uint64_t ticket, int64_t now_ns);
   void forget(uint64_t ticket);
@@ -95,8 +105,10 @@ class RailSet {
   void retry_now(uint32_t rail, int64_t now_ns) { rails_[rail].health.retry_now(now_ns); }
 
   // Whether the rail holds work and has been silent for too long.
-  bool is_stalled(uint32_t rail, int64_t now_ns) const { return now_ns >= stall_due_ns(rail); }
-  // The next time at which a reconnection, a stall or (if slices wait for a rail) a probe is due;
+  bool is_stalled(uint32_t rail, int64_t now_ns) const {
+    return now_ns >= stall_due_ns(rail) || is_quiet(rail, now_ns);
+  }
+  // The next time at which a reconnection, a stall, a look or (if slices wait for a rail) a probe is due;
   // kNever if none.
   int64_t next_event_ns(bool has_waiting = true) const;
 
@@ -113,6 +125,16 @@ class RailSet {
     uint64_t num_completed = 0;
     // Between two signs of progress, lately and at most: what is usual is no silence.
     int64_t usual_gap_ns = 0;
+    // When the other host was last heard of, whether it owes us something, and the looks since then.
+    int64_t heard_ns = 0;
+    int64_t looked_ns = 0;
+    bool is_owing = false;
+    int num_quiet_looks = 0;
+    // How long it was quiet and lived, lately and at most.
+    int64_t usual_quiet_ns = 0;
+    // It was left for being quiet that long; not to be repeated if it is back at once.
+    int64_t left_ns = 0;
+    int64_t left_quiet_ns = 0;
     std::vector<double> penalties;  // By location.
 
     double penalty(size_t location) const {
@@ -128,6 +150,9 @@ class RailSet {
   };
 
   int64_t stall_due_ns(uint32_t rail) const;
+  int64_t quiet_limit_ns(uint32_t rail) const;
+  int64_t look_due_ns(uint32_t rail) const;
+  bool is_quiet(uint32_t rail, int64_t now_ns) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
   uint32_t find_next_in_turn();
   std::optional<uint32_t> find_idlest(int64_t now_ns, bool is_little_known) const;

@@ -205,6 +205,16 @@ SocketAddress local_address_of(int fd) {
   return address;
 }
 
+HostLife host_life_of(int fd, int64_t now_ns) {
+  // A kernel may keep the acknowledgement of two segments back, for 40 ms and more.
+  constexpr uint32_t kMaxDelayed = 2;
+  constexpr int64_t kNsPerMs = 1'000'000;
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  return {info.tcpi_unacked > kMaxDelayed, now_ns - info.tcpi_last_ack_recv * kNsPerMs};
+}
+
 SocketAddress remote_address_of(int fd) {
   SocketAddress address;
   address.size = sizeof address.storage;

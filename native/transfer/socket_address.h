@@ -48,6 +48,13 @@ std::vector<std::pair<std::string, std::string>> list_interfaces();
 // For small frames that are awaited and large ones that follow each other. `remote`: the other end.
 void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes);
 SocketAddress local_address_of(int fd);
+// What the other host's kernel owes us and when it was last heard of; it acknowledges at once, however
+// busy its processes are.
+struct HostLife {
+  bool owes = false;     // More than it may keep back for a while.
+  int64_t heard_ns = 0;  // To a few milliseconds.
+};
+HostLife host_life_of(int fd, int64_t now_ns);
 // Empty where it is not connected yet.
 SocketAddress remote_address_of(int fd);
 

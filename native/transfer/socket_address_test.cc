@@ -40,6 +40,22 @@ TEST(stream_inside_the_host_is_not_paced) {
   close(listener);
 }
 
+TEST(host_owes_what_it_has_not_acknowledged) {
+  const int listener = listen_on(parse_address("127.0.0.1:0").value()).value();
+  const int fd = begin_connect(local_address_of(listener), {}).value();
+  constexpr int64_t kNow = 1'000'000'000'000;
+  // On loopback a kernel acknowledges before the call has returned.
+  const std::string bytes(100'000, 'x');
+  CHECK(send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0);
+  const HostLife life = host_life_of(fd, kNow);
+  CHECK(!life.owes);
+  CHECK(life.heard_ns > kNow - 60'000'000'000 && life.heard_ns <= kNow);
+  // Nothing is known of what is no stream.
+  CHECK(!host_life_of(-1, kNow).owes);
+  close(fd);
+  close(listener);
+}
+
 TEST(stream_to_another_host_keeps_the_control_of_the_system) {
   const int fd = listen_on(parse_address("127.0.0.1:0").value()).value();
   const std::string usual = congestion_control_of(fd);

@@ -22,7 +22,7 @@ from collections import Counter
 import pytest
 import raw_wire as raw
 from raw_wire import RawPeer
-from tests_transfer_world import SECRET
+from tests_transfer_world import SECRET, child
 
 from tandem.core.errors import (
     CancelledError,
@@ -284,25 +284,6 @@ sys.stdin.read()
 """
 
 
-@contextlib.contextmanager
-def child():
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, SECRET],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stdin.close()
-        process.stdout.close()
-
-
 def call_in_thread(taker, segment, payload, **how):
     """Return a thread that calls, and where its outcome will be."""
     outcome = []
@@ -321,7 +302,7 @@ def call_in_thread(taker, segment, payload, **how):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_in_a_call_is_lost(world, how):
     taker = world.engine(lease_ms=500)
-    with child() as (process, address):
+    with child(SERVER) as (process, address):
         segment = taker.open(address)
         assert taker.call(segment, b"hello") == b"hello"
         thread, outcome = call_in_thread(taker, segment, b"keep", deadline_s=30)

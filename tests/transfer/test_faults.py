@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 import pytest
-from tests_transfer_world import SECRET, move
+from tests_transfer_world import SECRET, child, move
 
 from tandem._native import RailState
 from tandem.core.errors import (
@@ -296,29 +296,9 @@ sys.stdin.read()
 """
 
 
-@contextlib.contextmanager
-def child(port=0, **kwargs):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, SECRET, str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stdin.close()
-        process.stdout.close()
-
-
 @pytest.mark.parametrize("transport", ["shm", "cma", "tcp"])
 def test_transfer_to_another_process(world, transport):
-    with child() as (_, address):
+    with child(SERVER, "0") as (_, address):
         taker = world.engine()
         segment = taker.open(address)
         remote = segment.buffer("shared" if transport == "shm" else "plain")
@@ -348,7 +328,7 @@ def test_transfer_to_another_process(world, transport):
 def test_killed_peer_is_lost_and_comes_back(world, transports):
     taker = world.engine(transports=transports, lease_ms=2000)
     local = taker.register(world.random(32 * MIB))
-    with child() as (process, address):
+    with child(SERVER, "0") as (process, address):
         segment = taker.open(address)
         remote = segment.buffer("shared")
         transfer = Transfer(Op.WRITE, local, segment, remote.offset, 32 * MIB)
@@ -363,7 +343,7 @@ def test_killed_peer_is_lost_and_comes_back(world, transports):
                 batches = [taker.submit([transfer])]
         assert time.monotonic() - begin < 2 + 2  # The lease, and what a busy machine takes.
         process.wait(10)
-        with child(address.rsplit(":", 1)[1]) as (_, again):
+        with child(SERVER, address.rsplit(":", 1)[1]) as (_, again):
             assert again == address
             with pytest.raises(PeerLostError):
                 move(taker, segment, Op.WRITE, local, remote.offset, 1)
@@ -374,7 +354,7 @@ def test_killed_peer_is_lost_and_comes_back(world, transports):
 def test_stopped_peer_is_lost_within_the_lease(world):
     taker = world.engine(transports=("tcp",), lease_ms=600, handshake_timeout_ms=200)
     local = taker.register(world.random(32 * MIB))
-    with child() as (process, address):
+    with child(SERVER, "0") as (process, address):
         segment = taker.open(address)
         remote = segment.buffer("plain")
         move(taker, segment, Op.WRITE, local, remote.offset, MIB)

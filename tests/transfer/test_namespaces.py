@@ -104,19 +104,19 @@ def test_link_that_goes_down_is_left_at_once_and_used_again():
 def test_silent_rail_is_left_by_its_prediction_and_used_again():
     times = []
     with two_hosts(EQUAL) as hosts, Path(hosts, EQUAL) as path:
-        for _ in range(3):
+        for _ in range(5):
             rail, left_s = cut_in_transfer(path, lambda: hosts.silence(0))
             path.move(2 * MIB)
             back = hosts.mend(0)
             used_s = use_again(path) - back
             times.append((rail.predicted_s, left_s, used_s))
-            if left_s < 3 * rail.predicted_s + 0.02 and used_s < 2:
+            if left_s < 3 * rail.predicted_s and used_s < 2:
                 break
         path.check(4 * MIB)
     print(f"silence: predicted, left after, used again after: {times}")
     # The rule of the decider is proved on its own clock (test_rails_props.py). Here others use the
-    # machine: what is usual for the rail may be 100 ms without progress, and `stall_ms` bounds it.
-    assert min(left for _, left, _ in times) < 0.3
+    # machine, and a kernel that is usually quiet for 30 ms is not left after 24.
+    assert min(left for _, left, _ in times) < 0.1
     assert min(used for *_, used in times) < 2
 
 

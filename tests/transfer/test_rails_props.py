@@ -239,6 +239,129 @@ def test_what_is_usual_is_no_silence():
         rails.complete(flying.pop(0), now)
 
 
+def busy_rail(rate: float = 50e6, slice_bytes: int = 65536) -> tuple[RailSet, int, float]:
+    """A known rail full of slices; with it the time, and what is predicted for its last one."""
+    rails = RailSet(min_slice_bytes=slice_bytes, max_slice_bytes=slice_bytes)
+    rails.add_rail(rate)
+    rails.on_connect(0, 0)
+    now, flying = 0, []
+    for _ in range(200):
+        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
+            flying.append(choice.ticket)
+        now += int(slice_bytes / rate * S)
+        rails.complete(flying.pop(0), now)
+    while rails.choose(now, 1 << 30, 1 << 30) is not None:
+        pass
+    return rails, now, rails.in_flight_bytes(0) / rate * S
+
+
+def look_on(rails: RailSet, now: int, until: int, heard=None, owes: bool = True) -> int | None:
+    """Let time pass and look when it is due; returns when the rail was stalled."""
+    while now < until:
+        if rails.is_look_due(0, now):
+            rails.on_look(0, now, owes=owes, heard_ns=now if heard is None else heard)
+        if rails.is_stalled(0, now):
+            return now
+        now += MS // 4
+    return None
+
+
+@pytest.mark.parametrize("rate", [5e6, 50e6])
+def test_quiet_host_is_left_within_thrice_the_prediction(rate):
+    """Not before 12 ms, though: a kernel may take that long."""
+    rails, now, predicted_ns = busy_rail(rate)
+    rails.on_look(0, now, owes=True, heard_ns=now)
+    stalled = look_on(rails, now, now + S, heard=now)
+    assert stalled is not None
+    assert 12 * MS <= stalled - now <= max(3 * predicted_ns, 13 * MS)
+
+
+def test_living_host_whose_process_waits_is_not_left_early():
+    """Acknowledgements come, answers do not: that is a busy machine, until ``stall_floor_ns``."""
+    rails, now, _ = busy_rail()
+    rails.on_look(0, now, owes=True, heard_ns=now)
+    stalled = look_on(rails, now, now + S)
+    assert stalled is not None
+    assert 199 * MS <= stalled - now <= 202 * MS
+
+
+def test_host_that_owes_nothing_is_judged_by_its_answers():
+    rails, now, predicted_ns = busy_rail()
+    stalled = look_on(rails, now, now + S, owes=False)
+    assert stalled is not None
+    assert stalled - now == pytest.approx(max(20 * MS, 3 * predicted_ns), rel=0.15)
+
+
+def test_late_look_is_no_silence():
+    """The thread that looks got no core for 100 ms: the first look afterwards decides nothing."""
+    rails, now, _ = busy_rail()
+    rails.on_look(0, now, owes=True, heard_ns=now)
+    late = now + 100 * MS
+    rails.on_progress(0, late - 8 * MS)
+    rails.on_look(0, late, owes=True, heard_ns=now)
+    assert not rails.is_stalled(0, late)
+    rails.on_look(0, late + MS, owes=True, heard_ns=late)
+    assert not rails.is_stalled(0, late + MS)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_usual_quiet_is_no_silence(is_seen):
+    """A host that lived through 15 ms without a word, or was back at once when left for it."""
+    rails, now, predicted_ns = busy_rail(rate=400e6)
+    assert predicted_ns < 13 * MS
+    rails.on_look(0, now, owes=True, heard_ns=now)
+    if is_seen:
+        rails.on_look(0, now + 16 * MS, owes=True, heard_ns=now + 15 * MS)
+        now += 16 * MS
+    else:
+        stalled = look_on(rails, now, now + S, heard=now)
+        assert stalled is not None
+        rails.on_disconnect(0, stalled)
+        rails.begin_connect(0)
+        now = stalled + 2 * MS
+        rails.on_connect(0, now)
+        assert rails.choose(now, 1 << 20, 1 << 20) is not None
+        rails.on_look(0, now, owes=True, heard_ns=now)
+    heard = now
+    rails.on_progress(0, now)
+    assert look_on(rails, now, now + 19 * MS, heard=heard) is None
+
+
+def test_idle_time_is_no_usual_gap():
+    """An hour without work says nothing of how long the rail is without progress at work."""
+    rails, now, predicted_ns = busy_rail()
+    tickets = rails.on_disconnect(0, now)
+    assert tickets
+    now += 3600 * S
+    rails.begin_connect(0)
+    rails.on_connect(0, now)
+    rails.on_progress(0, now)
+    choice = rails.choose(now, 65536, 65536)
+    assert choice is not None
+    rails.complete(choice.ticket, now + 2 * MS)
+    now += 10 * S
+    rails.on_progress(0, now)
+    assert rails.choose(now, 65536, 65536) is not None
+    assert rails.is_stalled(0, now + int(max(20 * MS, 3 * predicted_ns) * 1.2))
+
+
+def test_rail_that_looked_slow_is_tried_again_by_short_transfers():
+    """A probe is dear for each of them; after a second without work it is sent anyway."""
+    rails = RailSet()
+    for index in range(2):
+        rails.add_rail(1e9)
+        rails.on_connect(index, 0)
+    now, used_ns = 0, [0, 0]
+    for step in range(60_000):
+        choice = rails.choose(now, 65536, 65536)
+        assert choice is not None
+        used_ns[choice.rail] = now
+        # The second rail stalls at first.
+        now += 50_000 if choice.rail == 0 or now > 100 * MS else 15 * MS
+        rails.complete(choice.ticket, now)
+        assert step < 1000 or now - used_ns[1] < S + 256 * 50_000
+
+
 def test_dear_probe_waits_for_a_long_transfer():
     """A probe that would be the tail of a short transfer is put off, a second at most."""
     rails = RailSet(min_slice_bytes=65536, max_slice_bytes=65536)

@@ -1,6 +1,10 @@
 """Engines in pairs, closed at the end of the test whatever happened."""
 
+import contextlib
 import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,4 +40,25 @@ def move(engine, segment, op, local, offset, length, *, local_offset=0, deadline
     engine.submit([transfer], deadline_s=deadline_s, **how).wait()
 
 
-__all__ = ["SECRET", "Op", "Transfer", "World", "move"]
+@contextlib.contextmanager
+def child(program: str, *words: str, **how) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs this Python program; with it the line that it prints first."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, SECRET, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+__all__ = ["SECRET", "Op", "Transfer", "World", "child", "move"]
