@@ -168,8 +168,7 @@ Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& obj
     }
     write_header(extent, object);
     // Whoever finds the mark after a crash finds a whole object under it.
-    std::atomic_thread_fence(std::memory_order_release);
-    *static_cast<volatile uint8_t*>(segment.marks + object.offset / kGranuleBytes) = 1;
+    std::atomic_ref(segment.marks[object.offset / kGranuleBytes]).store(1, std::memory_order_release);
   }
   return {};
 }
