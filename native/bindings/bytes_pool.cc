@@ -93,7 +93,7 @@ void BytesPool::keep(const std::vector<nb::bytes>& values) {
   ++num_calls_;
   for (const nb::bytes& value : values) {
     const uint64_t size = value.size();
-    if (size > limit_bytes_) continue;
+    if (size == 0 || size > limit_bytes_) continue;
     Bucket& bucket = buckets_[size];
     bucket.values.push_back(value);
     bucket.used_at = num_calls_;

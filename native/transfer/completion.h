@@ -21,7 +21,8 @@ class Completion {
   Completion& operator=(const Completion&) = delete;
   ~Completion() { end_follow(); }
 
-  bool is_done() const { return is_done_.load(std::memory_order_acquire); }
+  // Sequentially consistent: a sleeper says that it sleeps before it looks, see EventLoop::sleep_until.
+  bool is_done() const { return is_done_.load(); }
 
   // Runs `fill`, so that whoever sees the end sees what it wrote, and lets the waiters go. False, and
   // nothing is run, if it came before.

@@ -98,24 +98,31 @@ void EventLoop::remove(uint64_t key, int fd) {
   handlers_.erase(key);
 }
 
-bool EventLoop::run_once(int epoll_fd, int timeout_ms, bool is_leader) {
+bool EventLoop::run_once(int epoll_fd, int timeout_ms, Role role) {
   constexpr int kMaxEvents = 32;
   epoll_event events[kMaxEvents];
   const int count = epoll_wait(epoll_fd, events, kMaxEvents, timeout_ms);
-  if (is_leader) is_leader_asleep_.store(false, std::memory_order_relaxed);
-  for (int i = 0; i < count; ++i) dispatch(events[i].data.u64, events[i].events);
-  return count > 0;
+  if (role == Role::kLeader) is_leader_asleep_.store(false, std::memory_order_relaxed);
+  bool was_any = false;
+  for (int i = 0; i < count; ++i) was_any |= dispatch(events[i].data.u64, events[i].events, role);
+  return was_any;
 }
 
-void EventLoop::dispatch(uint64_t key, uint32_t events) {
-  if (key < kFirstKey) {
-    eventfd_t num_rings;
-    if (key == kBellKey) eventfd_read(bell_fd_, &num_rings);
-    if (key == kLeaderBellKey) eventfd_read(leader_bell_fd_, &num_rings);
-    // While somebody leads, what is there is left to it.
-    if (key == kAnswersKey && !is_led_.load()) run_once(answers_fd_, 0, false);
-    return;
+bool EventLoop::dispatch(uint64_t key, uint32_t events, Role role) {
+  eventfd_t num_rings;
+  if (key == kBellKey) {
+    if (role != Role::kThread) return false;
+    eventfd_read(bell_fd_, &num_rings);
+    return true;
   }
+  if (key == kLeaderBellKey) {
+    // It must go, or it would ring for ever where nobody leads.
+    eventfd_read(leader_bell_fd_, &num_rings);
+    if (role != Role::kLeader && is_leader_asleep_.load()) eventfd_write(leader_bell_fd_, 1);
+    return true;
+  }
+  // While somebody leads, what is there is left to it.
+  if (key == kAnswersKey) return !is_led_.load() && run_once(answers_fd_, 0, role);
   std::shared_ptr<EventHandler> handler;
   {
     const std::lock_guard lock(mutex_);
@@ -123,6 +130,7 @@ void EventLoop::dispatch(uint64_t key, uint32_t events) {
     if (found != handlers_.end()) handler = found->second.lock();
   }
   if (handler) handler->on_events(events);
+  return true;
 }
 
 // --- Leading --------------------------------------------------------------------------------------
@@ -195,9 +203,9 @@ void EventLoop::run() {
   bool was_busy = false;
   while (!is_stopping_.load()) {
     was_busy = was_busy && spin.wait([&] {
-      return run_once(requests_fd_, 0, false) || is_stopping_.load();
+      return run_once(requests_fd_, 0, Role::kThread) || is_stopping_.load();
     });
-    if (!was_busy) was_busy = run_once(requests_fd_, watch_gate(), false);
+    if (!was_busy) was_busy = run_once(requests_fd_, watch_gate(), Role::kThread);
   }
 }
 

@@ -49,13 +49,13 @@ class EventLoop {
   void remove(uint64_t key, int fd);
 
   // Handles the requests that are here now. For a waiter that would sleep until this thread woke.
-  bool poll_requests() { return run_once(requests_fd_, 0, false); }
+  bool poll_requests() { return run_once(requests_fd_, 0, Role::kHelper); }
 
   // False: another thread leads.
   bool begin_lead();
   void end_lead();
   // Handles the answers that are here now. REQUIRES: this thread leads, also for the next.
-  bool poll_answers() { return run_once(answers_fd_, 0, true); }
+  bool poll_answers() { return run_once(answers_fd_, 0, Role::kLeader); }
   // Handles answers until `is_done` or the deadline (monotonic nanoseconds). REQUIRES: whoever makes
   // it true calls wake_leader after it.
   template <class Predicate>
@@ -68,8 +68,12 @@ class EventLoop {
  private:
   explicit EventLoop(int64_t spin_ns);
   void run();
-  bool run_once(int epoll_fd, int timeout_ms, bool is_leader);
-  void dispatch(uint64_t key, uint32_t events);
+  // Who handles events: the loop's own thread, who leads, or who polls in the thread's stead. A bell is
+  // for one of them: whoever else took it out would leave that one asleep.
+  enum class Role { kThread, kLeader, kHelper };
+  bool run_once(int epoll_fd, int timeout_ms, Role role);
+  // False: there was nothing for this role.
+  bool dispatch(uint64_t key, uint32_t events, Role role);
   int epoll_fd_of(uint64_t key) const;
   // REQUIRES: gate_mutex_ held.
   void open_gate();
@@ -103,7 +107,7 @@ void EventLoop::sleep_until(Predicate is_done, int64_t deadline_ns) {
     is_leader_asleep_.store(true);
     // Either this sees that it is done, or who made it so sees that somebody is asleep.
     if (is_done()) break;
-    run_once(answers_fd_, to_timeout_ms(deadline_ns - now), true);
+    run_once(answers_fd_, to_timeout_ms(deadline_ns - now), Role::kLeader);
   }
   is_leader_asleep_.store(false);
 }

@@ -94,6 +94,32 @@ TEST(event_loop_thread_handles_what_nobody_waits_for) {
   }
 }
 
+TEST(event_loop_helper_leaves_the_bell_to_the_thread) {
+  // Two short waits shut the way and ring for the thread, which opens it by the clock. Who polls for
+  // requests meanwhile must not take the bell: nobody would open the way.
+  World world(0);
+  std::atomic<bool> is_over{false};
+  std::thread helper([&] {
+    while (!is_over.load()) world.loop->poll_requests();
+  });
+  for (int round = 0; round < 50; ++round) {
+    for (int i = 0; i < 2; ++i) {
+      const int wanted = world.answers->num_read.load() + 1;
+      CHECK(world.loop->begin_lead());
+      world.answers->put();
+      const int64_t end = now_ns() + kBoundNs;
+      while (world.answers->num_read.load() < wanted && now_ns() < end) world.loop->poll_answers();
+      world.loop->end_lead();
+      CHECK_EQ(world.answers->num_read.load(), wanted);
+    }
+    const int before = world.answers->num_read.load();
+    world.answers->put();
+    CHECK(world.answers->wait(before + 1));
+  }
+  is_over.store(true);
+  helper.join();
+}
+
 TEST(event_loop_followers_need_no_leader) {
   World world(0);
   for (int i = 0; i < 5; ++i) world.lead_one();

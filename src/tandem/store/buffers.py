@@ -109,15 +109,14 @@ class ResultPool:
         """Lend an object of each size, registered; inside, transfers may fill it."""
         values = self._pool.take(sizes)
         results: list[Result] = []
-        try:
+        # Taking it back waits for whatever may still be moving; one that fails keeps no other.
+        with contextlib.ExitStack() as registered:
             for value in values:
                 array = view_new_bytes(value)
-                results.append(Result(value, StoreBuffer(self._port.register(array), array)))
+                handle = self._port.register(array)
+                registered.callback(self._port.unregister, handle)
+                results.append(Result(value, StoreBuffer(handle, array)))
             yield results
-        finally:
-            # Taking it back waits for whatever may still be moving.
-            for result in results:
-                self._port.unregister(result.buffer.handle)
         self._pool.keep(values)
 
     def close(self) -> None:
