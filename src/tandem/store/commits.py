@@ -20,6 +20,7 @@ from tandem.store.messages import (
 )
 from tandem.store.puts import PutBatch
 from tandem.store.sessions import Caller
+from tandem.store.space import Extent
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
@@ -142,17 +143,24 @@ class Commits:
             except Exception:
                 puts.forget_lost(batch)
                 for number in batch.places:
-                    self._master.hosts[number].drop_many(*batch.list_extents(number))
+                    self._wipe(batch, number, first_version)
                 raise
             puts.forget_lost(batch)
             for number in [number for number in batch.places if number not in sealed]:
-                self._master.hosts[number].drop_many(*batch.list_extents(number))
+                self._wipe(batch, number, first_version)
                 del batch.places[number]
             replaced = self._insert(batch, checksums, first_version, statuses)
             # Until the old versions are gone, a crash could bring them back.
             for gone in replaced:
                 await asyncio.shield(gone)
         return bytes(statuses)
+
+    def _wipe(self, batch: PutBatch, number: int, first_version: int) -> None:
+        """Have a host wipe what it may have sealed: its answer was lost, or was no."""
+        host = self._master.hosts[number]
+        for i, offset in batch.places[number].items():
+            extent = Extent(offset, batch.lengths[i])
+            self._master.wipe_copy(batch.keys[i], host, extent, version=first_version + i)
 
     def _make_records(
         self, batch: PutBatch, number: int, checksums: Sequence[int], first_version: int

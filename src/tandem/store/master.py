@@ -277,10 +277,8 @@ class StoreMaster:
             key = self.directory.key(row)
             self.removals.note_going(key, self.drop_row(row, wait=True))
             return False
-        free_at_ms = self.directory.lease_until_ms(row)
         for replica in self.directory.replicas(row):
-            self.directory.drop_replica(row, replica.host)
-            self.hosts[replica.host].drop(self.extent_of(row, replica.offset), free_at_ms)
+            self._drop_copy(row, replica.host)
         return True
 
     def drop_replica(self, row: int, host: int) -> None:
@@ -288,10 +286,44 @@ class StoreMaster:
         if len(self.directory.replicas(row)) <= 1 and not self.directory.disks(row):
             self.drop_row(row)
             return
-        free_at_ms = self.directory.lease_until_ms(row)
+        self._drop_copy(row, host)
+
+    def _drop_copy(self, row: int, host: int) -> None:
+        """Forget a copy in memory and have its header wiped; a removal waits for that as well."""
         replica = self.directory.drop_replica(row, host)
         if replica is not None:
-            self.hosts[host].drop(self.extent_of(row, replica.offset), free_at_ms)
+            extent, free_at_ms = (
+                self.extent_of(row, replica.offset),
+                self.directory.lease_until_ms(row),
+            )
+            self.wipe_copy(self.directory.key(row), self.hosts[host], extent, free_at_ms)
+
+    def wipe_copy(
+        self,
+        key: str,
+        host: HostSpace,
+        extent: Extent,
+        free_at_ms: int = 0,
+        *,
+        version: int | None = None,
+    ) -> None:
+        """Have a copy wiped that the directory does not know (any more).
+
+        A removal of its key is not over before: a new master would find the header.
+
+        Args:
+            key: of the object.
+            host: where it is, or may be.
+            extent: there.
+            free_at_ms: as ``HostSpace.drop``.
+            version: if given, it may be on its way to the disk of the host, which is to forget it.
+        """
+        done = host.drop(extent, free_at_ms, wait=True)
+        assert done is not None
+        going = [done]
+        if version is not None and host.disk is not None:
+            going.append(host.forget(key, version, after=done))
+        self.removals.note_going(key, going)
 
     def lose_disk(self, row: int, host: int) -> None:
         """The copy on a disk is gone already, and the object if that was the last."""

@@ -196,7 +196,8 @@ class Membership:
             directory.extend_lease(row, self._master.now_ms() + self._master.config.lease_ms)
             host.confirmed[row] = Extent(offset, length)
             return
-        host.drop(Extent(offset, length), self._master.now_ms() + self._master.config.lease_ms)
+        free_at_ms = self._master.now_ms() + self._master.config.lease_ms
+        self._master.wipe_copy(header.key, host, Extent(offset, length), free_at_ms)
 
     def _set_pins(self, row: int, header: ExtentHeader) -> None:
         if header.hard_pin or header.soft_pin_ms:
@@ -228,7 +229,8 @@ class Membership:
             )
             self._set_pins(row, header)
         else:
-            host.forget(header.key, header.version)
+            forgotten = host.forget(header.key, header.version)
+            self._master.removals.note_going(header.key, [forgotten])
             return
         host.confirmed_disk[row] = header.version
 

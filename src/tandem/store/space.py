@@ -344,11 +344,6 @@ class HostSpace:
             self.spawn(self._wipe())
         return done
 
-    def drop_many(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """As ``drop``, for ranges that no reader knows of."""
-        for extent in map(Extent, offsets, lengths):
-            self.drop(extent, 0)
-
     def forget(
         self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None
     ) -> asyncio.Future[None]:

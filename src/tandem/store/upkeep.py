@@ -258,12 +258,9 @@ class Upkeep:
             else:
                 self._master.counters.replicas_copied += 1
         else:
-            # Sealed or not; also ends one that is still under way. Sealed, it may be on its way to
-            # the disk there.
-            done = target.drop(copy.extent, 0, wait=target.disk is not None and not copy.is_load)
-            if done is not None:
-                forgotten = target.forget(key, version, after=done)
-                self._master.removals.note_going(key, [done, forgotten])
+            # Sealed or not; also ends one that is still under way. What was loaded is on the disk.
+            on_way = None if copy.is_load else version
+            self._master.wipe_copy(key, target, copy.extent, version=on_way)
         self._end_copy(key)
 
     def _end_copy(self, key: str) -> None:
