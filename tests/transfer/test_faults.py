@@ -386,15 +386,21 @@ print(*moved, sum(r.bytes_moved for r in segment.rails) >> 20, sorted(segment.re
 """
 
 
-def test_refused_by_the_kernel_falls_back_by_name(world):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
+def make_giver_of_three(world):
+    """An engine that offers shared, plain and mapped memory; and the file, to be closed."""
     giver = world.engine(name="giver")
     giver.allocate(MIB, name="shared")
     giver.register(np.zeros(MIB, np.uint8), name="plain")
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
     os.ftruncate(fd, MIB)
     giver.register(np.frombuffer(mmap.mmap(fd, MIB), np.uint8), name="mapped", file=fd)
+    return giver, fd
+
+
+def test_refused_by_the_kernel_falls_back_by_name(world):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    giver, fd = make_giver_of_three(world)
     for how, expected in (("keep", "2 1 0 []"), ("drop", "0 0 3 ['cma', 'shm']")):
         done = subprocess.run(
             [sys.executable, "-c", FALLBACK, SECRET, giver.address, how],
@@ -410,12 +416,7 @@ def test_refused_by_the_kernel_falls_back_by_name(world):
 def test_another_pid_namespace_falls_back_by_name(world):
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare, to enter another pid namespace")
-    giver = world.engine(name="giver")
-    giver.allocate(MIB, name="shared")
-    giver.register(np.zeros(MIB, np.uint8), name="plain")
-    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.ftruncate(fd, MIB)
-    giver.register(np.frombuffer(mmap.mmap(fd, MIB), np.uint8), name="mapped", file=fd)
+    giver, fd = make_giver_of_three(world)
     inside = ("unshare", "--pid", "--fork", "--mount-proc")
     if subprocess.run([*inside, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("this kernel gives no pid namespace")

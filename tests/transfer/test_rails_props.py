@@ -205,20 +205,26 @@ def test_silent_rail_is_found_by_its_deadline():
     assert len(rails.on_disconnect(0, 50 * MS)) == 1
 
 
+def busy_rail(rate: float = 50e6, slice_bytes: int = 65536) -> tuple[RailSet, int, float]:
+    """A known rail full of slices; with it the time, and what is predicted for its last one."""
+    rails = RailSet(min_slice_bytes=slice_bytes, max_slice_bytes=slice_bytes)
+    rails.add_rail(rate)
+    rails.on_connect(0, 0)
+    now, flying = 0, []
+    for _ in range(200):
+        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
+            flying.append(choice.ticket)
+        now += int(slice_bytes / rate * S)
+        rails.complete(flying.pop(0), now)
+    while rails.choose(now, 1 << 30, 1 << 30) is not None:
+        pass
+    return rails, now, rails.in_flight_bytes(0) / rate * S
+
+
 def test_known_rail_is_silent_after_thrice_its_prediction():
     """Regular completions: left at 3 x predicted, not before, and no sooner than 20 ms."""
     for rate, slice_bytes in ((25e6, 262144), (1e9, 1 << 20)):
-        rails = RailSet(min_slice_bytes=slice_bytes, max_slice_bytes=slice_bytes)
-        rails.add_rail(rate)
-        rails.on_connect(0, 0)
-        now, flying = 0, []
-        for _ in range(200):
-            while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
-                flying.append(choice.ticket)
-            now += int(slice_bytes / rate * S)
-            rails.complete(flying.pop(0), now)
-        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
-            flying.append(choice.ticket)
+        rails, now, _ = busy_rail(rate, slice_bytes)
         predicted_ns = rails.in_flight_bytes(0) / rails.effective_bandwidth(0) * S
         limit_ns = max(20 * MS, 3 * predicted_ns)
         assert not rails.is_stalled(0, now + int(0.95 * limit_ns))
@@ -237,22 +243,6 @@ def test_what_is_usual_is_no_silence():
         now += 60 * MS if step % 20 == 19 else 100_000
         assert step < 20 or not rails.is_stalled(0, now)
         rails.complete(flying.pop(0), now)
-
-
-def busy_rail(rate: float = 50e6, slice_bytes: int = 65536) -> tuple[RailSet, int, float]:
-    """A known rail full of slices; with it the time, and what is predicted for its last one."""
-    rails = RailSet(min_slice_bytes=slice_bytes, max_slice_bytes=slice_bytes)
-    rails.add_rail(rate)
-    rails.on_connect(0, 0)
-    now, flying = 0, []
-    for _ in range(200):
-        while (choice := rails.choose(now, 1 << 30, 1 << 30)) is not None:
-            flying.append(choice.ticket)
-        now += int(slice_bytes / rate * S)
-        rails.complete(flying.pop(0), now)
-    while rails.choose(now, 1 << 30, 1 << 30) is not None:
-        pass
-    return rails, now, rails.in_flight_bytes(0) / rate * S
 
 
 def look_on(rails: RailSet, now: int, until: int, heard=None, owes: bool = True) -> int | None:

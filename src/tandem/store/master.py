@@ -387,9 +387,7 @@ class StoreMaster:
     # Pins and replicas.
 
     async def _pin(self, caller: Caller, request: PinObjects) -> KeyBytes:
-        return await self.requests.run(
-            caller, request.number, request.settled_below, lambda: self._pin_objects(request)
-        )
+        return await self.requests.change(caller, request, lambda: self._pin_objects(request))
 
     async def _pin_objects(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)

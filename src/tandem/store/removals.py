@@ -21,16 +21,13 @@ class Removals:
     def __init__(self, master: "StoreMaster") -> None:
         self._master = master
         self._removing: dict[str, asyncio.Future[Any]] = {}
-        """Keys whose headers are not all gone yet: a request that comes again waits for them."""
+        """Keys of objects that went and whose headers are not all gone yet."""
 
     async def remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
         """Remove objects; answers when their headers are gone."""
         return KeyBytes(
-            await self._master.requests.run(
-                caller,
-                request.number,
-                request.settled_below,
-                lambda: self._remove_keys(request.keys),
+            await self._master.requests.change(
+                caller, request, lambda: self._remove_keys(request.keys)
             )
         )
 
@@ -43,9 +40,8 @@ class Removals:
                 pending.append(self.note_going(key, self._master.drop_row(row, wait=True)))
                 self._master.counters.objects_removed += 1
                 flags[i] = 1
-            elif key in self._removing:
+            elif key in self._removing:  # Removed, or evicted: there is none, but not yet for good.
                 pending.append(self._removing[key])
-                flags[i] = 1
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
@@ -73,11 +69,8 @@ class Removals:
     async def remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
         """Remove all objects whose keys begin so."""
         return PrefixRemoval(
-            await self._master.requests.run(
-                caller,
-                request.number,
-                request.settled_below,
-                lambda: self._remove_matches(request.prefix),
+            await self._master.requests.change(
+                caller, request, lambda: self._remove_matches(request.prefix)
             )
         )
 

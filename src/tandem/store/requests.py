@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tandem.core.errors import ConflictError
+from tandem.store.messages import Change
 from tandem.store.sessions import Caller
 
 __all__ = ["Requests"]
@@ -48,6 +49,12 @@ class Requests:
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Future[Any]"]) -> None:
         self._spawn = spawn
         self._clients: OrderedDict[str, _Client] = OrderedDict()
+
+    async def change(
+        self, caller: Caller, request: Change, begin: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """As ``run``, with the numbers that the request bears."""
+        return await self.run(caller, request.number, request.settled_below, begin)
 
     async def run(
         self,
