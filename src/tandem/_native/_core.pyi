@@ -639,6 +639,11 @@ class CallInbox:
 class CoreCall:
     """A call that was begun; see TransferEngine.call_async."""
 
+    def wait(self, deadline_s: float) -> bytes:
+        """
+        Wait for the answer of one begun without an inbox, without the GIL. Once.
+        """
+
     def take_answer(self) -> bytes:
         """What it ended with, once; raises the error."""
 
@@ -720,7 +725,7 @@ class TransferCore:
 
     def call(self, segment: int, payload: bytes, deadline_s: float) -> bytes: ...
 
-    def begin_call(self, segment: int, payload: bytes, inbox: CallInbox, tag: int) -> CoreCall: ...
+    def begin_call(self, segment: int, payload: bytes, inbox: CallInbox | None = None, tag: int = 0) -> CoreCall: ...
 
     def serve_calls(self) -> None: ...
 
@@ -1171,6 +1176,23 @@ def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[s
 
     Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);
     CorruptionError (a checksum; the length of the blob or a column).
+    """
+
+def fill_rows(rows: list[int], columns: list[tuple[object, int | list[int]]]) -> None:
+    """
+    Write values to the same rows of many columns, in all of them or in none.
+
+    Args:
+        columns: each an array of integers (int64, int32, uint32, uint16, uint8), and what its
+            rows get: one value for all, or one each.
+
+    Raises: ConfigError (a value does not fit its column); ShapeError (a row beyond the end).
+    """
+
+def populate_pages(memory: object) -> bool:
+    """
+    Map the pages of some memory now, for writing, instead of one by one when they are touched;
+    their contents stay. Without the GIL. False where the kernel cannot.
     """
 
 def crc32c(data: object, crc: int = 0) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem._native import measure_extents
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.store.config import StoreConfig
-from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
+from tandem.store.messages import HostExtents, PreparePut, StartedPut, StartPut, StartStatus
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import HostSpace
 
@@ -48,6 +48,10 @@ class PutBatch:
     expires_ms: int
     places: dict[int, dict[int, int]] = field(default_factory=dict)
     """By host, by object: the offset of its extent."""
+    prepared: PreparePut | None = None
+    """What its client has told of it so far."""
+    prepared_hosts: dict[int, int] = field(default_factory=dict)
+    """Hosts that were told of it, in this session, and of how many objects."""
     sessions: dict[int, int] = field(default_factory=dict)
     """Of the hosts, when the space was taken: in a later one it means nothing."""
 

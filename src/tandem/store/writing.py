@@ -19,9 +19,11 @@ from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.config import StoreConfig
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
+    Ack,
     CommitPut,
     CommitStatus,
     KeyBytes,
+    PreparePut,
     PutInline,
     StartedPut,
     StartPut,
@@ -110,6 +112,10 @@ def _lost() -> PeerLostError:
 class ObjectWriter:
     """The puts of one client."""
 
+    min_prepared = 8
+    min_prepared_bytes = 2**20
+    """A batch of so many objects and bytes takes longer to write than to tell of."""
+
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
@@ -194,16 +200,19 @@ class ObjectWriter:
         """Put all of them; one result each, an error being one."""
         deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items)
-        sources = await self._prepare(items)
-        for _ in range(MAX_ATTEMPTS):
+        sources: list[Source] = []  # Made while the master is asked for the first time.
+        for attempt in range(MAX_ATTEMPTS):
             left = [i for i, result in enumerate(results) if result is None]
             if not left:
                 break
-            await self._put_once(items, sources, left, options, results, deadline_s)
+            is_first = attempt == 0
+            await self._put_once(items, sources, left, options, results, deadline_s, is_first)
         return [_lost() if result is None else result for result in results]
 
-    async def _prepare(self, items: Sequence[Item]) -> list[Source]:
-        """Compute checksums and tables."""
+    async def _prepare(self, items: Sequence[Item], sources: list[Source]) -> None:
+        """Compute checksums and tables, unless that is done."""
+        if sources:
+            return
         first = items[0].parts[0].buffer if items and items[0].parts else None
         is_one = all(len(item.parts) == 1 and item.parts[0].buffer is first for item in items)
 
@@ -219,37 +228,40 @@ class ObjectWriter:
             slices = [tables[begin:end] for begin, end in zip(begins, ends, strict=False)]
             return list(zip(checksums, slices, strict=True))
 
-        if sum(item.size for item in items) > OFF_LOOP_BYTES:
-            return [Source(*found) for found in await self._calls.compute(compute)]
-        return [Source(*found) for found in compute()]
+        is_long = sum(item.size for item in items) > OFF_LOOP_BYTES
+        made = await self._calls.compute(compute) if is_long else compute()
+        sources.extend(itertools.starmap(Source, made))
 
     async def _put_once(
         self,
         items: Sequence[Item],
-        sources: Sequence[Source],
+        sources: list[Source],
         left: Sequence[int],
         options: PutOptions,
         results: "list[PutResult | TandemError | None]",
         deadline_s: float,
+        is_first: bool,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
         first_id = self._calls.ids.take(len(left))
         config = self._calls.config
         wait_ms = self._wait_ms(options)
-        started = await self._calls.call(
+        request = StartPut(
+            first_put_id=first_id,
+            keys=[items[i].key for i in left],
+            sizes=[items[i].size for i in left],
+            replicas=options.replicas,
+            preferred=list(options.preferred),
+            machine=self._calls.machine if options.same_machine else "",
+            upsert=options.upsert,
+            hard_pin=options.hard_pin,
+            soft_pin_ms=int(options.soft_pin_s * 1e3),
+            wait_ms=wait_ms,
+        )
+        started, _ = await self._calls.call_while(
+            self._prepare(items, sources),
             "start_put",
-            StartPut(
-                first_put_id=first_id,
-                keys=[items[i].key for i in left],
-                sizes=[items[i].size for i in left],
-                replicas=options.replicas,
-                preferred=list(options.preferred),
-                machine=self._calls.machine if options.same_machine else "",
-                upsert=options.upsert,
-                hard_pin=options.hard_pin,
-                soft_pin_ms=int(options.soft_pin_s * 1e3),
-                wait_ms=wait_ms,
-            ),
+            request,
             StartedPut,
             deadline_s,
             extra_s=min(wait_ms, config.put_wait_ms) / 1e3,
@@ -269,6 +281,8 @@ class ObjectWriter:
             checksums=[sources[i].checksum for i in granted],
             tables=b"".join([sources[i].table for i in granted]),
         )
+        if is_first and self._is_worth_preparing([items[i].size for i in granted]):
+            commit = await self._prepare_commit(commit)
         try:
             failed = await self._write(items, left, started, deadline_s)
         except BaseException:
@@ -283,8 +297,27 @@ class ObjectWriter:
             raise
         commit.failed_hosts.extend(failed)
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        for i, flag in zip(granted, answer.flags, strict=True):
+        flags = answer.flags or bytes([CommitStatus.EXPIRED]) * len(granted)
+        for i, flag in zip(granted, flags, strict=True):
             results[i] = OUTCOMES.get(CommitStatus(flag))
+
+    def _is_worth_preparing(self, sizes: Sequence[int]) -> bool:
+        return len(sizes) >= self.min_prepared and sum(sizes) >= self.min_prepared_bytes
+
+    async def _prepare_commit(self, commit: CommitPut) -> CommitPut:
+        """Let master and hosts take in what seals the objects, while these are written.
+
+        Returns: the commit that is left.
+        """
+        prepare = PreparePut(
+            first_put_id=commit.first_put_id,
+            grant=commit.grant,
+            checksums=commit.checksums,
+            tables=commit.tables,
+        )
+        if not await self._calls.send("prepare_put", prepare, Ack):
+            return commit
+        return CommitPut(first_put_id=commit.first_put_id, grant=commit.grant, is_prepared=True)
 
     async def _write(
         self, items: Sequence[Item], left: Sequence[int], started: StartedPut, deadline_s: float
