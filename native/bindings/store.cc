@@ -71,6 +71,15 @@ std::vector<uint64_t> measure_extents(const Keys& keys, const std::vector<uint64
   return lengths;
 }
 
+std::vector<uint64_t> locate_values(const Keys& keys, const std::vector<uint64_t>& sizes) {
+  if (keys.size() != sizes.size())
+    raise({Code::kShape, "store.layout", "columns of different lengths", "sizes"});
+  std::vector<uint64_t> places(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i)
+    places[i] = store::value_offset(keys[i].size(), sizes[i]);
+  return places;
+}
+
 void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_t usable_bytes,
                   const Keys& keys, const std::vector<int64_t>& offsets,
                   const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& versions,
@@ -213,6 +222,8 @@ void bind_store(nb::module_& module) {
   module.def("measure_extents", &measure_extents, "keys"_a, "sizes"_a,
              "Bytes that objects take in a segment, whole granules.\n\n"
              "Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).");
+  module.def("locate_values", &locate_values, "keys"_a, "sizes"_a,
+             "Where values begin in their extents, bytes; as ``layout.value_offset``.");
   module.def(
       "seal_objects", &seal_objects, "marks"_a, "data"_a, "usable_bytes"_a, nb::kw_only(), "keys"_a,
       "offsets"_a, "sizes"_a, "versions"_a, "checksums"_a, "wanted"_a, "hard_pins"_a,
@@ -273,6 +284,30 @@ void bind_store(nb::module_& module) {
       },
       "data"_a, "chunk_bytes"_a, nb::sig("def checksum_chunks(data: object, chunk_bytes: int) -> bytes"),
       "CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.");
+  module.def(
+      "checksum_blob",
+      [](const nb::bytes& blob, const std::vector<uint64_t>& sizes, size_t chunk_bytes) {
+        if (chunk_bytes == 0)
+          raise({Code::kConfig, "store.checksum", "chunks of 0 bytes", "chunk_bytes"});
+        const uint8_t* at = reinterpret_cast<const uint8_t*>(blob.c_str());
+        uint64_t left = blob.size();
+        std::vector<store::Value> values;
+        values.reserve(sizes.size());
+        for (const uint64_t size : sizes) {
+          if (size > left)
+            raise({Code::kShape, "store.checksum", "a value leaves the memory", "sizes"});
+          values.push_back({at, size});
+          at += size, left -= size;
+        }
+        std::vector<uint32_t> checksums(values.size());
+        const nb::gil_scoped_release release;
+        store::checksum_values(values.data(), values.size(), chunk_bytes, checksums.data(), nullptr);
+        return checksums;
+      },
+      "blob"_a, "sizes"_a, "chunk_bytes"_a,
+      nb::sig("def checksum_blob(blob: bytes, sizes: list[int], chunk_bytes: int) -> list[int]"),
+      "As `checksum_values`, of values that lie one after the other; without their tables.\n\n"
+      "Raises: ShapeError (a value leaves the blob).");
   module.def(
       "checksum_values",
       [](const Bytes& memory, const Numbers& places, const Numbers& sizes, size_t chunk_bytes) {

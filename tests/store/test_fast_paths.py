@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem._native import checksum_values
+from tandem._native import checksum_blob, checksum_values, locate_values
 from tandem.core.errors import (
     ConfigError,
     ConflictError,
@@ -28,6 +28,7 @@ from tandem.store import (
     PutResult,
     StoreClient,
     StoreConfig,
+    layout,
 )
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.local import LocalStore
@@ -69,6 +70,25 @@ def test_checksums_of_many_are_those_of_each(sizes, chunk_bytes):
         expected.append(b"".join(chunk.to_bytes(4, "little") for chunk in chunks))
     assert tables == b"".join(expected)
     assert checksums == [checksum_table(table) for table in expected]
+    blob = b"".join(
+        memory[at : at + size].tobytes() for at, size in zip(places, sizes, strict=True)
+    )
+    assert checksum_blob(blob, sizes, chunk_bytes) == checksums
+
+
+def test_a_value_beyond_its_blob_is_refused():
+    assert checksum_blob(b"abc", [3, 0], 64) == checksum_blob(b"abcd", [3, 0], 64)
+    with pytest.raises(ShapeError):
+        checksum_blob(b"abc", [2, 2], 64)
+    with pytest.raises(ConfigError):
+        checksum_blob(b"abc", [3], 0)
+
+
+@given(st.lists(st.tuples(st.text(max_size=70), st.integers(0, 2**40)), max_size=5))
+def test_values_lie_where_the_layout_says(objects):
+    keys, sizes = [key for key, _ in objects], [size for _, size in objects]
+    expected = [layout.value_offset(len(key.encode()), size) for key, size in objects]
+    assert locate_values(keys, sizes) == expected
 
 
 @pytest.mark.parametrize(("place", "size"), [(0, 101), (101, 0), (100, 1), (2**64 - 1, 2)])

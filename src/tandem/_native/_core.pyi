@@ -1162,6 +1162,11 @@ def measure_extents(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
     Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).
     """
 
+def locate_values(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """
+    Where values begin in their extents, bytes; as ``layout.value_offset``.
+    """
+
 def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
     """
     Make all of these objects ones that survive, or none; without the GIL.
@@ -1201,6 +1206,13 @@ def crc32c(data: object, crc: int = 0) -> int:
 def checksum_chunks(data: object, chunk_bytes: int) -> bytes:
     """
     CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.
+    """
+
+def checksum_blob(blob: bytes, sizes: list[int], chunk_bytes: int) -> list[int]:
+    """
+    As `checksum_values`, of values that lie one after the other; without their tables.
+
+    Raises: ShapeError (a value leaves the blob).
     """
 
 def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: int) -> tuple[list[int], bytes]:
