@@ -244,7 +244,8 @@ void bind_store(nb::module_& module) {
       "CorruptionError (a checksum; the length of the blob or a column).");
   module.def(
       "fill_rows", &fill_rows, "rows"_a, "columns"_a,
-      nb::sig("def fill_rows(rows: list[int], columns: list[tuple[object, int | list[int]]]) -> None"),
+      nb::sig("def fill_rows(rows: Sequence[int], "
+              "columns: Sequence[tuple[object, int | Sequence[int]]]) -> None"),
       "Write values to the same rows of many columns, in all of them or in none.\n\n"
       "Args:\n"
       "    columns: each an array of integers (int64, int32, uint32, uint16, uint8), and what its\n"

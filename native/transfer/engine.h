@@ -32,7 +32,7 @@ struct EngineOptions {
   PeerOptions peer;
   int io_threads = 1;
   int copy_threads = 1;
-  int64_t spin_ns = 50'000;
+  int64_t spin_ns = 200'000;
   FileBackend file_backend = FileBackend::kAuto;
   // P of the prediction by location of memory: of each local address.
   std::map<std::string, std::vector<double>> penalties;

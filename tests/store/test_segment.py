@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem._native import measure_extents
-from tandem._native import populate_pages
+from tandem._native import measure_extents, populate_pages
 from tandem.core.errors import (
     CapacityError,
     ConfigError,

@@ -1183,7 +1183,7 @@ def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[s
     CorruptionError (a checksum; the length of the blob or a column).
     """
 
-def fill_rows(rows: list[int], columns: list[tuple[object, int | list[int]]]) -> None:
+def fill_rows(rows: Sequence[int], columns: Sequence[tuple[object, int | Sequence[int]]]) -> None:
     """
     Write values to the same rows of many columns, in all of them or in none.
 
