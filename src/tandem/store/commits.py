@@ -138,11 +138,14 @@ class Commits:
                 if places
             }
             blobs = {number: blob.take([*batch.places[number]]) for number in records}
-            sealing = start_eagerly(self._seal_on_hosts(records, blobs, blob.is_values))
-            # The orders are on their way; what can be done meanwhile is.
-            staged = self._stage(batch, checksums, first_version)
+            orders = self._seal_on_hosts(records, blobs, blob.is_values)
+            staged = None
+            if _can_stage(batch, checksums):
+                # The orders leave now, and what can be done meanwhile is.
+                orders = start_eagerly(orders)
+                staged = self._stage(batch, checksums, first_version)
             try:
-                sealed = await sealing
+                sealed = await orders
             except Exception:
                 if staged is not None:
                     self._master.directory.unstage_many(staged)
@@ -213,21 +216,14 @@ class Commits:
                 raise answer
         return sealed
 
-    def _stage(
-        self, batch: PutBatch, checksums: Sequence[int], first_version: int
-    ) -> Staged | None:
-        """Prepare what the directory will have, if it is many objects on one host."""
-        placed = [places for places in batch.places.values() if places]
-        count = len(batch.keys)
-        if len(placed) != 1 or len(placed[0]) != count or count < MANY:
-            return None
-        if min(checksums) < 0 or max(checksums) >= 2**32:
-            return None  # What no checksum is, no host seals.
+    def _stage(self, batch: PutBatch, checksums: Sequence[int], first_version: int) -> Staged:
+        """Prepare what the directory will have. REQUIRES: ``_can_stage``."""
+        (places,) = filter(None, batch.places.values())
         return self._master.directory.stage_many(
             sizes=batch.sizes,
             checksums=checksums,
-            versions=range(first_version, first_version + count),
-            offsets=list(placed[0].values()),
+            versions=range(first_version, first_version + len(batch.keys)),
+            offsets=list(places.values()),
             wanted=batch.request.replicas,
         )
 
@@ -309,6 +305,17 @@ async def _gather(work: Sequence[Coroutine[Any, Any, Ack]]) -> "list[Ack | BaseE
         return [await work[0]]
     except Exception as error:  # noqa: BLE001 - as asyncio.gather
         return [error]
+
+
+def _can_stage(batch: PutBatch, checksums: Sequence[int]) -> bool:
+    """Whether these are many objects, all on one host. What no checksum is, no host seals."""
+    count = len(batch.keys)
+    return (
+        count >= MANY
+        and [len(places) for places in batch.places.values() if places] == [count]
+        and min(checksums) >= 0
+        and max(checksums) < 2**32
+    )
 
 
 class _KeysHeld:
