@@ -272,9 +272,9 @@ def test_bitwise_however_the_tokens_are_fed(isa, dtype, layout):
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "fp8"])
 def test_few_rows_are_bitwise_those_of_many(isa, group, kv_dtype):
-    """A decode leaves values where they lie if its rows fit into registers; a prefill packs them."""
+    """A decode whose rows fit into registers leaves values where they lie; a prefill packs them."""
     dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
-    case = Case([131], heads=2 * group, key_dim=64, dtype=dtype, kv_dtype=kv_dtype, block_size=24)
+    case = Case([131], heads=2 * group, block_size=24, dtype=dtype, kv_dtype=kv_dtype)
     whole = case.attend([(0, 131)], isa=isa)[0]
     for token in (0, 1, 63, 64, 130):
         alone = case.attend([(token, token + 1)], isa=isa)[0]
