@@ -669,6 +669,11 @@ void attend_rows(const SplitTask& task) {
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
   TileRowsOf keys, values;
   Ahead ahead;
+  // Nobody has fetched the first tile, and its values are read a line here and there.
+  if (task.key_begin < context) {
+    find_ahead(task, task.key_begin, context - task.key_begin, ahead);
+    ahead.fetch_rest();
+  }
   for (size_t tile = task.key_begin; tile < task.key_end && tile < context; tile += kTile) {
     TileWork work = {0, task.num_rows, false, nullptr, nullptr};
     // Rows ascend in position: the first see too little, with a window the last too much.
