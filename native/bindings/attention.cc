@@ -49,18 +49,8 @@ class KvPool {
   // [2, kv_heads, block_size].
   static KvPool* make_coded(const TensorView& tensor, const std::string& format, size_t num_kv_heads,
                             size_t block_size, size_t head_dim) {
-    if (format != "int8" && format != "fp8")
-      raise({Code::kConfig, "kernels.attention", "unknown KV format " + format + ": int8 or fp8",
-             "format"});
     const size_t num_rows = 2 * num_kv_heads * block_size;
-    if (tensor.num_dims() != 3 || !tensor.is_dense_from(0) ||
-        tensor.array().dtype() != nb::dtype<uint8_t>() ||
-        tensor.shape(2) != num_rows * (head_dim + 2))
-      refuse_view("kernels.attention", "tensor", tensor,
-                  "give contiguous uint8 [blocks, layers, " +
-                      std::to_string(num_rows * (head_dim + 2)) + "]");
-    KvView view = start(tensor);
-    view.type = format == "int8" ? KvType::kInt8 : KvType::kFp8;
+    KvView view = start_coded(tensor, format, num_rows * (head_dim + 2));
     view.num_kv_heads = num_kv_heads;
     view.block_size = block_size;
     view.key_dim = view.value_dim = view.row_bytes = head_dim;
@@ -90,6 +80,22 @@ class KvPool {
     return finish(tensor, view);
   }
 
+  // [blocks, layers, bytes of a layer]: codes [block_size, key_dim], then fp16 scales [block_size].
+  static KvPool* make_coded_latent(const TensorView& tensor, const std::string& format,
+                                   size_t block_size, size_t key_dim, size_t value_dim) {
+    if (value_dim < 1 || value_dim > key_dim)
+      refuse(std::to_string(value_dim) + " of " + std::to_string(key_dim) + " items", "value_dim");
+    KvView view = start_coded(tensor, format, block_size * (key_dim + 2));
+    view.num_kv_heads = 1;
+    view.block_size = block_size;
+    view.key_dim = view.row_bytes = key_dim;
+    view.value_dim = value_dim;
+    view.head_bytes = key_dim * block_size;
+    view.layer_bytes = tensor.shape(2);
+    view.key_scale_offset = view.value_scale_offset = view.head_bytes;
+    return finish(tensor, view);
+  }
+
   const KvView& view() const { return view_; }
 
   void read(size_t layer_idx, ThreadPool* pool) const {
@@ -107,6 +113,19 @@ class KvPool {
     view.type = tensor.is_float32() ? KvType::kFloat32 : KvType::kBfloat16;
     view.num_blocks = tensor.shape(0);
     view.num_layers = tensor.shape(1);
+    return view;
+  }
+  static KvView start_coded(const TensorView& tensor, const std::string& format,
+                            size_t layer_bytes) {
+    if (format != "int8" && format != "fp8")
+      raise({Code::kConfig, "kernels.attention", "unknown KV format " + format + ": int8 or fp8",
+             "format"});
+    if (tensor.num_dims() != 3 || !tensor.is_dense_from(0) ||
+        tensor.array().dtype() != nb::dtype<uint8_t>() || tensor.shape(2) != layer_bytes)
+      refuse_view("kernels.attention", "tensor", tensor,
+                  "give contiguous uint8 [blocks, layers, " + std::to_string(layer_bytes) + "]");
+    KvView view = start(tensor);
+    view.type = format == "int8" ? KvType::kInt8 : KvType::kFp8;
     return view;
   }
   static KvPool* finish(const TensorView& tensor, KvView view) {
@@ -244,6 +263,11 @@ void bind_attention(nb::module_& module) {
                   "block_size"_a, "head_dim"_a, nb::rv_policy::take_ownership,
                   "Of uint8 [blocks, layers, bytes]: in each layer codes [2, kv_heads, block_size,\n"
                   "head_dim], int8 or fp8 (e4m3), then fp16 scales [2, kv_heads, block_size].\n\n"
+                  "Raises: ShapeError; ConfigError (format).")
+      .def_static("coded_latent", &KvPool::make_coded_latent, "tensor"_a, "format"_a,
+                  "block_size"_a, "key_dim"_a, "value_dim"_a, nb::rv_policy::take_ownership,
+                  "Of uint8 [blocks, layers, bytes]: in each layer codes [block_size, key_dim], int8\n"
+                  "or fp8 (e4m3), then fp16 scales [block_size]; values as in `latent`.\n\n"
                   "Raises: ShapeError; ConfigError (format).")
       .def_static("latent", &KvPool::make_latent, "tensor"_a, "value_dim"_a,
                   nb::rv_policy::take_ownership,

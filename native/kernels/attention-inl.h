@@ -23,44 +23,66 @@ constexpr size_t kTile = kTileTokens;
 inline size_t min_of(size_t a, size_t b) { return a < b ? a : b; }
 inline size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-// Rows of the next tile, fetched a line at a time while this one is computed, so that memory never
-// waits for the unit.
+// Lines of the next tile, fetched while this one is computed: a few at a time between all of its
+// steps, as the core waits where many are asked for at once, and memory where none is.
 class Ahead {
  public:
-  void start(size_t num_rows, size_t row_bytes) {
-    row_ = offset_ = 0;
-    num_rows_ = num_rows;
-    row_bytes_ = row_bytes;
+  void clear() {
+    run_ = num_runs_ = 0;
+    next_ = end_ = nullptr;
   }
-  TANDEM_INLINE void fetch() {
-    if (row_ == num_rows_) return;
-    __builtin_prefetch(rows[row_] + offset_, 0, 2);
-    offset_ += 64;
-    if (offset_ < row_bytes_) return;
-    offset_ = 0;
-    ++row_;
+  // Of the `size_bytes` from `begin` on.
+  void add(const uint8_t* begin, size_t size_bytes) {
+    runs_[num_runs_++] = {begin, begin + size_bytes};
   }
-  TANDEM_INLINE void fetch_some(size_t count) {
-    for (size_t i = 0; i < count && row_ < num_rows_; ++i) fetch();
+  template <size_t kLines>
+  TANDEM_INLINE void fetch_some() {
+    for (size_t i = 0; i < kLines; ++i) fetch();
   }
   void fetch_rest() {
-    while (row_ < num_rows_) fetch();
+    while (next_ < end_ || run_ < num_runs_) fetch();
   }
 
-  const uint8_t* rows[2 * kTile];
-
  private:
-  size_t row_ = 0, offset_ = 0, num_rows_ = 0, row_bytes_ = 0;
+  static constexpr size_t kLine = 64;
+  struct Run {
+    const uint8_t* begin;
+    const uint8_t* end;
+  };
+
+  TANDEM_INLINE void fetch() {
+    if (next_ >= end_) {
+      if (run_ == num_runs_) return;
+      next_ = runs_[run_].begin;
+      end_ = runs_[run_].end;
+      ++run_;
+    }
+    __builtin_prefetch(next_, 0, 3);
+    next_ += kLine;
+  }
+
+  const uint8_t* next_ = nullptr;
+  const uint8_t* end_ = nullptr;
+  size_t run_ = 0, num_runs_ = 0;
+  Run runs_[2 * kTile];
 };
-// Lines beside a square of keys and a step of values: half of a tile of 128 items in all.
-constexpr size_t kLinesBesideSquare = 8;
-constexpr size_t kLinesBesideValues = 4;
+// Lines beside a step of a tile's work. With eight rows of 128 items in bf16 they make a whole
+// tile; fewer rows have fewer steps, which are over sooner.
+constexpr size_t kLinesOfSquare = 4;
+constexpr size_t lines_beside_scores(size_t rows) { return rows > 4 ? 1 : 2; }
+constexpr size_t kLinesBesideWeights = 2;
+constexpr size_t kLinesBesideValues = 1;
+constexpr size_t lines_beside_mix(size_t rows) { return rows > 4 ? 2 : 4; }
+
+// Up to here one block of registers takes all rows, so that each key and value is loaded once.
+constexpr size_t kFewRows = kLanes == 16 ? 8 : kMaxRows;
+constexpr int vectors_beside_few(size_t rows) { return kLanes == 16 && rows <= 4 ? 4 : 2; }
 
 // What a step along K multiplies: one float a lane, or a pair of bf16.
 struct FloatOperand {
   typedef F32 Columns;
   static constexpr size_t kItems = 1;
-  static Columns load(const uint8_t* p) { return load_f32(reinterpret_cast<const float*>(p)); }
+  static Columns columns(I32 v) { return as_f32(v); }
   static F32 multiply(F32 sum, Columns columns, const uint8_t* row) {
     float x;
     __builtin_memcpy(&x, row, 4);
@@ -70,7 +92,7 @@ struct FloatOperand {
 struct Bf16Operand {
   typedef Bf16Pair Columns;
   static constexpr size_t kItems = 2;
-  static Columns load(const uint8_t* p) { return bf16_weights(load_i32(p)); }
+  static Columns columns(I32 v) { return bf16_weights(v); }
   static F32 multiply(F32 sum, Columns columns, const uint8_t* row) {
     return dot(sum, columns, bf16_row(row));
   }
@@ -93,10 +115,10 @@ TANDEM_INLINE inline void multiply_block(const uint8_t* a, size_t a_stride, cons
     });
   });
   for (size_t step = 0; step < num_steps; ++step) {
-    ahead.fetch();
+    ahead.fetch_some<lines_beside_scores(kRows)>();
     typename Op::Columns columns[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      columns[v.value] = Op::load(b + step * b_stride + v.value * kLanes * 4);
+      columns[v.value] = Op::columns(load_i32(b + step * b_stride + v.value * kLanes * 4));
     });
     unroll<kRows>([&](auto r) TANDEM_INLINE {
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
@@ -161,9 +183,27 @@ inline void multiply_columns(const Product& p, size_t num_rows, size_t column) {
   }
 }
 
+// Calls `body` with the number of rows, 1 to kFewRows, as a constant.
+template <size_t kRows = kFewRows, class Body>
+TANDEM_INLINE inline void with_few_rows(size_t num_rows, const Body& body) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return with_few_rows<kRows - 1>(num_rows, body);
+  }
+  body(Index<kRows>{});
+}
+
 // All rows against all columns, a multiple of kLanes.
 template <class Op, bool kStartsFromZero>
 inline void multiply(const Product& p, size_t num_rows, size_t num_columns) {
+  // Scores have kTile columns, a multiple of what stands beside few rows.
+  if constexpr (kStartsFromZero && kFewRows > kMaxRows) {
+    if (num_rows > kMaxRows && num_rows <= kFewRows)
+      return with_few_rows(num_rows, [&](auto rows) {
+        constexpr int kRows = decltype(rows)::value, kVectors = vectors_beside_few(kRows);
+        for (size_t column = 0; column < num_columns; column += kVectors * kLanes)
+          multiply_rows<Op, kRows, kVectors, true>(p, 0, column);
+      });
+  }
   constexpr int kVectors = vectors_beside(kMaxRows);
   size_t column = 0;
   for (; column + kVectors * kLanes <= num_columns; column += kVectors * kLanes)
@@ -265,8 +305,9 @@ void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t
           square[i] = first + i < num_rows ? load_key_steps<Op, T>(rows[first + i], step, key_dim)
                                            : set_i32(0);
       }
+      ahead.fetch_some<kLinesOfSquare / 2>();
       transpose(square);
-      ahead.fetch_some(kLinesBesideSquare);
+      ahead.fetch_some<kLinesOfSquare / 2>();
       float* line = reinterpret_cast<float*>(out + (step * kTile + first) * 4);
       if (step < full_steps) {
         unroll<kLanes>([&](auto i) TANDEM_INLINE {
@@ -293,6 +334,29 @@ TANDEM_INLINE inline I32 join_values(const T* even, const T* odd, size_t left) {
     return pair_bf16(load_some(even, left), load_some(odd, left));
 }
 
+// Consecutive items of a and b in turn, from item kFirst of each on.
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
+template <size_t kFirst, size_t... kIndex>
+TANDEM_INLINE inline I32 interleave(Shorts a, Shorts b, Indices<kIndex...>) {
+  return (I32)__builtin_shufflevector(a, b, (kFirst + kIndex / 2 + kIndex % 2 * 2 * kLanes)...);
+}
+typedef MakeIndices<2 * kLanes>::Type ShortLanes;
+
+// 2 * kLanes columns, as join_values gives them.
+template <class Op, class T>
+TANDEM_INLINE inline void join_twice(const T* even, const T* odd, I32 (&out)[2]) {
+  if constexpr (Op::kItems == 2 && sizeof(T) == 2) {
+    Shorts a, b;
+    __builtin_memcpy(&a, even, sizeof a);
+    __builtin_memcpy(&b, odd, sizeof b);
+    out[0] = interleave<0>(a, b, ShortLanes{});
+    out[1] = interleave<kLanes>(a, b, ShortLanes{});
+  } else {
+    out[0] = join_values<Op, T>(even, odd, kLanes);
+    out[1] = join_values<Op, T>(even + kLanes, odd + kLanes, kLanes);
+  }
+}
+
 // Packs values as [kTile / items of a step][columns], 4 bytes each.
 template <class Op, class T>
 void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t value_dim,
@@ -307,14 +371,61 @@ void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size
       const T* odd = Op::kItems == 2 && token + 1 < num_rows
                          ? reinterpret_cast<const T*>(rows[token + 1])
                          : even;
-      for (; c + kLanes <= value_dim; c += kLanes)
-        store_f32(line + c, as_f32(join_values<Op, T>(even + c, odd + c, kLanes)));
+      for (; c + 2 * kLanes <= value_dim; c += 2 * kLanes) {
+        I32 joined[2];
+        join_twice<Op, T>(even + c, odd + c, joined);
+        store_f32(line + c, as_f32(joined[0]));
+        store_f32(line + c + kLanes, as_f32(joined[1]));
+      }
       for (; c < value_dim; c += kLanes)
         store_f32(line + c, as_f32(join_values<Op, T>(even + c, odd + c, value_dim - c)));
     }
     for (; c < columns; c += kLanes) store_f32(line + c, zero_f32());
-    ahead.fetch_some(kLinesBesideValues);
+    ahead.fetch_some<kLinesBesideValues>();
   }
+}
+
+// What `multiply` does with values packed by pack_values, without packing them: where the rows are
+// few, storing and loading again what is used once costs more than the products. The same chain of
+// operations; tokens that are not there would add zeros.
+template <class Op, class T, int kRows>
+void mix_few(const Product& p, const uint8_t* const* values, size_t num_tokens, size_t column) {
+  constexpr int kVectors = vectors_beside_few(kRows);
+  F32 sums[kRows][kVectors];
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      sums[r.value][v.value] =
+          load_f32(p.out + r.value * p.out_stride + column + v.value * kLanes) *
+          set_f32(p.factors[r.value]);
+    });
+  });
+  for (size_t token = 0; token < num_tokens; token += Op::kItems) {
+    p.ahead->fetch_some<lines_beside_mix(kRows)>();
+    const T* even = reinterpret_cast<const T*>(values[token]) + column;
+    const T* odd = Op::kItems == 2 && token + 1 < num_tokens
+                       ? reinterpret_cast<const T*>(values[token + 1]) + column
+                       : even;
+    typename Op::Columns columns[kVectors];
+    unroll<kVectors / 2>([&](auto v) TANDEM_INLINE {
+      constexpr size_t kOffset = 2 * v.value * kLanes;
+      I32 joined[2];
+      join_twice<Op, T>(even + kOffset, odd + kOffset, joined);
+      columns[2 * v.value] = Op::columns(joined[0]);
+      columns[2 * v.value + 1] = Op::columns(joined[1]);
+    });
+    unroll<kRows>([&](auto r) TANDEM_INLINE {
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        sums[r.value][v.value] = Op::multiply(sums[r.value][v.value], columns[v.value],
+                                              p.a + r.value * p.a_stride + token / Op::kItems * 4);
+      });
+    });
+  }
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      store_f32(p.out + r.value * p.out_stride + column + v.value * kLanes,
+                sums[r.value][v.value]);
+    });
+  });
 }
 
 template <class Op>
@@ -377,24 +488,41 @@ inline void find_rows(const SplitTask& task, size_t first, size_t count, bool is
   for (size_t t = 0; t < kTile; t += kLanes) store_f32(found.scales + t, load_fp16(halves + t));
 }
 
-// Notes the rows of the tile from `first` on, of which `left` tokens remain.
+// Notes the lines of the tile from `first` on, of which `left` tokens remain.
 inline void find_ahead(const SplitTask& task, size_t first, size_t left, Ahead& ahead) {
   const KvView& kv = *task.kv;
   const size_t count = min_of(kTile, left);
-  const int64_t* block = task.blocks + first / kv.block_size;
-  size_t offset = first % kv.block_size;
-  for (size_t t = 0; t < count; offset = 0, ++block) {
-    const uint8_t* row = kv.base + static_cast<size_t>(*block) * kv.block_bytes +
-                         task.layer_idx * kv.layer_bytes + task.kv_head * kv.head_bytes +
-                         offset * kv.row_bytes;
-    const size_t end = min_of(count, t + kv.block_size - offset);
-    for (; t < end; ++t, row += kv.row_bytes) {
-      ahead.rows[t] = row;
-      ahead.rows[count + t] = row + kv.value_offset;
-    }
-  }
+  ahead.clear();
   // Latent values lie within their keys.
-  ahead.start(kv.value_offset == 0 ? count : 2 * count, kv.row_bytes);
+  for (size_t offset = 0; offset <= kv.value_offset; offset += kv.value_offset) {
+    for (size_t t = 0; t < count;) {
+      const size_t token = (first + t) % kv.block_size;
+      const size_t run = min_of(count - t, kv.block_size - token);
+      const size_t block = static_cast<size_t>(task.blocks[(first + t) / kv.block_size]);
+      ahead.add(kv.base + block * kv.block_bytes + task.layer_idx * kv.layer_bytes +
+                    task.kv_head * kv.head_bytes + offset + token * kv.row_bytes,
+                run * kv.row_bytes);
+      t += run;
+    }
+    if (kv.value_offset == 0) break;
+  }
+}
+
+// Calls `body` with an item of the type that the pool holds.
+template <class Op, class Body>
+TANDEM_INLINE inline void with_item(KvType type, const Body& body) {
+  switch (type) {
+    case KvType::kFloat32:
+      // Float keys are never multiplied as bf16.
+      if constexpr (Op::kItems == 1) body(float{});
+      return;
+    case KvType::kBfloat16:
+      return body(uint16_t{});
+    case KvType::kFp8:
+      return body(Fp8{});
+    case KvType::kInt8:
+      return body(int8_t{});
+  }
 }
 
 template <class Op>
@@ -402,25 +530,32 @@ void pack_tile(const KvView& kv, const TileRowsOf& found, size_t count, bool is_
                Ahead& ahead) {
   uint8_t* packed = static_cast<uint8_t*>(out);
   const size_t size = is_value ? kv.value_dim : kv.key_dim;
-  const auto pack = [&](auto item) {
+  with_item<Op>(kv.type, [&](auto item) {
     typedef decltype(item) T;
     if (is_value)
       pack_values<Op, T>(packed, found.rows, count, size, ahead);
     else
       pack_keys<Op, T>(packed, found.rows, count, size, ahead);
-  };
-  switch (kv.type) {
-    case KvType::kFloat32:
-      // Float keys are never multiplied as bf16.
-      if constexpr (Op::kItems == 1) pack(float{});
-      return;
-    case KvType::kBfloat16:
-      return pack(uint16_t{});
-    case KvType::kFp8:
-      return pack(Fp8{});
-    case KvType::kInt8:
-      return pack(int8_t{});
-  }
+  });
+}
+
+// Whether mix_tile takes these: whole registers, of rows that are not worth packing values for.
+inline bool is_mixed_unpacked(size_t num_rows, size_t value_dim) {
+  return num_rows <= kFewRows && value_dim % (4 * kLanes) == 0;
+}
+// Adds weights times values to the sums of a tile's rows.
+template <class Op>
+void mix_tile(const KvView& kv, const TileRowsOf& found, size_t count, const Product& product,
+              size_t num_rows) {
+  with_item<Op>(kv.type, [&](auto item) {
+    typedef decltype(item) T;
+    with_few_rows(num_rows, [&](auto rows) {
+      constexpr int kRows = decltype(rows)::value;
+      constexpr size_t kColumns = vectors_beside_few(kRows) * kLanes;
+      for (size_t column = 0; column < kv.value_dim; column += kColumns)
+        mix_few<Op, T, kRows>(product, found.rows, count, column);
+    });
+  });
 }
 
 // Keys of the tile that a row sees: [first, last).
@@ -440,6 +575,7 @@ inline Visible find_visible(const SplitTask& task, size_t row, size_t tile) {
 
 struct TileWork {
   size_t begin_row, end_row;  // Those that see a key of the tile.
+  bool is_masked;             // Some of them do not see all.
   const float* key_scales;    // Null is none.
   const float* value_scales;
 };
@@ -482,13 +618,13 @@ inline void store_weights(void* weights, size_t row, size_t i, F32 v) {
 
 // Turns scores into weights, and what the rows hold already to the new largest score.
 template <class Op>
-void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile) {
+void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile, Ahead& ahead) {
   const RowState& state = task.state;
   float* factors = task.scratch.factors;
   float references[kTileRows + 16];
   for (size_t r = work.begin_row; r < work.end_row; ++r) {
     float* scores = task.scratch.scores + r * kTile;
-    const Visible visible = find_visible(task, r, tile);
+    const Visible visible = work.is_masked ? find_visible(task, r, tile) : Visible{0, kTile};
     const float found = shape_scores(task.rule, work.key_scales, visible, scores);
     const float old = state.largest[r];
     const float largest = found > old ? found : old;
@@ -504,6 +640,7 @@ void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile) {
     const F32 reference = set_f32(references[r]);
     F32 v[kBlockVectors];
     for (size_t i = 0; i < kBlockVectors; ++i) {
+      ahead.fetch_some<kLinesBesideWeights>();
       v[i] = exp_nonpositive(load_f32(scores + i * kLanes) - reference);
       const F32 scaled = work.value_scales == nullptr
                              ? v[i]
@@ -532,8 +669,13 @@ void attend_rows(const SplitTask& task) {
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
   TileRowsOf keys, values;
   Ahead ahead;
+  // Nobody has fetched the first tile, and its values are read a line here and there.
+  if (task.key_begin < context) {
+    find_ahead(task, task.key_begin, context - task.key_begin, ahead);
+    ahead.fetch_rest();
+  }
   for (size_t tile = task.key_begin; tile < task.key_end && tile < context; tile += kTile) {
-    TileWork work = {0, task.num_rows, nullptr, nullptr};
+    TileWork work = {0, task.num_rows, false, nullptr, nullptr};
     // Rows ascend in position: the first see too little, with a window the last too much.
     while (work.begin_row < work.end_row &&
            find_visible(task, work.begin_row, tile).last == 0)
@@ -543,6 +685,8 @@ void attend_rows(const SplitTask& task) {
       --work.end_row;
     const size_t num_rows = work.end_row - work.begin_row;
     if (num_rows == 0) continue;
+    work.is_masked = find_visible(task, work.begin_row, tile).last < kTile ||
+                     find_visible(task, work.end_row - 1, tile).first > 0;
     const size_t count = min_of(kTile, context - tile);
     find_rows(task, tile, count, false, keys);
     find_rows(task, tile, count, true, values);
@@ -555,15 +699,19 @@ void attend_rows(const SplitTask& task) {
                         static_cast<const uint8_t*>(task.scratch.keys), kTile * 4, steps,
                         task.scratch.scores + work.begin_row * kTile, kTile, nullptr, &ahead},
                        num_rows, kTile);
-    weigh_tile<Op>(task, work, tile);
-    pack_tile<Op>(kv, values, count, true, task.scratch.values, ahead);
+    weigh_tile<Op>(task, work, tile, ahead);
     const uint8_t* weights = static_cast<const uint8_t*>(task.scratch.weights);
     const size_t weight_stride = kTile / Op::kItems * 4;
-    multiply<Op, false>({weights + work.begin_row * weight_stride, weight_stride,
+    const Product mix = {weights + work.begin_row * weight_stride, weight_stride,
                          static_cast<const uint8_t*>(task.scratch.values), columns * 4,
                          kTile / Op::kItems, task.state.sums + work.begin_row * columns, columns,
-                         task.scratch.factors + work.begin_row, &ahead},
-                        num_rows, columns);
+                         task.scratch.factors + work.begin_row, &ahead};
+    if (is_mixed_unpacked(num_rows, kv.value_dim)) {
+      mix_tile<Op>(kv, values, count, mix, num_rows);
+    } else {
+      pack_tile<Op>(kv, values, count, true, task.scratch.values, ahead);
+      multiply<Op, false>(mix, num_rows, columns);
+    }
     ahead.fetch_rest();
   }
 }

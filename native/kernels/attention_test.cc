@@ -47,7 +47,8 @@ KvView make_view(const Shape& shape, size_t num_blocks, std::vector<uint8_t>& me
   kv.layer_bytes = kinds * kv.head_bytes * shape.kv_heads;
   if (shape.item_bytes() == 1) {
     kv.key_scale_offset = kv.layer_bytes;
-    kv.value_scale_offset = kv.layer_bytes + shape.kv_heads * shape.block_size * 2;
+    kv.value_scale_offset =
+        kv.layer_bytes + (kinds - 1) * shape.kv_heads * shape.block_size * 2;
     kv.layer_bytes += kinds * shape.kv_heads * shape.block_size * 2;
   }
   kv.block_bytes = kv.layer_bytes * kv.num_layers;
@@ -130,17 +131,25 @@ TEST(attention_stays_in_its_memory_float) {
   compare_isas({KvType::kFloat32, 2, 3, 20, 20, 7, {1, 3, 9}, {1, 70, 9}, 0});
   compare_isas({KvType::kFloat32, 1, 1, 64, 64, 64, {130}, {130}, 40});
   compare_isas({KvType::kFloat32, 1, 2, 1, 1, 1, {2}, {2}, 0});
+  // Few rows, whose values are not packed: a block of registers, one less, and half.
+  compare_isas({KvType::kFloat32, 2, 8, 64, 64, 7, {1, 1}, {70, 1}, 0});
+  compare_isas({KvType::kFloat32, 1, 7, 64, 64, 64, {1}, {65}, 0});
+  compare_isas({KvType::kFloat32, 1, 4, 128, 128, 5, {1}, {66}, 3});
 }
 
 TEST(attention_stays_in_its_memory_bf16) {
   compare_isas({KvType::kBfloat16, 2, 3, 18, 18, 5, {1, 65}, {66, 65}, 0});
   compare_isas({KvType::kBfloat16, 1, 2, 33, 33, 64, {2}, {65}, 3});
+  compare_isas({KvType::kBfloat16, 2, 8, 64, 64, 7, {1, 1}, {71, 1}, 0});
+  compare_isas({KvType::kBfloat16, 1, 3, 64, 64, 64, {1}, {65}, 0});
 }
 
 TEST(attention_stays_in_its_memory_codes) {
   for (const KvType type : {KvType::kInt8, KvType::kFp8}) {
     compare_isas({type, 2, 2, 20, 20, 9, {1, 11}, {64, 71}, 0});
     compare_isas({type, 1, 1, 7, 7, 3, {4}, {9}, 0});
+    compare_isas({type, 2, 8, 64, 64, 9, {1}, {71}, 0});
+    compare_isas({type, 1, 5, 72, 64, 9, {1, 2}, {71, 9}, 0});
   }
 }
 

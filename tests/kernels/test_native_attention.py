@@ -65,6 +65,10 @@ class Case:
 
     def make_pool(self):
         blocks, size, d = self.num_blocks, self.block_size, self.key_dim
+        if self.value_dim and isinstance(self.kv_dtype, str):
+            memory = torch.full((blocks, LAYERS, size * (d + 2)), 255, dtype=torch.uint8)
+            args = (self.kv_dtype, size, d, self.value_dim)
+            return _native.KvPool.coded_latent(view(memory), *args), memory
         if self.value_dim:
             memory = torch.full((blocks, LAYERS, size, d), math.nan, dtype=self.kv_dtype)
             return _native.KvPool.latent(view(memory), self.value_dim), memory
@@ -174,10 +178,33 @@ def test_rules(isa, name, dtype, count_outside):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+@pytest.mark.parametrize("value_dim", [None, 64], ids=["grouped", "latent"])
 @both_dtypes
-def test_latent_heads(isa, dtype, count_outside):
+def test_rules_over_coded_kv(isa, kv_format, value_dim, dtype, count_outside):
+    case = Case(
+        [131, 90],
+        kv_heads=1 if value_dim else 2,
+        key_dim=80,
+        value_dim=value_dim,
+        dtype=dtype,
+        kv_dtype=kv_format,
+        rule=RULES["all"],
+    )
+    case.attend([(0, 130), (0, 40)], isa=isa)
+    parts = [(130, 131), (40, 90)]
+    for s, out in case.attend(parts, isa=isa).items():
+        assert count_outside(out, *case.oracle(s, *parts[s])) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", ["as queries", "int8", "fp8"])
+@both_dtypes
+def test_latent_heads(isa, kv_dtype, dtype, count_outside):
     """MLA: 130 query heads share one key of 72 items, whose first 64 are the value."""
-    case = Case([80], heads=130, kv_heads=1, key_dim=72, value_dim=64, dtype=dtype, kv_dtype=dtype)
+    kv_dtype = dtype if kv_dtype == "as queries" else kv_dtype
+    shape = {"heads": 130, "kv_heads": 1, "key_dim": 72, "value_dim": 64}
+    case = Case([80], **shape, dtype=dtype, kv_dtype=kv_dtype)
     for part in ((0, 3), (3, 79), (79, 80)):
         # The oracle of many heads is slow; of a few tokens it says as much.
         out = case.attend([part], isa=isa)[0]
@@ -216,14 +243,14 @@ def test_the_bound_catches_mutants(mutant, dtype, count_outside):
 
 @pytest.mark.parametrize("isa", ISAS)
 @both_dtypes
-@pytest.mark.parametrize("layout", ["grouped", "latent", "int8"])
+@pytest.mark.parametrize("layout", ["grouped", "latent", "int8", "latent int8"])
 def test_bitwise_however_the_tokens_are_fed(isa, dtype, layout):
     """Longer than a split, so that partial results are merged, and with a window."""
     length = 1100 if isa != "plain" else 1030
     shape = {"key_dim": 16}
-    if layout == "latent":
+    if "latent" in layout:
         shape = {"kv_heads": 1, "key_dim": 24, "value_dim": 16}
-    kv_dtype = "int8" if layout == "int8" else dtype
+    kv_dtype = "int8" if "int8" in layout else dtype
     rule = {"window": 1040, "soft_cap": 20.0}
     case = Case([length, 300, 65], heads=4, dtype=dtype, kv_dtype=kv_dtype, rule=rule, **shape)
     whole = case.attend([(0, length), (0, 300), (0, 65)], isa=isa)
@@ -239,6 +266,19 @@ def test_bitwise_however_the_tokens_are_fed(isa, dtype, layout):
     decoded = case.attend([(length - 1, length), (299, 300), (64, 65)], isa=isa, pool=pool)
     for s, out in decoded.items():
         assert torch.equal(out[0], whole[s][-1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "fp8"])
+def test_few_rows_are_bitwise_those_of_many(isa, group, kv_dtype):
+    """A decode whose rows fit into registers leaves values where they lie; a prefill packs them."""
+    dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    case = Case([131], heads=2 * group, block_size=24, dtype=dtype, kv_dtype=kv_dtype)
+    whole = case.attend([(0, 131)], isa=isa)[0]
+    for token in (0, 1, 63, 64, 130):
+        alone = case.attend([(token, token + 1)], isa=isa)[0]
+        assert torch.equal(alone[0], whole[token])
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "int8", "fp8"])
@@ -362,3 +402,10 @@ def test_pools_of_the_wrong_shape_are_refused():
         _native.KvPool.coded(view(codes), "int8", 2, 8, 15)
     with pytest.raises(ConfigError):
         _native.KvPool.coded(view(codes), "int3", 2, 8, 16)
+    latent = torch.zeros(3, 2, 8 * 18, dtype=torch.uint8)
+    _native.KvPool.coded_latent(view(latent), "int8", 8, 16, 16)
+    for sizes in ((8, 15, 8), (8, 16, 17), (8, 16, 0)):
+        with pytest.raises(ShapeError):
+            _native.KvPool.coded_latent(view(latent), "int8", *sizes)
+    with pytest.raises(ConfigError):
+        _native.KvPool.coded_latent(view(latent), "bf16", 8, 16, 16)

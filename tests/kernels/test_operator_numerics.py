@@ -227,6 +227,18 @@ def test_experts(dtype, tokens, case, draw, wide, make_reader, count_outside):
     assert count_outside(experts(x, ids, weights), reference.experts(*args), bound) == 0
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_experts_in_bf16_take_weights_in_float32(tokens, draw, wide, make_reader, count_outside):
+    """As the native router gives them; a prefill refused the mixture."""
+    dtype = torch.bfloat16
+    experts, gate_up, down = load_experts(dtype, draw, make_reader)
+    x, weights = draw(tokens, 24, dtype=dtype), draw(tokens, 2, dtype=dtype).abs()
+    ids = route("spread", tokens)
+    args = (wide(x), ids.numpy(), wide(weights), wide(gate_up), wide(down))
+    bound = tolerance.experts(*args, dtype)
+    assert count_outside(experts(x, ids, weights.float()), reference.experts(*args), bound) == 0
+
+
 def test_both_expert_layouts_load_equal(draw, make_reader):
     fused, gate_up, down = load_experts(torch.float32, draw, make_reader)
     tensors = {}

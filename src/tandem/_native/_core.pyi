@@ -962,6 +962,15 @@ class KvPool:
         """
 
     @staticmethod
+    def coded_latent(tensor: TensorView, format: str, block_size: int, key_dim: int, value_dim: int) -> KvPool:
+        """
+        Of uint8 [blocks, layers, bytes]: in each layer codes [block_size, key_dim], int8
+        or fp8 (e4m3), then fp16 scales [block_size]; values as in `latent`.
+
+        Raises: ShapeError; ConfigError (format).
+        """
+
+    @staticmethod
     def latent(tensor: TensorView, value_dim: int) -> KvPool:
         """
         Of [blocks, layers, block_size, key_dim], float32 or bfloat16 (MLA): all heads

@@ -190,7 +190,8 @@ class _Case:
         return time_call(lambda: self.run_rival(layer, dtype)) * 1e3
 
     def time_ceiling(self) -> float:
-        layer = (self.turn + self.layers.count // 2) % self.layers.count
+        # The one that was used last, so that ours never finds what this has just read.
+        layer = (self.turn - 1) % self.layers.count
         read = time_call(lambda: self.layers.pool.read(layer, self.threads))
         multiplied = time_call(lambda: self.multiplier.multiply_registers(self.num_macs))
         return max(read, multiplied) * 1e3

@@ -160,7 +160,8 @@ class Experts(RoutedExperts):
         outputs = torch.empty_like(x)
         outputs[order] = x
         outputs = outputs.view(tokens, top_k, -1)
-        residual_TD[:, None].baddbmm_(w_TK[:, None], outputs)
+        # A native router's weights are float32 whatever the model's dtype.
+        residual_TD[:, None].baddbmm_(w_TK[:, None].to(outputs.dtype), outputs)
 
     def _refuse_id(self, expert_id: int) -> None:
         raise ShapeError(
