@@ -222,10 +222,9 @@ class Commits:
         shown = sorted({i for number in placed for i in batch.places[number]})
         for i in shown:
             statuses[i] = CommitStatus.CREATED
-            if request.upsert:
-                going = self._master.removals.find_going(batch.keys[i])
-                if going is not None:  # Evicted a moment ago.
-                    replaced.append(going)
+            going = self._master.removals.find_going(batch.keys[i])
+            if going is not None:  # Evicted a moment ago, and maybe still read.
+                replaced.append(going)
             row = directory.find(batch.keys[i])
             if row != NO_ROW:
                 statuses[i] = CommitStatus.REPLACED
