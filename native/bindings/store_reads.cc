@@ -40,7 +40,13 @@ struct BatchRead {
   uint64_t memory_bytes = 0;
 
   BatchRead(nb::tuple keys, uint64_t direct_bytes)
-      : keys(keys), core(nb::cast<std::vector<std::string_view>>(keys), direct_bytes) {}
+      : keys(keys), core(view(keys), direct_bytes) {}
+
+  static std::vector<std::string_view> view(const nb::tuple& keys) {
+    std::vector<std::string_view> views;
+    if (!nb::try_cast(keys, views)) throw nb::type_error("keys are strings that UTF-8 can write");
+    return views;
+  }
 
   const uint8_t* check_scratch(const Scratch& scratch) const {
     if (scratch.size() < scratch_bytes)

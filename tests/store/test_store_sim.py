@@ -21,7 +21,6 @@ from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.reading import ObjectRead
-from tandem.store.removals import Removals
 from tandem.store.space import HostSpace
 from tandem.store.writing import PutOptions, PutResult
 
@@ -582,10 +581,6 @@ def accept_unseen(reader, batch, scratch) -> None:
     return None
 
 
-def note_nothing(removals, key: str, headers) -> None:
-    return None
-
-
 async def seal_nowhere(commits: Commits, records, blobs, is_values) -> set[int]:
     return set(records)
 
@@ -608,9 +603,6 @@ MUTANTS = {
     "puts are acknowledged unsealed": [(Commits, "_seal_on_hosts", seal_nowhere)],
     "remembered places are read without their headers": [
         (BulkReader, "_check_headers", accept_unseen)
-    ],
-    "what replaces an object is shown while that may still be read": [
-        (Removals, "note_leaving", note_nothing)
     ],
     "readers check nothing": [
         (ObjectRead, "check", lambda read: True),
