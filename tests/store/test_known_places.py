@@ -217,7 +217,7 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
         return await wipe(host, caller, order)
 
     process, host = world.hosts["h0"]
-    handler, *types = process.methods["wipe"]
+    _, *types = process.methods["wipe"]
     process.methods["wipe"] = (lambda caller, order: wipe_late(host, caller, order), *types)
     change = asyncio.ensure_future(writer.put("key", b"new", UPSERT))
     await asyncio.wait_for(has_come.wait(), 5)

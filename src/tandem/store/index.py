@@ -110,9 +110,7 @@ class Directory:
         """
         rows = list(map(self._rows.get, keys, itertools.repeat(NO_ROW)))
         if hidden:
-            rows = [
-                NO_ROW if key in hidden else row for key, row in zip(keys, rows, strict=True)
-            ]
+            rows = [NO_ROW if key in hidden else row for key, row in zip(keys, rows, strict=True)]
         found = gather(
             rows,
             is_here,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from tandem._native import locate_rows
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
-    Endpoint,
     FindObjects,
     FoundObjects,
     KeyBytes,
