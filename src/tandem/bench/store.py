@@ -2,9 +2,9 @@
 
 Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
 batch, beside a memcpy of as many bytes; gets by a client that asks its master each time where the
-objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``); ``op=exists``
-over the wire and in the directory, keys a second; the memory of a directory; ``op=allocate``,
-nanoseconds for a put and its eviction;
+objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``);
+``op=exists`` over the wire and in the directory, keys a second; the memory of a directory;
+``op=allocate``, nanoseconds for a put and its eviction;
 ``op=find clients=8``, the 99th percentile of a metadata call with a million objects;
 ``op=first_put``, from the start of a host of 16 GiB to a put. With peers the baseline is Mooncake
 (over tcp, all it has between processes) and, in cases of their own (``against=redis-...``), Redis.
