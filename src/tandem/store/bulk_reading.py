@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem._native import BatchRead
 from tandem.core.errors import NotFoundError, PeerLostError, TandemError
-from tandem.store.buffers import Part, ResultPool, ScratchPool, StoreBuffer
+from tandem.store.buffers import Part, Result, ResultPool, ScratchPool, StoreBuffer
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.known_places import KnownPlaces
@@ -31,6 +31,7 @@ DIRECT_BYTES = 32 * 1024
 """Larger values are read to where they shall be; smaller ones side by side, and copied."""
 RESULT_BYTES = 256 * 1024
 """Values of this size or more are received where they are given out, without a copy."""
+NO_RESULTS: "contextlib.nullcontext[list[Result]]" = contextlib.nullcontext([])
 
 
 class BulkReader:
@@ -80,16 +81,16 @@ class BulkReader:
     ) -> None:
         """Place and read all; ``read(endpoint, deadline_s)`` is one step of that."""
         deadline_s = self._calls.deadline_s()
-        batch.place_known(self._places.cache, self._calls.clock.now_s())
+        num_known = batch.place_known(self._places.cache, self._calls.clock.now_s())
+        unplaced = batch.list_unplaced() if num_known else list(range(len(keys)))
         while True:
-            unplaced = batch.list_unplaced()
             if unplaced:
                 await self._place(keys, batch, unplaced, deadline_s)
             for number in batch.list_endpoints():
                 await read(number, deadline_s)
-            # What was remembered and is not there any more; what the master has said is not asked
-            # for again.
-            if not batch.list_unplaced():
+            # What was remembered and is not there any more. What the master itself has said is not
+            # asked for again.
+            if not num_known or not (unplaced := batch.list_unplaced()):
                 return
 
     async def _place(
@@ -119,23 +120,22 @@ class BulkReader:
     ) -> None:
         cache = self._places.cache
         scratch_bytes, lease_end_s, rows, direct = batch.plan(number)
-        with contextlib.ExitStack() as lent:
-            scratch = lent.enter_context(self._scratch.lend(scratch_bytes))
+        lengths = [length for _, _, length in direct]
+        with (
+            self._scratch.lend(scratch_bytes) as scratch,
+            self._results.lend(lengths) if direct else NO_RESULTS as results,
+        ):
             pieces = [Piece(scratch.handle, *row) for row in rows]
-            results = []
-            if direct:
-                lengths = [length for _, _, length in direct]
-                results = lent.enter_context(self._results.lend(lengths))
-                pieces += [
-                    Piece(result.buffer.handle, 0, at, length)
-                    for result, (_, at, length) in zip(results, direct, strict=True)
-                ]
+            pieces += [
+                Piece(result.buffer.handle, 0, at, length)
+                for result, (_, at, length) in zip(results, direct, strict=True)
+            ]
             if not await self._read(number, pieces, min(lease_end_s, deadline_s)):
                 batch.fail(cache)
                 return
             self._check_headers(batch, scratch)
             await self._check_values(batch, scratch, None, scratch_bytes)
-            made = {}
+            made: dict[int, bytes] = {}
             for result, (index, _, length) in zip(results, direct, strict=True):
                 await self._check_result(batch, index, result.buffer, length)
                 made[index] = result.value
