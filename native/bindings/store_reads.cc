@@ -147,21 +147,21 @@ void finish_into(BatchRead& self, nb::list sizes, const Scratch& scratch, const 
 }
 
 template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadColumn = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
-using MutableColumn = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WrittenColumn = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 nb::bytes to_column(const std::vector<int64_t>& numbers) {
   return nb::bytes(numbers.data(), 8 * numbers.size());
 }
 
 nb::tuple locate_rows(const std::vector<int64_t>& rows, const nb::bytes& is_here, int64_t until_ms,
-                      int64_t last_tick, const Column<int64_t>& sizes,
-                      const Column<int64_t>& versions, const Column<uint32_t>& checksums,
-                      const MutableColumn<int64_t>& lease_until_ms,
-                      const MutableColumn<int64_t>& used_ticks, const Column<uint8_t>& num_disks,
-                      const Column<int32_t>& first_copy, const Column<uint16_t>& copy_hosts,
-                      const Column<int64_t>& copy_offsets, const Column<int32_t>& next_copy) {
+                      int64_t last_tick, const ReadColumn<int64_t>& sizes,
+                      const ReadColumn<int64_t>& versions, const ReadColumn<uint32_t>& checksums,
+                      const WrittenColumn<int64_t>& lease_until_ms,
+                      const WrittenColumn<int64_t>& used_ticks, const ReadColumn<uint8_t>& num_disks,
+                      const ReadColumn<int32_t>& first_copy, const ReadColumn<uint16_t>& copy_hosts,
+                      const ReadColumn<int64_t>& copy_offsets, const ReadColumn<int32_t>& next_copy) {
   for (const size_t size : {versions.size(), checksums.size(), lease_until_ms.size(),
                             used_ticks.size(), num_disks.size(), first_copy.size()})
     if (size != sizes.size())

@@ -66,6 +66,11 @@ class Removals:
         """Return what is done when an earlier object of this key is gone; None if none is going."""
         return self._removing.get(key)
 
+    @property
+    def has_going(self) -> bool:
+        """Whether anything is going at all."""
+        return len(self._removing) > 0
+
     def note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
         """Clients that remember an object may read it until these headers are gone.
 

@@ -14,7 +14,7 @@ from tandem.transfer.config import TransferConfig, TransportName
 if TYPE_CHECKING:
     from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer, TransferStatus
     from tandem.transfer.buffer import Buffer, RemoteBuffer
-    from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler
+    from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
     from tandem.transfer.segment import FileSegment, Segment
     from tandem.transfer.shared_loop import SharedLoop
@@ -28,6 +28,7 @@ __all__ = [
     "FileSegment",
     "Notification",
     "Op",
+    "PendingCall",
     "PreparedBatch",
     "RemoteBuffer",
     "Segment",
@@ -48,6 +49,7 @@ _HOMES = {
     "FileSegment": "segment",
     "Notification": "engine",
     "Op": "batch",
+    "PendingCall": "calls",
     "PreparedBatch": "batch",
     "RemoteBuffer": "buffer",
     "Segment": "segment",
