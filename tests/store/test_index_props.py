@@ -340,6 +340,47 @@ def test_rows_are_filled_in_all_columns_or_in_none(kind):
         assert other.tolist() == [0, -1, 2, 3, -1, 5]
 
 
+def test_nobody_sees_what_is_only_staged():
+    def stage(directory: Directory):
+        columns = {"sizes": [5, 6], "checksums": [1, 2], "versions": [7, 8], "offsets": [0, 512]}
+        return directory.stage_many(**columns, wanted=2)
+
+    def look(directory: Directory):
+        return (
+            len(directory),
+            directory.total_bytes,
+            directory.num_unreadable,
+            directory.count_under_replicated(),
+            directory.list_under_replicated(9),
+            directory.rows_on_host(0),
+            directory.rows_on_disk(0),
+            directory.list_keys(),
+            directory.pick_victims(10**9, 10**6),
+        )
+
+    directory = Directory()
+    directory.insert("old", size=1, checksum=1, version=1, replicas=[Replica(0, 4096)])
+    before = look(directory)
+    staged = stage(directory)
+    assert look(directory) == before
+    directory.lose_host(0)
+    directory.find_host(0)
+    directory.unstage_many(staged)
+    assert look(directory) == before
+    # The rows are used again, and those that are shown are as any others.
+    again = stage(directory)
+    assert sorted(again.rows) == sorted(staged.rows)
+    directory.show_many(["a", "b"], again, host=3, lease_until_ms=11)
+    for key, size, offset, version in (("a", 5, 0, 7), ("b", 6, 512, 8)):
+        row = directory.find(key)
+        assert directory.replicas(row) == [Replica(3, offset)]
+        assert (directory.size(row), directory.version(row)) == (size, version)
+        assert directory.lease_until_ms(row) == 11
+    assert directory.total_bytes == 12
+    assert directory.list_under_replicated(9) == again.rows
+    assert directory.exists_many(["a", "b", "old"]) == b"\1\1\1"
+
+
 def test_the_garbage_collector_finds_nothing_to_walk_in_a_directory():
     """A full collection must not take longer for a directory of many objects.
 

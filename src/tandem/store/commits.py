@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError, NotFoundError, TandemError, UnsupportedError
 from tandem.store import layout
-from tandem.store.index import NO_ROW, Replica
+from tandem.store.eager import start_eagerly
+from tandem.store.index import NO_ROW, Replica, Staged
 from tandem.store.messages import (
     Ack,
     CommitPut,
@@ -21,7 +22,7 @@ from tandem.store.messages import (
     SealExtents,
     SealPrepared,
 )
-from tandem.store.puts import PutBatch
+from tandem.store.puts import PutBatch, ValueBytes
 from tandem.store.sessions import Caller
 from tandem.store.space import Extent, HostSpace
 
@@ -36,29 +37,19 @@ MANY = 8
 """From so many objects on, columns cost less than rows."""
 
 
-class _Blob:
-    """Bytes of a batch's objects, one after the other: values, or tables."""
+def _read_seal(
+    batch: PutBatch, request: CommitPut | PreparePut
+) -> tuple[Sequence[int], ValueBytes]:
+    """Return checksums and tables that a client has told of; no checksums: it gives the put up.
 
-    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
-        self.is_values = is_values
-        self._data = memoryview(data)
-        self._ends = list(itertools.accumulate(sizes))
-        self._sizes = sizes
-
-    def take(self, objects: Sequence[int]) -> bytes:
-        """Return those of some objects, in their order."""
-        if len(objects) == len(self._sizes):
-            return bytes(self._data)
-        ends, sizes = self._ends, self._sizes
-        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
-
-
-def _make_table_blob(batch: PutBatch, tables: bytes) -> _Blob:
-    """Raises: ConfigError if the tables do not fit the objects."""
+    Raises: ConfigError if they do not fit the objects.
+    """
+    if isinstance(request, CommitPut) and request.is_prepared:
+        return batch.prepared or ((), ValueBytes(b"", (), is_values=False))
     sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
-    if sum(sizes) != len(tables):
+    if request.checksums and sum(sizes) != len(request.tables):
         raise ConfigError("store.commit", "tables that do not fit the values")
-    return _Blob(tables, sizes, is_values=False)
+    return request.checksums, ValueBytes(request.tables, sizes, is_values=False)
 
 
 class Commits:
@@ -111,16 +102,15 @@ class Commits:
             assert was_held, "a fence takes space from puts"
         for number in failed:
             self._master.puts.fence(hosts[number], batch.client)
-        told = batch.prepared if request.is_prepared else request
-        if told is None or not told.checksums:
-            self._master.puts.release(batch)
-            return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
         try:
-            blob = _make_table_blob(batch, told.tables)
+            checksums, blob = _read_seal(batch, request)
         except ConfigError:
             self._master.puts.release(batch)
             raise
-        return await self._seal(batch, told.checksums, blob)
+        if not checksums:
+            self._master.puts.release(batch)
+            return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
+        return await self._seal(batch, checksums, blob)
 
     async def prepare(self, caller: Caller, request: PreparePut) -> Ack:
         """Pass on what will be sealed, while it is written. Ok: it was not too late for that."""
@@ -129,19 +119,18 @@ class Commits:
             return Ack(ok=False)
         if len(request.checksums) != len(batch.keys):
             raise ConfigError("store.prepare", "as many checksums as objects")
-        blob = _make_table_blob(batch, request.tables)
-        batch.prepared = request
+        checksums, blob = batch.prepared = _read_seal(batch, request)
         for number, places in batch.places.items():
             host = self._master.hosts[number]
             if places and host.line is not None:
                 batch.prepared_hosts[number] = len(places)
-                self._master.spawn(self._prepare_on(host, batch, request, blob.take([*places])))
+                self._master.spawn(self._prepare_on(host, batch, checksums, blob.take([*places])))
         return Ack()
 
     async def _prepare_on(
-        self, host: HostSpace, batch: PutBatch, request: PreparePut, tables: bytes
+        self, host: HostSpace, batch: PutBatch, checksums: Sequence[int], tables: bytes
     ) -> None:
-        records = self._make_records(batch, host.number, request.checksums, 0)
+        records = self._make_records(batch, host.number, checksums, 0)
         try:
             await host.order(
                 "prepare_seal",
@@ -162,9 +151,9 @@ class Commits:
             values = memoryview(data)
             data = b"".join(values[ends[i] - request.sizes[i] : ends[i]] for i in batch.positions)
         checksums = [request.checksums[i] for i in batch.positions]
-        return await self._seal(batch, checksums, _Blob(data, batch.sizes, is_values=True))
+        return await self._seal(batch, checksums, ValueBytes(data, batch.sizes, is_values=True))
 
-    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
+    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: ValueBytes) -> bytes:
         """Seal and show; hosts are sent of the blob what is theirs."""
         async with _KeysHeld(self._sealing, batch.keys):
             puts = self._master.puts
@@ -178,9 +167,14 @@ class Commits:
                     for i in came_late:
                         statuses[i] = CommitStatus.EXISTS
             first_version = self._master.take_versions(len(batch.keys))
+            sealing = start_eagerly(self._seal_on_hosts(batch, checksums, first_version, blob))
+            # The orders are on their way; what can be done meanwhile is.
+            staged = self._stage(batch, checksums, first_version)
             try:
-                sealed = await self._seal_on_hosts(batch, checksums, first_version, blob)
+                sealed = await sealing
             except Exception:
+                if staged is not None:
+                    self._master.directory.unstage_many(staged)
                 puts.forget_lost(batch)
                 for number in batch.places:
                     self._wipe(batch, number, first_version)
@@ -189,7 +183,7 @@ class Commits:
             for number in [number for number in batch.places if number not in sealed]:
                 self._wipe(batch, number, first_version)
                 del batch.places[number]
-            replaced = self._insert(batch, checksums, first_version, statuses)
+            replaced = self._insert(batch, checksums, first_version, statuses, staged)
             # Until the old versions are gone, a crash could bring them back.
             for gone in replaced:
                 await asyncio.shield(gone)
@@ -221,7 +215,7 @@ class Commits:
         )
 
     async def _seal_on_hosts(
-        self, batch: PutBatch, checksums: Sequence[int], first_version: int, blob: _Blob
+        self, batch: PutBatch, checksums: Sequence[int], first_version: int, blob: ValueBytes
     ) -> set[int]:
         """Return the hosts that have done it."""
         orders = {
@@ -246,7 +240,7 @@ class Commits:
         batch: PutBatch,
         checksums: Sequence[int],
         first_version: int,
-        blob: _Blob,
+        blob: ValueBytes,
     ) -> Ack:
         host, places = self._master.hosts[number], batch.places[number]
         # What was prepared is of all objects, so that their versions follow each other.
@@ -272,19 +266,41 @@ class Commits:
             tables=b"" if blob.is_values else data,
         )
 
+    def _stage(
+        self, batch: PutBatch, checksums: Sequence[int], first_version: int
+    ) -> Staged | None:
+        """Prepare what the directory will have, if it is many objects on one host."""
+        placed = [places for places in batch.places.values() if places]
+        count = len(batch.keys)
+        if len(placed) != 1 or len(placed[0]) != count or count < MANY:
+            return None
+        if min(checksums) < 0 or max(checksums) >= 2**32:
+            return None  # What no checksum is, no host seals.
+        return self._master.directory.stage_many(
+            sizes=batch.sizes,
+            checksums=checksums,
+            versions=range(first_version, first_version + count),
+            offsets=list(placed[0].values()),
+            wanted=batch.request.replicas,
+        )
+
     def _insert(
         self,
         batch: PutBatch,
         checksums: Sequence[int],
         first_version: int,
         statuses: bytearray,
+        staged: Staged | None,
     ) -> "list[asyncio.Future[Any]]":
         """Show what is sealed somewhere; returns what is done when old versions are gone."""
         directory, request = self._master.directory, batch.request
         replaced: list[asyncio.Future[Any]] = []
         placed = [number for number, places in batch.places.items() if places]
-        shown = sorted({i for number in placed for i in batch.places[number]})
-        keys = batch.keys if len(shown) == len(batch.keys) else [batch.keys[i] for i in shown]
+        shown: Sequence[int] = range(len(batch.keys))
+        keys = batch.keys
+        if not any(len(batch.places[number]) == len(shown) for number in placed):
+            shown = sorted({i for number in placed for i in batch.places[number]})
+            keys = [keys[i] for i in shown]
         for i in shown:
             statuses[i] = CommitStatus.CREATED
         removals = self._master.removals
@@ -297,12 +313,17 @@ class Commits:
                 if row != NO_ROW:
                     statuses[i] = CommitStatus.REPLACED
                     replaced += self._master.drop_row(row, wait=True)
-        if len(placed) == 1 and len(shown) >= MANY:
-            is_whole = keys is batch.keys
+        if staged is not None and keys is not batch.keys:
+            directory.unstage_many(staged)
+            staged = None
+        if staged is not None:
+            directory.show_many(keys, staged, host=placed[0])
+            rows = staged.rows
+        elif len(placed) == 1 and len(shown) >= MANY:
             rows = directory.insert_many(
                 keys,
-                sizes=batch.sizes if is_whole else [batch.sizes[i] for i in shown],
-                checksums=checksums if is_whole else [checksums[i] for i in shown],
+                sizes=[batch.sizes[i] for i in shown],
+                checksums=[checksums[i] for i in shown],
                 versions=[first_version + i for i in shown],
                 wanted=request.replicas,
                 host=placed[0],

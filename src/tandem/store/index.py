@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tandem._native import fill_rows
 
-__all__ = ["NO_ROW", "Directory", "Replica"]
+__all__ = ["NO_ROW", "Directory", "Replica", "Staged"]
 
 NO_ROW = -1
 MAX_REPLICAS = 255
@@ -39,6 +39,14 @@ class Replica(NamedTuple):
 
     host: int
     offset: int
+
+
+class Staged(NamedTuple):
+    """Rows that are filled and belong to no key."""
+
+    rows: list[int]
+    places: list[int]
+    """Of their replicas."""
 
 
 class Directory:
@@ -280,13 +288,32 @@ class Directory:
         Returns: their rows, in order.
         REQUIRES: the keys are absent and differ; the host is there.
         """
-        assert host not in self._lost_hosts, host
-        count, num_before, total = len(keys), len(self._rows), sum(sizes)
+        staged = self.stage_many(
+            sizes=sizes, checksums=checksums, versions=versions, offsets=offsets, wanted=wanted
+        )
+        self.show_many(keys, staged, host=host, lease_until_ms=lease_until_ms)
+        return staged.rows
+
+    def stage_many(
+        self,
+        *,
+        sizes: Sequence[int],
+        checksums: Sequence[int],
+        versions: Sequence[int],
+        offsets: Sequence[int],
+        wanted: int | Sequence[int],
+    ) -> Staged:
+        """Prepare rows for ``show_many``, as ``insert_many``; nobody sees anything of them yet.
+
+        What is not shown is given back with ``unstage_many``.
+        """
+        count = len(sizes)
         if isinstance(wanted, int):
             wanted = min(wanted, MAX_REPLICAS)
         else:
             wanted = [min(n, MAX_REPLICAS) for n in wanted]
-        rows, at = self._take_rows(count), self._take_replicas(count)
+        staged = Staged(self._take_rows(count), self._take_replicas(count))
+        rows, at = staged
         try:
             # Whatever does not fit a column is refused before the first one has changed.
             fill_rows(
@@ -295,35 +322,56 @@ class Directory:
                     (self._size, sizes),
                     (self._version, versions),
                     (self._checksum, checksums),
-                    (self._wanted, wanted),
-                    (self._used_tick, list(range(self._tick + 1, self._tick + 1 + count))),
-                    (self._lease_until_ms, lease_until_ms),
-                    (self._live, 1),
-                    (self._memory, 1),
-                    (self._num_disks, 0),
+                    (self._used_tick, range(self._tick + 1, self._tick + 1 + count)),
                     (self._first, at),
+                    (self._wanted, wanted),
+                    (self._num_disks, 0),
+                    # What passes over all rows looks at these: nothing is there yet.
+                    (self._live, 0),
+                    (self._memory, 0),
+                    (self._flags, 0),
                 ],
             )
             fill_rows(
                 at,
                 [
-                    (self._replica_host, host),
                     (self._replica_offset, offsets),
                     (self._replica_next, -1),
                     (self._replica_row, rows),
+                    (self._replica_host, _FREE_HOST),
                 ],
             )
         except BaseException:
-            self._spare_rows.extend(rows)
-            self._spare_replicas.extend(at)
+            self.unstage_many(staged)
             raise
-        self._rows.update(zip(keys, rows, strict=True))
-        assert len(self._rows) == num_before + count, "a key was there"
-        fill_rows(rows, [(self._flags, _ALIVE)])
-        self._keys[rows] = keys
         self._tick += count
-        self.total_bytes += total
-        return rows
+        return staged
+
+    def show_many(
+        self, keys: Sequence[str], staged: Staged, *, host: int, lease_until_ms: int = 0
+    ) -> None:
+        """Add what was staged. REQUIRES: as of ``insert_many``."""
+        assert host not in self._lost_hosts, host
+        rows, num_before = staged.rows, len(self._rows)
+        self._rows.update(zip(keys, rows, strict=True))
+        assert len(self._rows) == num_before + len(rows), "a key was there"
+        self._keys[rows] = keys
+        fill_rows(
+            rows,
+            [
+                (self._flags, _ALIVE),
+                (self._live, 1),
+                (self._memory, 1),
+                (self._lease_until_ms, lease_until_ms),
+            ],
+        )
+        fill_rows(staged.places, [(self._replica_host, host)])
+        self.total_bytes += sum(map(self._size.__getitem__, rows))
+
+    def unstage_many(self, staged: Staged) -> None:
+        """Give back what is not to be shown."""
+        self._spare_rows.extend(staged.rows)
+        self._spare_replicas.extend(staged.places)
 
     def remove(self, row: int) -> list[Replica]:
         """Drop an object and return its replicas; their space is the caller's to give back."""

@@ -1,6 +1,7 @@
 """Unfinished puts of a master: space taken for them, and given back when they end badly."""
 
 import asyncio
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING
 from tandem._native import measure_extents
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.store.config import StoreConfig
-from tandem.store.messages import HostExtents, PreparePut, StartedPut, StartPut, StartStatus
+from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import HostSpace
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
 
-__all__ = ["PutBatch", "Puts", "check_pin"]
+__all__ = ["PutBatch", "Puts", "ValueBytes", "check_pin"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,23 @@ MAX_REMEMBERED = 16_384
 MIN_WAIT_S = 1e-3
 MAX_SOFT_PIN_MS = 2**32 - 1
 """What a header holds."""
+
+
+class ValueBytes:
+    """Bytes of a batch's objects, one after the other: values, or tables."""
+
+    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
+        self.is_values = is_values
+        self._data = memoryview(data)
+        self._ends = list(itertools.accumulate(sizes))
+        self._sizes = sizes
+
+    def take(self, objects: Sequence[int]) -> bytes:
+        """Return those of some objects, in their order."""
+        if len(objects) == len(self._sizes):
+            return bytes(self._data)
+        ends, sizes = self._ends, self._sizes
+        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +66,8 @@ class PutBatch:
     expires_ms: int
     places: dict[int, dict[int, int]] = field(default_factory=dict)
     """By host, by object: the offset of its extent."""
-    prepared: PreparePut | None = None
-    """What its client has told of it so far."""
+    prepared: tuple[Sequence[int], ValueBytes] | None = None
+    """Checksums and tables, if its client has told of them ahead of its commit."""
     prepared_hosts: dict[int, int] = field(default_factory=dict)
     """Hosts that were told of it, in this session, and of how many objects."""
     sessions: dict[int, int] = field(default_factory=dict)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from tandem.store.messages import (
     Ack,
     CommitPut,
     CommitStatus,
+    HostExtents,
     KeyBytes,
     PreparePut,
     PutInline,
@@ -102,6 +103,10 @@ class Sources:
     """Of all, one after the other."""
     value_at: list[int] = field(default_factory=list)
     """Where the value begins in its extent."""
+    handles: list[Any] = field(default_factory=list)
+    """Of the memory that a value is in, if each is in one piece; else empty."""
+    local_at: list[int] = field(default_factory=list)
+    """Where in that memory."""
 
     def take(self, items: "Sequence[Item]", chosen: Sequence[int]) -> tuple[list[int], bytes]:
         """Return checksums and tables of some."""
@@ -225,7 +230,6 @@ class ObjectWriter:
             return
         first = items[0].parts[0].buffer if items and items[0].parts else None
         is_one = all(len(item.parts) == 1 and item.parts[0].buffer is first for item in items)
-
         sizes = [item.size for item in items]
 
         def compute() -> tuple[list[int], bytes]:
@@ -239,6 +243,9 @@ class ObjectWriter:
         made = await self._calls.compute(compute) if sum(sizes) > OFF_LOOP_BYTES else compute()
         sources.checksums, sources.tables = made
         sources.value_at = locate_values([item.key for item in items], sizes)
+        if all(len(item.parts) == 1 for item in items) and all(sizes):
+            sources.handles = [item.parts[0].buffer.handle for item in items]
+            sources.local_at = [item.parts[0].offset for item in items]
 
     async def _put_once(
         self,
@@ -290,7 +297,7 @@ class ObjectWriter:
         if is_first and self._is_worth_preparing([items[i].size for i in granted]):
             commit = await self._prepare_commit(commit)
         try:
-            failed = await self._write(items, sources.value_at, left, started, deadline_s)
+            failed = await self._write(items, sources, left, started, deadline_s)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
             commit = CommitPut(
@@ -328,30 +335,17 @@ class ObjectWriter:
     async def _write(
         self,
         items: Sequence[Item],
-        value_at: Sequence[int],
+        sources: Sources,
         left: Sequence[int],
         started: StartedPut,
         deadline_s: float,
     ) -> set[int]:
         """Write all objects to all their hosts; returns the hosts where it did not succeed."""
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
-        pieces: dict[int, list[Piece]] = {}
-        for place in started.places:
-            base = endpoints[place.host].write_base
-            found = pieces.setdefault(place.host, [])
-            for position, extent_at in zip(place.objects, place.offsets, strict=True):
-                item = items[left[position]]
-                at = base + extent_at + value_at[left[position]]
-                if len(item.parts) == 1:
-                    (part,) = item.parts
-                    if item.size:
-                        found.append(Piece(part.buffer.handle, part.offset, at, item.size))
-                    continue
-                for part in item.parts:
-                    length = part.nbytes
-                    if length:
-                        found.append(Piece(part.buffer.handle, part.offset, at, length))
-                        at += length
+        pieces = {
+            place.host: _list_pieces(items, sources, left, place, endpoints[place.host].write_base)
+            for place in started.places
+        }
         # A write may take as long as the master lets a put be unfinished, and no longer.
         timeout_s = min(self._calls.config.put_timeout_ms / 1e3, self._calls.left_s(deadline_s))
         hosts = [host for host in endpoints if pieces.get(host)]
@@ -366,3 +360,28 @@ class ObjectWriter:
             elif outcome is not None:
                 raise outcome
         return failed
+
+
+def _list_pieces(
+    items: Sequence[Item],
+    sources: Sources,
+    left: Sequence[int],
+    place: HostExtents,
+    base: int,
+) -> list[Piece]:
+    """Return what is to be written to one host."""
+    if sources.handles and place.objects == list(range(len(items))):
+        at = [base + n + m for n, m in zip(place.offsets, sources.value_at, strict=True)]
+        sizes = [item.size for item in items]
+        rows = zip(sources.handles, sources.local_at, at, sizes, strict=True)
+        return list(map(Piece._make, rows))
+    pieces: list[Piece] = []
+    for position, extent_at in zip(place.objects, place.offsets, strict=True):
+        i = left[position]
+        at = base + extent_at + sources.value_at[i]
+        for part in items[i].parts:
+            length = part.nbytes
+            if length:
+                pieces.append(Piece(part.buffer.handle, part.offset, at, length))
+                at += length
+    return pieces
