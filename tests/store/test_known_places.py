@@ -14,13 +14,30 @@ from store_world import Faults, Session, World, run_virtual
 from test_store_sim import CONFIG
 
 from tandem._native import BatchRead, LocationCache
-from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
-from tandem.store import Part, PutOptions, PutResult, StoreConfig, layout
+from tandem.core.errors import (
+    CorruptionError,
+    NotFoundError,
+    PeerLostError,
+    ShapeError,
+    TandemError,
+)
+from tandem.rpc import make_runtime_dir
+from tandem.store import (
+    HostService,
+    MasterService,
+    Part,
+    PutOptions,
+    PutResult,
+    StoreClient,
+    StoreConfig,
+    layout,
+)
 from tandem.store import bulk_reading as bulk_reading_module
 from tandem.store.host import StoreHost
 from tandem.store.local import LocalStore
 from tandem.store.removals import Removals
 from tandem.store.space import HostSpace
+from tandem.transfer import SharedLoop
 
 UPSERT = PutOptions(upsert=True, replicas=1)
 
@@ -83,6 +100,43 @@ async def test_what_is_remembered_is_bounded_and_can_be_nothing():
             assert count_known(store.client, keys) == expected
             store.client.on_master()
             assert count_known(store.client, keys) == 0
+
+
+@pytest.mark.parametrize("transports", [("local", "tcp"), ("local", "shm", "cma")])
+def test_over_real_transports_threads_share_what_is_known_until_the_session_ends(
+    tmp_path, transports
+):
+    async def run() -> None:
+        config = StoreConfig(
+            master=f"ipc://{make_runtime_dir()}/m.sock",
+            segment_dir=str(tmp_path / "segments"),
+            segment_bytes=2**24,
+            recovery_ms=0,
+            transports=transports,
+        )
+        async with MasterService(config) as master, HostService(config) as host:
+            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            counters = master.seat.counters
+            client = await asyncio.to_thread(StoreClient, config)
+            try:
+                keys, values = ["a", "b"], [b"1" * 5000, b"2" * 100_000]
+                await asyncio.to_thread(client.put_many, keys, values)
+                for _ in range(3):
+                    assert await asyncio.to_thread(client.get_many, keys) == values
+                    assert await asyncio.to_thread(client.get, "a") == values[0]
+                assert counters.hits == 2
+                cache = client._client._places.cache
+                master._server.end_sessions(PeerLostError("test.master", "go"))
+                async with asyncio.timeout(20):
+                    while len(cache):
+                        await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(client.get_many, keys) == values
+                assert counters.hits == 4
+            finally:
+                await asyncio.to_thread(client.close)
+
+    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        runner.run(run())
 
 
 @pytest.mark.asyncio
