@@ -118,9 +118,6 @@ class _BlockingCalls(MasterCalls):
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
         self._wait(self._patient.tell(method, request, response))
 
-    async def send(self, method: str, request: object, response: type[Any]) -> bool:
-        return self._fast.begin_blocking(method, request) is not None
-
     def spawn(self, work: Any) -> None:
         # Made for our steps, which block: they are over at once.
         drive(work)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.core.errors import ConfigError, NotFoundError, TandemError, UnsupportedError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.store import layout
 from tandem.store.eager import start_eagerly
 from tandem.store.index import NO_ROW, Replica, Staged
@@ -16,15 +16,12 @@ from tandem.store.messages import (
     CommitStatus,
     ExtentRecords,
     KeyBytes,
-    PreparePut,
-    PrepareSeal,
     PutInline,
     SealExtents,
-    SealPrepared,
 )
-from tandem.store.puts import PutBatch, ValueBytes
+from tandem.store.puts import PutBatch
 from tandem.store.sessions import Caller
-from tandem.store.space import Extent, HostSpace
+from tandem.store.space import Extent
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
@@ -37,19 +34,21 @@ MANY = 8
 """From so many objects on, columns cost less than rows."""
 
 
-def _read_seal(
-    batch: PutBatch, request: CommitPut | PreparePut
-) -> tuple[Sequence[int], ValueBytes]:
-    """Return checksums and tables that a client has told of; no checksums: it gives the put up.
+class _Blob:
+    """Bytes of a batch's objects, one after the other: values, or tables."""
 
-    Raises: ConfigError if they do not fit the objects.
-    """
-    if isinstance(request, CommitPut) and request.is_prepared:
-        return batch.prepared or ((), ValueBytes(b"", (), is_values=False))
-    sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
-    if request.checksums and sum(sizes) != len(request.tables):
-        raise ConfigError("store.commit", "tables that do not fit the values")
-    return request.checksums, ValueBytes(request.tables, sizes, is_values=False)
+    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
+        self.is_values = is_values
+        self._data = memoryview(data)
+        self._ends = list(itertools.accumulate(sizes))
+        self._sizes = sizes
+
+    def take(self, objects: Sequence[int]) -> bytes:
+        """Return those of some objects, in their order."""
+        if len(objects) == len(self._sizes):
+            return bytes(self._data)
+        ends, sizes = self._ends, self._sizes
+        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
 class Commits:
@@ -61,10 +60,7 @@ class Commits:
         self._sealing: dict[str, asyncio.Future[None]] = {}
 
     async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        """Seal and show what a client has written.
-
-        Returns: one ``CommitStatus`` for each granted object; none if the batch is not known.
-        """
+        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
         # A caller that leaves must not leave objects half sealed.
         work = self._master.spawn(self._commit(caller.instance_id, request))
         return KeyBytes(await asyncio.shield(work))
@@ -102,46 +98,15 @@ class Commits:
             assert was_held, "a fence takes space from puts"
         for number in failed:
             self._master.puts.fence(hosts[number], batch.client)
-        try:
-            checksums, blob = _read_seal(batch, request)
-        except ConfigError:
-            self._master.puts.release(batch)
-            raise
-        if not checksums:
+        if not request.checksums:
             self._master.puts.release(batch)
             return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
-        return await self._seal(batch, checksums, blob)
-
-    async def prepare(self, caller: Caller, request: PreparePut) -> Ack:
-        """Pass on what will be sealed, while it is written. Ok: it was not too late for that."""
-        batch = self._master.puts.unfinished.get((caller.instance_id, request.first_put_id))
-        if batch is None or batch.grant != request.grant or batch.prepared is not None:
-            return Ack(ok=False)
-        if len(request.checksums) != len(batch.keys):
-            raise ConfigError("store.prepare", "as many checksums as objects")
-        checksums, blob = batch.prepared = _read_seal(batch, request)
-        for number, places in batch.places.items():
-            host = self._master.hosts[number]
-            if places and host.line is not None:
-                batch.prepared_hosts[number] = len(places)
-                self._master.spawn(self._prepare_on(host, batch, checksums, blob.take([*places])))
-        return Ack()
-
-    async def _prepare_on(
-        self, host: HostSpace, batch: PutBatch, checksums: Sequence[int], tables: bytes
-    ) -> None:
-        records = self._make_records(batch, host.number, checksums, 0)
-        try:
-            await host.order(
-                "prepare_seal",
-                PrepareSeal,
-                Ack,
-                grant=batch.grant,
-                records=records,
-                tables=tables,
-            )
-        except TandemError as error:  # It will be told again with the order to seal.
-            logger.debug("event=prepare_failed host=%s reason=%s", host.name, error)
+        table_sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
+        if sum(table_sizes) != len(request.tables):
+            self._master.puts.release(batch)
+            raise ConfigError("store.commit", "tables that do not fit the values")
+        blob = _Blob(request.tables, table_sizes, is_values=False)
+        return await self._seal(batch, request.checksums, blob)
 
     async def seal_values(self, batch: PutBatch, request: PutInline) -> bytes:
         """Have hosts write the values of a batch, and seal and show them; as ``commit``."""
@@ -151,9 +116,9 @@ class Commits:
             values = memoryview(data)
             data = b"".join(values[ends[i] - request.sizes[i] : ends[i]] for i in batch.positions)
         checksums = [request.checksums[i] for i in batch.positions]
-        return await self._seal(batch, checksums, ValueBytes(data, batch.sizes, is_values=True))
+        return await self._seal(batch, checksums, _Blob(data, batch.sizes, is_values=True))
 
-    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: ValueBytes) -> bytes:
+    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
         """Seal and show; hosts are sent of the blob what is theirs."""
         async with _KeysHeld(self._sealing, batch.keys):
             puts = self._master.puts
@@ -167,11 +132,20 @@ class Commits:
                     for i in came_late:
                         statuses[i] = CommitStatus.EXISTS
             first_version = self._master.take_versions(len(batch.keys))
-            sealing = start_eagerly(self._seal_on_hosts(batch, checksums, first_version, blob))
-            # The orders are on their way; what can be done meanwhile is.
-            staged = self._stage(batch, checksums, first_version)
+            records = {
+                number: self._make_records(batch, number, checksums, first_version)
+                for number, places in batch.places.items()
+                if places
+            }
+            blobs = {number: blob.take([*batch.places[number]]) for number in records}
+            orders = self._seal_on_hosts(records, blobs, blob.is_values)
+            staged = None
+            if _can_stage(batch, checksums):
+                # The orders leave now, and what can be done meanwhile is.
+                orders = start_eagerly(orders)
+                staged = self._stage(batch, checksums, first_version)
             try:
-                sealed = await sealing
+                sealed = await orders
             except Exception:
                 if staged is not None:
                     self._master.directory.unstage_many(staged)
@@ -215,12 +189,20 @@ class Commits:
         )
 
     async def _seal_on_hosts(
-        self, batch: PutBatch, checksums: Sequence[int], first_version: int, blob: ValueBytes
+        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], is_values: bool
     ) -> set[int]:
         """Return the hosts that have done it."""
         orders = {
-            number: self._seal_on(number, batch, checksums, first_version, blob)
-            for number in sorted(number for number, places in batch.places.items() if places)
+            number: self._master.hosts[number].order(
+                "seal",
+                SealExtents,
+                Ack,
+                records=records[number],
+                has_values=is_values,
+                blob=blobs[number] if is_values else b"",
+                tables=b"" if is_values else blobs[number],
+            )
+            for number in sorted(records)
         }
         sealed: set[int] = set()
         for number, answer in zip(orders, await _gather(list(orders.values())), strict=True):
@@ -234,53 +216,14 @@ class Commits:
                 raise answer
         return sealed
 
-    async def _seal_on(
-        self,
-        number: int,
-        batch: PutBatch,
-        checksums: Sequence[int],
-        first_version: int,
-        blob: ValueBytes,
-    ) -> Ack:
-        host, places = self._master.hosts[number], batch.places[number]
-        # What was prepared is of all objects, so that their versions follow each other.
-        if batch.prepared_hosts.get(number) == len(places) == len(batch.keys):
-            try:
-                return await host.order(
-                    "seal_prepared",
-                    SealPrepared,
-                    Ack,
-                    grant=batch.grant,
-                    first_version=first_version,
-                )
-            except (NotFoundError, UnsupportedError):
-                logger.debug("event=seal_unprepared host=%s grant=%d", host.name, batch.grant)
-        data = blob.take([*places])
-        return await host.order(
-            "seal",
-            SealExtents,
-            Ack,
-            records=self._make_records(batch, number, checksums, first_version),
-            has_values=blob.is_values,
-            blob=data if blob.is_values else b"",
-            tables=b"" if blob.is_values else data,
-        )
-
-    def _stage(
-        self, batch: PutBatch, checksums: Sequence[int], first_version: int
-    ) -> Staged | None:
-        """Prepare what the directory will have, if it is many objects on one host."""
-        placed = [places for places in batch.places.values() if places]
-        count = len(batch.keys)
-        if len(placed) != 1 or len(placed[0]) != count or count < MANY:
-            return None
-        if min(checksums) < 0 or max(checksums) >= 2**32:
-            return None  # What no checksum is, no host seals.
+    def _stage(self, batch: PutBatch, checksums: Sequence[int], first_version: int) -> Staged:
+        """Prepare what the directory will have. REQUIRES: ``_can_stage``."""
+        (places,) = filter(None, batch.places.values())
         return self._master.directory.stage_many(
             sizes=batch.sizes,
             checksums=checksums,
-            versions=range(first_version, first_version + count),
-            offsets=list(placed[0].values()),
+            versions=range(first_version, first_version + len(batch.keys)),
+            offsets=list(places.values()),
             wanted=batch.request.replicas,
         )
 
@@ -363,6 +306,17 @@ async def _gather(work: Sequence[Coroutine[Any, Any, Ack]]) -> "list[Ack | BaseE
         return [await work[0]]
     except Exception as error:  # noqa: BLE001 - as asyncio.gather
         return [error]
+
+
+def _can_stage(batch: PutBatch, checksums: Sequence[int]) -> bool:
+    """Whether these are many objects, all on one host. What no checksum is, no host seals."""
+    count = len(batch.keys)
+    return (
+        count >= MANY
+        and [len(places) for places in batch.places.values() if places] == [count]
+        and min(checksums) >= 0
+        and max(checksums) < 2**32
+    )
 
 
 class _KeysHeld:

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 Methods = Sequence[tuple[str, Callable[..., Any], type, type]]
 FAST_METHODS = frozenset(
-    {"locate", "find", "exists", "put_inline", "start_put", "prepare_put", "commit_put", "remove"}
+    {"locate", "find", "exists", "put_inline", "start_put", "commit_put", "remove"}
 )
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""

@@ -141,12 +141,6 @@ class MasterCalls:
         except TandemError as error:
             logger.debug("event=untold method=%s reason=%s", method, error)
 
-    async def send(self, method: str, request: object, response: type[Any]) -> bool:
-        """Send a request whose answer nobody waits for, and which may get lost; False: it is."""
-        self.spawn(self.tell(method, request, response))
-        await asyncio.sleep(0)  # For it to leave.
-        return True
-
     async def call(
         self,
         method: str,

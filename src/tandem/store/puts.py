@@ -1,7 +1,6 @@
 """Unfinished puts of a master: space taken for them, and given back when they end badly."""
 
 import asyncio
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from tandem.store.space import HostSpace
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
 
-__all__ = ["PutBatch", "Puts", "ValueBytes", "check_pin"]
+__all__ = ["PutBatch", "Puts", "check_pin"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +26,6 @@ MAX_REMEMBERED = 16_384
 MIN_WAIT_S = 1e-3
 MAX_SOFT_PIN_MS = 2**32 - 1
 """What a header holds."""
-
-
-class ValueBytes:
-    """Bytes of a batch's objects, one after the other: values, or tables."""
-
-    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
-        self.is_values = is_values
-        self._data = memoryview(data)
-        self._ends = list(itertools.accumulate(sizes))
-        self._sizes = sizes
-
-    def take(self, objects: Sequence[int]) -> bytes:
-        """Return those of some objects, in their order."""
-        if len(objects) == len(self._sizes):
-            return bytes(self._data)
-        ends, sizes = self._ends, self._sizes
-        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +48,6 @@ class PutBatch:
     expires_ms: int
     places: dict[int, dict[int, int]] = field(default_factory=dict)
     """By host, by object: the offset of its extent."""
-    prepared: tuple[Sequence[int], ValueBytes] | None = None
-    """Checksums and tables, if its client has told of them ahead of its commit."""
-    prepared_hosts: dict[int, int] = field(default_factory=dict)
-    """Hosts that were told of it, in this session, and of how many objects."""
     sessions: dict[int, int] = field(default_factory=dict)
     """Of the hosts, when the space was taken: in a later one it means nothing."""
 

@@ -75,8 +75,11 @@ class Requests:
         """
         if number == 0:
             return await asyncio.shield(self._spawn(begin()))
-        client = self._clients.setdefault(caller.instance_id, _Client())
-        self._clients.move_to_end(caller.instance_id)
+        name = caller.instance_id
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client()
+        self._clients.move_to_end(name)
         if len(self._clients) > MAX_CLIENTS:
             self._clients.popitem(last=False)
         client.settle(settled_below)

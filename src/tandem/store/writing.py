@@ -19,12 +19,10 @@ from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.config import StoreConfig
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
-    Ack,
     CommitPut,
     CommitStatus,
     HostExtents,
     KeyBytes,
-    PreparePut,
     PutInline,
     StartedPut,
     StartPut,
@@ -132,10 +130,6 @@ def _lost() -> PeerLostError:
 class ObjectWriter:
     """The puts of one client."""
 
-    min_prepared = 8
-    min_prepared_bytes = 2**20
-    """A batch of so many objects and bytes takes longer to write than to tell of."""
-
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
@@ -216,12 +210,11 @@ class ObjectWriter:
         deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items)
         sources = Sources()  # Made while the master is asked for the first time.
-        for attempt in range(MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             left = [i for i, result in enumerate(results) if result is None]
             if not left:
                 break
-            is_first = attempt == 0
-            await self._put_once(items, sources, left, options, results, deadline_s, is_first)
+            await self._put_once(items, sources, left, options, results, deadline_s)
         return [_lost() if result is None else result for result in results]
 
     async def _prepare(self, items: Sequence[Item], sources: Sources) -> None:
@@ -255,7 +248,6 @@ class ObjectWriter:
         options: PutOptions,
         results: "list[PutResult | TandemError | None]",
         deadline_s: float,
-        is_first: bool,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
         first_id = self._calls.ids.take(len(left))
@@ -294,8 +286,6 @@ class ObjectWriter:
         commit = CommitPut(
             first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
         )
-        if is_first and self._is_worth_preparing([items[i].size for i in granted]):
-            commit = await self._prepare_commit(commit)
         try:
             failed = await self._write(items, sources, left, started, deadline_s)
         except BaseException:
@@ -310,27 +300,8 @@ class ObjectWriter:
             raise
         commit.failed_hosts.extend(failed)
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        flags = answer.flags or bytes([CommitStatus.EXPIRED]) * len(granted)
-        for i, flag in zip(granted, flags, strict=True):
+        for i, flag in zip(granted, answer.flags, strict=True):
             results[i] = OUTCOMES[flag]
-
-    def _is_worth_preparing(self, sizes: Sequence[int]) -> bool:
-        return len(sizes) >= self.min_prepared and sum(sizes) >= self.min_prepared_bytes
-
-    async def _prepare_commit(self, commit: CommitPut) -> CommitPut:
-        """Let master and hosts take in what seals the objects, while these are written.
-
-        Returns: the commit that is left.
-        """
-        prepare = PreparePut(
-            first_put_id=commit.first_put_id,
-            grant=commit.grant,
-            checksums=commit.checksums,
-            tables=commit.tables,
-        )
-        if not await self._calls.send("prepare_put", prepare, Ack):
-            return commit
-        return CommitPut(first_put_id=commit.first_put_id, grant=commit.grant, is_prepared=True)
 
     async def _write(
         self,
