@@ -20,5 +20,6 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_row_ops(module);
   tandem::bindings::bind_sampling(module);
   tandem::bindings::bind_store(module);
+  tandem::bindings::bind_store_reads(module);
   tandem::bindings::bind_bytes_pool(module);
 }

@@ -46,5 +46,6 @@ void bind_row_ops(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_store(nanobind::module_& module);
+void bind_store_reads(nanobind::module_& module);
 
 }  // namespace tandem::bindings

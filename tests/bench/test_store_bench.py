@@ -31,7 +31,7 @@ def test_objects_over_both_paths(monkeypatch):
     monkeypatch.setattr(bench, "_make_directory_cases", lambda quick: iter(()))
     cases = bench.make_cases(quick=True)
     records = list(run_cases("store", cases, budget_s=0.1, rounds=1))
-    assert [record.check for record in records] == ["ok"] * 19
+    assert [record.check for record in records] == ["ok"] * 27
     assert {record.case.split()[0] for record in records} == {
         "path=samehost", "path=tcp", "op=exists", "op=find", "op=first_put",
     }  # fmt: skip

@@ -345,6 +345,7 @@ class ClientChannel:
     def __init__(self, world: "World", process: Process) -> None:
         self.world, self.process = world, process
         self.session: Session | None = None
+        self.client: AsyncStoreClient
 
     async def call(self, method, request, response_type, *, timeout_s=None):
         session = self.session
@@ -358,7 +359,11 @@ class ClientChannel:
         while self.session is None or not self.session.is_open:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise DeadlineError("world.connect", "no master in time")
+            before = self.session
             await self.world.connect_client(self)
+            if self.session is not before:
+                # Not when it is lost: a client may be the last to hear of that.
+                self.client.on_master()
             await asyncio.sleep(0.05)
         return self.session
 
@@ -605,6 +610,7 @@ class World:
             config=self.config,
             machine=name,
         )
+        channel.client = client
         return process, client
 
     async def connect_client(self, channel: ClientChannel) -> None:

@@ -218,8 +218,9 @@ def test_inline_values_that_changed_on_the_way_are_not_taken():
     asyncio.run(run())
 
 
-def make_config(tmp_path) -> StoreConfig:
+def make_config(tmp_path, **more) -> StoreConfig:
     return StoreConfig(
+        **more,
         master=f"ipc://{make_runtime_dir()}/m.sock",
         segment_dir=str(tmp_path / "segments"),
         segment_bytes=2**22,
@@ -237,7 +238,7 @@ async def wait_for(condition) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared):
     async def run() -> None:
-        config = make_config(tmp_path)
+        config = make_config(tmp_path, known_places=0)
         async with MasterService(config) as master, HostService(config) as host:
             await asyncio.wait_for(host.host.is_joined.wait(), 20)
             async with ClientService(config) as service:

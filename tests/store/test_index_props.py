@@ -5,12 +5,13 @@ import gc
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem._native import fill_rows
+from tandem._native import fill_rows, locate_rows
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store.index import NO_ROW, Directory, Replica
 
@@ -113,23 +114,40 @@ class DirectoryMachine(RuleBasedStateMachine):
             made = self.model[key]
             made.lease_until_ms = max(made.lease_until_ms, until_ms)
 
-    @rule(keys=st.lists(KEYS | st.just("none"), min_size=1, max_size=8), until_ms=TIMES)
-    def locate(self, keys, until_ms):
-        rows, columns = self.directory.locate_many(keys, until_ms)
-        for key, row, column in zip(keys, rows.tolist(), columns.T.tolist(), strict=True):
-            made = self.model.get(key)
-            assert row == self.directory.find(key)
+    @rule(
+        keys=st.lists(KEYS | st.just("none"), min_size=1, max_size=8),
+        until_ms=TIMES,
+        is_here=st.sampled_from([b"\1\1\1\1", b"\1\0\1\1", b"\1\1"]),
+        hidden=st.sets(KEYS, max_size=2),
+    )
+    def locate(self, keys, until_ms, is_here, hidden):
+        rows, found = self.directory.locate_many(
+            keys, is_here, until_ms, locate_rows, hidden=hidden
+        )
+        columns, versions, undecided, reads = found
+        sent: dict[int, list[int]] = {}
+        table = np.frombuffer(columns, "<i8").reshape(4, len(keys)).T.tolist()
+        for i, (key, column) in enumerate(zip(keys, table, strict=True)):
+            made = None if key in hidden else self.model.get(key)
+            version = np.frombuffer(versions, "<i8")[i]
             if made is None:
-                assert column == [-1] * 4
+                assert (rows[i], version, column) == (NO_ROW, -1, [-1] * 4)
                 continue
+            assert rows[i] == self.directory.find(key)
             made.used = self.use()
             made.lease_until_ms = max(made.lease_until_ms, until_ms)
             size, checksum, host, offset = column
-            assert (size, checksum) == (made.size, made.checksum)
-            if len(made.replicas) == 1 and not made.disks:
+            assert (size, checksum, version) == (made.size, made.checksum, made.version)
+            is_alone = len(made.replicas) == 1 and not made.disks
+            assert (i in undecided) == bool(size and (made.replicas or made.disks) and not is_alone)
+            if size and is_alone and is_here[next(iter(made.replicas)) :][:1] == b"\1":
                 assert made.replicas == {host: offset}
+                sent.setdefault(host, []).append(size)
             else:
-                assert host == (-2 if made.replicas or made.disks else -1)
+                assert (host, offset) == (-1, -1)
+        assert {host: (num_bytes, count) for host, num_bytes, count in reads} == {
+            host: (sum(sizes), len(sizes)) for host, sizes in sent.items()
+        }
 
     @rule(key=KEYS, hard=st.booleans(), soft_until_ms=TIMES)
     def pin(self, key, hard, soft_until_ms):
@@ -282,8 +300,11 @@ def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
     ):
         directory.insert(key, size=1, checksum=2, version=3, replicas=replicas, disks=disks)
     keys = ["disk", "both", "memory"]
-    assert directory.locate_many(keys, 0)[1][2].tolist() == [-2, -2, 1]
-    assert [int(directory.locate_many([key], 0)[1][2, 0]) for key in keys] == [-2, -2, 1]
+    rows, (columns, _, undecided, reads) = directory.locate_many(keys, b"\1\1", 0, locate_rows)
+    assert rows == [directory.find(key) for key in keys]
+    assert undecided == [0, 1]
+    assert np.frombuffer(columns, "<i8")[6:9].tolist() == [-1, -1, 1]
+    assert reads == [(1, 1, 1)]
 
 
 def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():

@@ -10,10 +10,10 @@ import asyncio
 import random
 
 import msgspec
-import numpy as np
 import pytest
 from store_world import Faults, SimHostPort, World, run_virtual
 
+from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.store.bulk_reading import BulkReader
 from tandem.store.commits import Commits
@@ -48,6 +48,10 @@ class History:
         self.ever: set[bytes | None] = {None}
         self.limbo: set[bytes | None] = set()
         """Outcomes of calls that failed, or whose client died: they may come true later."""
+        self.order: dict[bytes, int] = {}
+        """Values by when they were written."""
+        self.newest_read = 0
+        """The newest value that a read which is over has found."""
         self.is_loose = False
         """A host was away when something was removed or replaced: it may bring that back."""
 
@@ -55,6 +59,13 @@ class History:
         self.now = states
         self.log.append(states)
         self.ever |= states
+
+    def went_back(self, value: bytes, newest_before: int) -> bool:
+        """Whether a read that began when ``newest_before`` had been found finds an older value."""
+        number = self.order.get(value, 0)
+        went_back = number < newest_before and not self.is_loose and value not in self.limbo
+        self.newest_read = max(self.newest_read, number)
+        return went_back
 
     def possible_since(self, mark: int) -> set[bytes | None]:
         if self.is_loose:
@@ -83,7 +94,7 @@ class Run:
                 self.world.add_disk(name)
         self.histories: dict[str, History] = {}
         self.count = 0
-        self.reads = self.found = self.acked = 0
+        self.reads = self.found = self.acked = self.known = 0
         self.trace: list[str] = []
 
     def fail(self, text: str) -> None:
@@ -136,8 +147,8 @@ class Run:
 
     async def operate(self, number: int, client) -> None:
         kind = self.chance.choices(
-            ("put", "upsert", "remove", "get", "range", "batch", "exists"),
-            (6, 2, 1, 8, 2, 2, 1),
+            ("put", "upsert", "remove", "get", "range", "batch", "exists", "watch"),
+            (6, 2, 1, 8, 2, 2, 1, 2),
         )[0]
         if kind in ("put", "upsert", "remove"):
             await self.write(kind, client, self.history(number))
@@ -145,8 +156,24 @@ class Run:
             await self.write_batch(client, number)
         elif kind == "exists":
             await self.quietly(client.exists(self.any_key()))
+        elif kind == "watch":
+            await self.watch(client)
         else:
             await self.read(kind, client, self.histories.get(self.any_key()))
+
+    async def watch(self, client) -> None:
+        """Get the same objects again and again, well within a lease, while others change them."""
+        histories = [h for h in (self.histories.get(self.any_key()) for _ in range(3)) if h]
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + 2
+        for _ in range(self.chance.randrange(2, 8)):
+            for history in histories:
+                if loop.time() > end_s:
+                    return  # What is away is waited for, and then nothing is known any more.
+                known = BatchRead([history.key], 1)
+                self.known += known.place_known(client._places.cache, client._calls.clock.now_s())
+                await self.read("get", client, history)
+            await asyncio.sleep(self.chance.uniform(0, 0.02))
 
     def history(self, number: int) -> History:
         index = self.chance.randrange(10)
@@ -160,7 +187,9 @@ class Run:
         self.count += 1
         head = f"{key}:{self.count}:".encode()
         length = self.chance.choice((0, 10, 700, 5000, 40_000))
-        return (head + self.chance.randbytes(64)) * (length // 64 + 1) if length else head
+        value = (head + self.chance.randbytes(64)) * (length // 64 + 1) if length else head
+        self.histories[key].order[value] = self.count
+        return value
 
     @property
     def all_hosts_joined(self) -> bool:
@@ -250,7 +279,7 @@ class Run:
     async def read(self, kind: str, client, history: History | None) -> None:
         if history is None:
             return
-        mark = len(history.log) - 1
+        mark, newest_before = len(history.log) - 1, history.newest_read
         self.reads += 1
         try:
             if kind == "range":
@@ -272,6 +301,8 @@ class Run:
             fits = any(v is not None and v[begin : begin + length] == value for v in possible)
         else:
             fits = value in possible
+        if kind == "get" and fits and history.went_back(value, newest_before):
+            self.fail(f"get of {history.key} gave an older value than one before: {value[:40]!r}")
         if not fits:
             kinds = "an old value" if value in history.ever else "bytes nobody wrote"
             self.fail(f"{kind} of {history.key} gave {kinds}: {value[:40]!r}")
@@ -542,8 +573,12 @@ def free_without_proof(space: HostSpace, client: str) -> None:
         space.release(offsets, lengths)
 
 
-async def accept_all(reader, memory, places, sizes, checksums) -> np.ndarray:
-    return np.ones(len(sizes), dtype=bool)
+async def accept_all(reader, batch, scratch, buffer, num_bytes) -> None:
+    return None
+
+
+def accept_unseen(reader, batch, scratch) -> None:
+    return None
 
 
 async def seal_nowhere(commits: Commits, records, blobs, is_values) -> set[int]:
@@ -566,9 +601,13 @@ MUTANTS = {
     "space is free before its writer is proven gone": [(HostSpace, "fence", free_without_proof)],
     "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],
     "puts are acknowledged unsealed": [(Commits, "_seal_on_hosts", seal_nowhere)],
+    "remembered places are read without their headers": [
+        (BulkReader, "_check_headers", accept_unseen)
+    ],
     "readers check nothing": [
         (ObjectRead, "check", lambda read: True),
-        (BulkReader, "_check", accept_all),
+        (BulkReader, "_check_values", accept_all),
+        (BulkReader, "_check_headers", accept_unseen),
     ],
 }
 

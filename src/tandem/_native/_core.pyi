@@ -1233,6 +1233,114 @@ def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: 
     Raises: ShapeError (a value leaves the memory).
     """
 
+class LocationCache:
+    """
+    Where objects lay when their master was last asked, while their leases hold. Bounded: what
+    was noted longest ago goes first. Guarded by the GIL.
+    """
+
+    def __init__(self, max_locations: int) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def generation(self) -> int:
+        """How often it was cleared."""
+
+    def forget(self, keys: Sequence[str]) -> None: ...
+
+    def forget_endpoint(self, endpoint: int) -> None: ...
+
+    def clear(self) -> None:
+        """Forget all, and what is being asked for just now."""
+
+class BatchRead:
+    """
+    The arithmetic of one request for many whole objects; see native/store/batch_read.h. Places
+    are found in a cache or told by a master, then read endpoint by endpoint: `plan`, the checks,
+    `finish`.
+    """
+
+    def __init__(self, keys: Sequence[str], direct_bytes: int) -> None:
+        """
+        Values of `direct_bytes` or more are read to where they shall be, not by scratch memory.
+        """
+
+    def aim(self, offsets: Sequence[int], rooms: Sequence[int], memory_bytes: int) -> None:
+        """
+        Where values shall be in a memory of so many bytes, and how much room each has.
+
+        Raises: ShapeError (a target leaves the memory).
+        """
+
+    def place_known(self, cache: LocationCache, now_s: float) -> int:
+        """Place what is remembered; how many."""
+
+    def list_unplaced(self) -> list[int]:
+        """Indexes of the keys that their master is to be asked for."""
+
+    def place(self, asked: Sequence[int], columns: bytes, versions: bytes, hosts: Sequence[tuple[int, int, int]], lease_end_s: float, cache: LocationCache, generation: int) -> None:
+        """
+        Take the answer for these keys; what is not simple is given up.
+
+        Args:
+            columns: int64 of all keys: sizes, checksums, hosts, offsets.
+            versions: int64; empty where the master tells none, so that nothing is remembered.
+            hosts: number in the columns, of the endpoint, and where its segment begins.
+            generation: of the cache, when the master was asked.
+
+        Raises: CorruptionError (numbers that no object has; the length of a column).
+        """
+
+    def list_endpoints(self) -> list[int]:
+        """Those with something to read."""
+
+    def plan(self, endpoint: int) -> tuple[int, float, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """
+        What to read of an endpoint.
+
+        Returns: bytes of scratch memory; when the first of the leases ends; pieces (offset in
+        the scratch memory, address there, length); direct values (index, address, length).
+        """
+
+    def check_headers(self, scratch: object) -> None:
+        """Drop what was remembered and is that version of that object no more."""
+
+    def check_values(self, scratch: object, memory: object | None) -> None:
+        """
+        Drop what differs from its checksum, without the GIL. Direct values are looked at in
+        `memory`, if there is one; else see `check_direct`.
+        """
+
+    def check_direct(self, index: int, checksum: int) -> None:
+        """Drop a direct value if its checksum is not this one."""
+
+    def finish(self, values: list, scratch: object, now_s: float, cache: LocationCache) -> list[int]:
+        """
+        Set the values that are good and whose leases hold; forget the places of the others.
+
+        Returns: the direct ones among the good, whose values are the caller's to set.
+        """
+
+    def finish_into(self, sizes: list, scratch: object, memory: object, now_s: float, cache: LocationCache) -> None:
+        """As `finish`: copy values to their targets, and set their sizes."""
+
+    def fail(self, cache: LocationCache) -> None:
+        """Nothing of the plan came."""
+
+def locate_rows(rows: list[int], is_here: bytes, until_ms: int, last_tick: int, sizes: object, versions: object, checksums: object, lease_until_ms: object, used_ticks: object, num_disks: object, first_copy: object, copy_hosts: object, copy_offsets: object, next_copy: object) -> tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]:
+    """
+    One pass over the columns of a directory: find the only copy of each row (-1: none),
+    lease it until then, note a use.
+
+    Args:
+        is_here: a byte for each host: 1 if it can be read from.
+
+    Returns: sizes, checksums, hosts and offsets, int64, one after the other, -1 where
+    there is none; versions; indexes of rows with several copies, or one on a disk, whose
+    host is not chosen; of each host its number, the bytes it is read for, and how many.
+    """
+
 class BytesPool:
     """
     Memory of large results: ``bytes`` that are filled again when nobody else

@@ -1,8 +1,10 @@
 """`tandem bench store`: master, host and this client on one machine; directory; allocator.
 
 Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
-batch, beside a memcpy of as many bytes; ``op=exists`` over the wire and in the directory, keys a
-second; the memory of a directory; ``op=allocate``, nanoseconds for a put and its eviction;
+batch, beside a memcpy of as many bytes; gets by a client that asks its master each time where the
+objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``);
+``op=exists`` over the wire and in the directory, keys a second; the memory of a directory;
+``op=allocate``, nanoseconds for a put and its eviction;
 ``op=find clients=8``, the 99th percentile of a metadata call with a million objects;
 ``op=first_put``, from the start of a host of 16 GiB to a put. With peers the baseline is Mooncake
 (over tcp, all it has between processes) and, in cases of their own (``against=redis-...``), Redis.
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tandem._native import SegmentAllocator
@@ -108,13 +111,18 @@ class _Store:
             for role, more in (("master", []), ("host", ["--store.name", "bench"])):
                 self.host_started_s = time.monotonic()
                 self._start(role, [*flags, *more])
-            self.client = StoreClient(
-                StoreConfig(
-                    master=settings["store.master"],
-                    transports=transports,  # type: ignore[arg-type]
-                    lease_ms=1000,
-                )
+            config = StoreConfig(
+                master=settings["store.master"],
+                transports=transports,  # type: ignore[arg-type]
+                lease_ms=1000,
             )
+            self.client = StoreClient(config)
+            try:
+                # One that remembers nothing.
+                self.asking = StoreClient(msgspec.structs.replace(config, known_places=0))
+            except BaseException:
+                self.client.close()
+                raise
         except BaseException:
             self._end()
             raise
@@ -141,7 +149,8 @@ class _Store:
         self.client.remove_prefix("")
 
     def close(self) -> None:
-        """End client and processes, remove what they leave."""
+        """End clients and processes, remove what they leave."""
+        self.asking.close()
         self.client.close()
         self._end()
 
@@ -183,7 +192,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                         if size * batch > MAX_BATCH_BYTES:
                             continue
                         for api in ("bytes", "zerocopy"):
-                            case = _ObjectCase(store.client, path, api, size, batch)
+                            case = _ObjectCase(store, path, api, size, batch)
                             yield from case.compare(mooncake)
                             if redis is not None and api == "bytes":
                                 yield from case.compare(redis)
@@ -194,22 +203,26 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 class _ObjectCase:
     """A batch of objects, put and got; made ready when it is first checked."""
 
-    def __init__(self, client: StoreClient, path: str, api: str, size: int, batch: int) -> None:
-        self._client = client
+    def __init__(self, store: _Store, path: str, api: str, size: int, batch: int) -> None:
+        self._store = store
         self._path, self._api, self._size, self._batch = path, api, size, batch
         self._keys = [f"{path}/{api}/{size}/{i:032}" for i in range(batch)]
         self._source = self._target = np.zeros(0, np.uint8)
 
     def compare(self, rival: Rival | None) -> Iterator[BenchCase]:
-        """Yield a case for putting and one for getting."""
+        """Yield a case for putting and two for getting."""
         against = "" if rival is None or rival.name == "mooncake tcp" else rival.name
         suffix = f" against={against.replace(' ', '-')}" if against else ""
-        for op in ("put", "get"):
+        for op, cache, ours in (
+            ("put", "", self._measure_put),
+            ("get", " cache=no", lambda: _measure_us(self._get_asking)),
+            ("get", " cache=yes", lambda: _measure_us(self._get)),
+        ):
             yield BenchCase(
                 name=f"path={self._path} op={op} api={self._api} size={self._size} "
-                f"batch={self._batch}{suffix}",
+                f"batch={self._batch}{cache}{suffix}",
                 unit="us",
-                ours=self._measure_put if op == "put" else self._measure_get,
+                ours=ours,
                 check=lambda: self._check(rival),
                 baseline=None if rival is None else _bind(rival, op),
                 baseline_name=None if rival is None else rival.name,
@@ -222,27 +235,26 @@ class _ObjectCase:
             count = self._size * self._batch
             self._source = random_bytes.integers(0, 256, count, dtype=np.uint8)
             self._target = np.zeros_like(self._source)
-            self._put, self._get = _make_calls(
-                self._client, self._api, self._keys, self._source, self._target
-            )
-        self._client.remove_prefix("")
+            memory = self._source, self._target
+            store = self._store
+            self._put, self._get = _make_calls(store.client, self._api, self._keys, *memory)
+            _, self._get_asking = _make_calls(store.asking, self._api, self._keys, *memory)
+        self._store.client.remove_prefix("")
         results = self._put()
         if any(result is not PutResult.CREATED for result in results):
             return f"put: {results[0]}"
-        self._target[:] = 0
-        self._get()
-        if not np.array_equal(self._source, self._target):
-            return "bytes differ"
+        for get in (self._get_asking, self._get, self._get):  # Asked for, then remembered.
+            self._target[:] = 0
+            get()
+            if not np.array_equal(self._source, self._target):
+                return "bytes differ"
         if rival is not None:
             rival.prepare(self._api, self._size, self._batch)
         return "ok"
 
     def _measure_put(self) -> float:
         # Puts of new keys: the removal between two is not timed.
-        return _measure_us(self._put, before=lambda: self._client.remove_many(self._keys))
-
-    def _measure_get(self) -> float:
-        return _measure_us(self._get)
+        return _measure_us(self._put, before=lambda: self._store.client.remove_many(self._keys))
 
     def _copy(self) -> None:
         np.copyto(self._target, self._source)

@@ -14,6 +14,7 @@ from tandem.store.buffers import Part, Staging, StoreBuffer, as_bytes, as_views,
 from tandem.store.bulk_reading import BulkReader
 from tandem.store.client_edges import ClientPort, MasterChannel
 from tandem.store.config import StoreConfig
+from tandem.store.known_places import KnownPlaces
 from tandem.store.master_calls import RETRY_S, MasterCalls
 from tandem.store.messages import (
     Ack,
@@ -68,7 +69,8 @@ class AsyncStoreClient:
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
         self._writer = ObjectWriter(self._calls, port)
         self._reader = ObjectReader(self._calls, port)
-        self._bulk_reader = BulkReader(self._calls, port)
+        self._places = KnownPlaces(config.known_places)
+        self._bulk_reader = BulkReader(self._calls, port, self._places)
 
     def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
         """Return a client of the same session that waits in other ways; see ``blocking``."""
@@ -76,8 +78,15 @@ class AsyncStoreClient:
         twin._port, twin._calls = port, calls
         twin._writer = ObjectWriter(calls, port)
         twin._reader = ObjectReader(calls, port)
-        twin._bulk_reader = BulkReader(calls, port)
+        twin._bulk_reader = BulkReader(calls, port, self._places)
         return twin
+
+    def on_master(self) -> None:
+        """A session with a master has begun, or ended: places that were known are another's word.
+
+        To be called by whoever has the sessions.
+        """
+        self._places.cache.clear()
 
     # Memory.
 
@@ -277,11 +286,13 @@ class AsyncStoreClient:
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``remove``, for each key."""
+        self._places.cache.forget(keys)
         answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def remove_prefix(self, prefix: str) -> int:
         """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
+        self._places.cache.clear()
         return (
             await self._calls.change("remove_prefix", RemovePrefix(prefix=prefix), PrefixRemoval)
         ).count

@@ -246,10 +246,11 @@ class Commits:
             keys = [keys[i] for i in shown]
         for i in shown:
             statuses[i] = CommitStatus.CREATED
-        if request.upsert or directory.has_any(keys):
+        removals = self._master.removals
+        if removals.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
-                going = self._master.removals.find_going(key) if request.upsert else None
-                if going is not None:  # Evicted a moment ago.
+                going = removals.find_going(key)
+                if going is not None:  # Evicted a moment ago, and maybe still read.
                     replaced.append(going)
                 row = directory.find(key)
                 if row != NO_ROW:

@@ -128,6 +128,15 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "are dropped.",
         ),
     ] = 2**27
+    known_places: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**24,
+            description="Objects that a client gets again without asking its master where they "
+            "are, while their leases hold; 0 = it asks each time.",
+        ),
+    ] = 65_536
     max_batch: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Objects in one batch call to the master.")
     ] = 100_000

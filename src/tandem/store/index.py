@@ -9,7 +9,7 @@ complete; writes that are under way are the master's business. Not thread-safe.
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,11 @@ _DISK = 0x8000
 _ALIVE, _HARD = 1, 2
 _VICTIM_BATCH = 16_384
 """Eviction candidates found by one pass over the columns."""
+
+
+LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
+Gather = Callable[..., LocatedRows]
+"""See ``tandem._native.locate_rows``."""
 
 
 class Replica(NamedTuple):
@@ -98,36 +103,46 @@ class Directory:
         return bytes((row := find(key)) is not None and live[row] > 0 for key in keys)
 
     def locate_many(
-        self, keys: Sequence[str], until_ms: int
-    ) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
+        self,
+        keys: Sequence[str],
+        is_here: bytes,
+        until_ms: int,
+        gather: "Gather",
+        *,
+        hidden: Collection[str] = (),
+    ) -> "tuple[list[int], LocatedRows]":
         """Lease objects and note a use of each, all at once.
 
-        Returns: their rows (``NO_ROW`` where there is none); and of each, int64 [4, keys]: size,
-            checksum, host and offset of its only copy. The host is -1 without an object or copy,
-            -2 if there are several, or one on a disk.
+        Args:
+            keys: of the objects; those that there are not are no error.
+            is_here: a byte for each host: 1 if it can be read from.
+            until_ms: of the leases.
+            gather: the pass over the columns, which is native.
+            hidden: objects that are passed over.
+
+        Returns: their rows (``NO_ROW`` where there is none), and what ``gather`` gives for them.
         """
-        count = len(keys)
-        rows = np.fromiter(map(self._rows.get, keys, itertools.repeat(NO_ROW)), np.int64, count)
-        columns = np.full((4, count), -1, dtype=np.int64)
-        is_there = rows >= 0
-        found = rows if is_there.all() else rows[is_there]
-        if not len(found):
-            return rows, columns
-        first = _view(self._first)[found]
-        hosts = _view(self._replica_host)[first].astype(np.int64)
-        hosts[(_view(self._replica_next)[first] >= 0) | (_view(self._num_disks)[found] > 0)] = -2
-        hosts[first < 0] = -1
-        columns[:, is_there] = (
-            _view(self._size)[found],
-            _view(self._checksum)[found],
-            hosts,
-            _view(self._replica_offset)[first],
+        rows = list(map(self._rows.get, keys, itertools.repeat(NO_ROW)))
+        if hidden:
+            rows = [NO_ROW if key in hidden else row for key, row in zip(keys, rows, strict=True)]
+        found = gather(
+            rows,
+            is_here,
+            until_ms,
+            self._tick,
+            self._size,
+            self._version,
+            self._checksum,
+            self._lease_until_ms,
+            self._used_tick,
+            self._num_disks,
+            self._first,
+            self._replica_host,
+            self._replica_offset,
+            self._replica_next,
         )
-        _view(self._used_tick)[found] = np.arange(self._tick + 1, self._tick + 1 + len(found))
-        self._tick += len(found)
-        leases = _view(self._lease_until_ms)
-        leases[found] = np.maximum(leases[found], until_ms)
-        return rows, columns
+        self._tick += len(rows)
+        return rows, found
 
     def key(self, row: int) -> str:
         """Return the key of a row."""

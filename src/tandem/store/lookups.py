@@ -5,11 +5,9 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tandem._native import locate_rows
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
-    Endpoint,
     FindObjects,
     FoundObjects,
     KeyBytes,
@@ -30,8 +28,8 @@ __all__ = ["SCAN_KEYS", "Lookups"]
 
 LOCATED_ONE = struct.Struct("<qqqq")
 """Columns of ``Located`` for one key."""
-SEVERAL = -2
-"""What ``Directory.locate_many`` says of an object with several replicas."""
+NUMBER = struct.Struct("<q")
+"""One cell of them."""
 STAGE_SHARE = 4
 """So small a part of a lease ``stage`` waits at most."""
 SCAN_KEYS = 5_000
@@ -47,6 +45,17 @@ class Lookups:
     def find(self, _: Caller, request: FindObjects) -> FoundObjects:
         """Say where objects are, and lease them if asked to."""
         directory, lease_ms = self._master.directory, self._master.config.lease_ms
+        leaving = self._master.removals.leaving
+        if leaving and any(key in leaving for key in request.keys):
+            return FoundObjects(
+                sizes=[],
+                versions=[],
+                checksums=[],
+                places=[],
+                endpoints=[],
+                lease_ms=lease_ms,
+                is_recovering=True,
+            )
         until_ms = self._master.now_ms() + lease_ms
         found = FoundObjects(
             sizes=[], versions=[], checksums=[], places=[], endpoints=[], lease_ms=lease_ms
@@ -95,31 +104,54 @@ class Lookups:
         """Say where the best replica of each is, and lease them; what is not simple is left out."""
         if len(request.keys) == 1:
             return self._locate_one(request.keys[0], request.machine)
-        hosts, lease_ms = self._master.hosts, self._master.config.lease_ms
-        rows, columns = self._master.directory.locate_many(
-            request.keys, self._master.now_ms() + lease_ms
+        directory, hosts, lease_ms = (
+            self._master.directory,
+            self._master.hosts,
+            self._master.config.lease_ms,
         )
-        sizes, _checksums, places, offsets = columns
-        for i in np.flatnonzero(places == SEVERAL).tolist():
-            ranked = self._rank(self._master.directory.replicas(int(rows[i])), request.machine)
-            places[i], offsets[i] = ranked[0] if ranked else (-1, -1)
-        endpoints: list[Endpoint] = []
-        places[sizes == 0] = -1  # Nothing to read.
-        for host in set(places.tolist()) - {-1}:
-            if hosts[host].caller is None:
-                places[places == host] = -1
-            else:
-                endpoints.append(hosts[host].endpoint())
-                hosts[host].note_read(int(sizes[places == host].sum()))
-        # What is left out is asked for again, and counted then.
-        self._master.counters.hits += int(np.count_nonzero(places >= 0))
-        return Located(columns.astype("<i8", copy=False).tobytes(), endpoints, lease_ms)
+        # Hosts are numbered in the order in which they came.
+        is_here = bytes(host.caller is not None for host in hosts.values())
+        until_ms = self._master.now_ms() + lease_ms
+        rows, (columns, versions, undecided, reads) = directory.locate_many(
+            request.keys,
+            is_here,
+            until_ms,
+            locate_rows,
+            hidden=self._master.removals.leaving,
+        )
+        if undecided:
+            columns = self._decide(rows, columns, undecided, reads, request.machine)
+        for number, num_bytes, count in reads:
+            hosts[number].note_read(num_bytes)
+            # What is left out is asked for again, and counted then.
+            self._master.counters.hits += count
+        endpoints = [hosts[number].endpoint() for number in dict.fromkeys(n for n, *_ in reads)]
+        return Located(columns, endpoints, lease_ms, versions)
+
+    def _decide(
+        self,
+        rows: list[int],
+        columns: bytes,
+        undecided: list[int],
+        reads: list[tuple[int, int, int]],
+        machine: str,
+    ) -> bytes:
+        """Choose a host for each row that has several; returns the columns with them."""
+        decided, count = bytearray(columns), len(rows)
+        for i in undecided:
+            ranked = self._rank(self._master.directory.replicas(rows[i]), machine)
+            if ranked:
+                host, offset = ranked[0]
+                NUMBER.pack_into(decided, 8 * (2 * count + i), host)
+                NUMBER.pack_into(decided, 8 * (3 * count + i), offset)
+                reads.append((host, self._master.directory.size(rows[i]), 1))
+        return bytes(decided)
 
     def _locate_one(self, key: str, machine: str) -> Located:
         """As ``locate``: columns of one cost more than they save."""
         directory, lease_ms = self._master.directory, self._master.config.lease_ms
         row = directory.find(key)
-        if row == NO_ROW:
+        if row == NO_ROW or key in self._master.removals.leaving:
             return Located(LOCATED_ONE.pack(-1, -1, -1, -1), [], lease_ms)
         directory.touch(row)
         directory.extend_lease(row, self._master.now_ms() + lease_ms)
@@ -130,7 +162,12 @@ class Lookups:
         host = self._master.hosts[ranked[0][0]]
         host.note_read(size)
         self._master.counters.hits += 1
-        return Located(LOCATED_ONE.pack(size, checksum, *ranked[0]), [host.endpoint()], lease_ms)
+        return Located(
+            LOCATED_ONE.pack(size, checksum, *ranked[0]),
+            [host.endpoint()],
+            lease_ms,
+            NUMBER.pack(directory.version(row)),
+        )
 
     async def stage(self, caller: Caller, request: StageObjects) -> FoundObjects:
         """As ``find``, after waiting for objects that are read from disks, not for long."""
@@ -167,7 +204,12 @@ class Lookups:
     def exists(self, _: Caller, request: KeyList) -> KeyBytes:
         """Say which objects are there and readable."""
         flags = self._master.directory.exists_many(request.keys)
-        return KeyBytes(flags, 0 in flags and self._master.is_recovering)
+        return KeyBytes(flags, 0 in flags and self._is_unsure(request.keys))
+
+    def _is_unsure(self, keys: Sequence[str]) -> bool:
+        """Whether what is not there may yet be seen by somebody."""
+        leaving = self._master.removals.leaving
+        return self._master.is_recovering or any(key in leaving for key in keys if leaving)
 
     async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
         """Return a page of keys."""

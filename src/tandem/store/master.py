@@ -244,6 +244,10 @@ class StoreMaster:
     def drop_row(self, row: int, *, wait: bool = False) -> "list[asyncio.Future[None]]":
         """Remove an object; its space is free once it is wiped and unleased.
 
+        Args:
+            row: of the object.
+            wait: note what is to be done before it is gone: see ``Removals.note_going``.
+
         Returns: if ``wait``, what is done when all headers are gone.
         """
         directory = self.directory
@@ -252,6 +256,9 @@ class StoreMaster:
         free_at_ms = directory.lease_until_ms(row)
         if self.is_recovering:
             self.dropped_versions[key] = version
+        # Clients may remember where it was, and take it for present while there is a header.
+        is_known = free_at_ms > self.now_ms()
+        wait = wait or is_known
         pending = self.upkeep.abandon(key, version, wait=wait)
         on_disk = set(directory.disks(row))
         wiped: dict[int, asyncio.Future[None]] = {}
@@ -267,6 +274,12 @@ class StoreMaster:
             forgotten = self.hosts[number].forget(key, version, after=wiped.get(number))
             if wait:
                 pending.append(forgotten)
+        if is_known:
+            earlier = self.removals.find_going(key)  # Other copies, given up a moment ago.
+            headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
+            self.removals.note_leaving(key, [*headers, *wiped.values()])
+        if pending:
+            self.removals.note_going(key, pending)
         return pending
 
     def evict_row(self, row: int) -> bool:
@@ -274,8 +287,7 @@ class StoreMaster:
         if not any(self.hosts[number].caller is not None for number in self.directory.disks(row)):
             # Its headers are still there, and it may be on its way to a disk: a removal that comes
             # now must not be over before it could not come back.
-            key = self.directory.key(row)
-            self.removals.note_going(key, self.drop_row(row, wait=True))
+            self.drop_row(row, wait=True)
             return False
         for replica in self.directory.replicas(row):
             self._drop_copy(row, replica.host)

@@ -22,6 +22,8 @@ R = TypeVar("R")
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
+FIRST_RETRY_S = 0.0005
+"""Of a key that was just changed: its old value is being wiped, which takes about this long."""
 
 
 class RequestIds:
@@ -101,11 +103,13 @@ class MasterCalls:
     ) -> FoundObjects:
         """Ask where objects are, until the master knows what there is."""
         request = FindObjects(keys=list(keys), machine=self.machine, lease=lease)
+        pause_s = FIRST_RETRY_S
         while True:
             found = await self.call("find", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
-            await self.sleep(RETRY_S)
+            await self.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S)
 
     async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
         """Ask where objects are that lie on disks, while they are read into memory."""

@@ -72,6 +72,7 @@ class Membership:
                 self._master.clock,
                 self._master.order_epoch,
                 self._master.space_freed.set,
+                self._master.config.lease_ms,
             )
             self._master.hosts[number] = self._names[request.name] = host
         elif host.segment_id != request.segment_id:

@@ -190,7 +190,7 @@ class FoundObjects(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[Endpoint]
     lease_ms: int
     is_recovering: bool = False
-    """Hosts may still come back to a new master: a miss may be none."""
+    """Hosts may still come back to a new master, or an object is just going: ask again."""
     on_disk: bytes = b""
     """One byte per key if one of them is 1: it is on a disk only; ``stage`` brings it to memory."""
 
@@ -218,6 +218,8 @@ class Located(msgspec.Struct, frozen=True):
     of -1: ask with ``FindObjects``."""
     endpoints: list[Endpoint]
     lease_ms: int
+    versions: bytes = b""
+    """The same, of the versions; without them nothing can be remembered."""
 
 
 class KeyList(msgspec.Struct, frozen=True):

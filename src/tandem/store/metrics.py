@@ -72,7 +72,7 @@ class StoreCounters:
 
 
 _COUNTER_HELP = {
-    "hits": "Keys looked up and found.",
+    "hits": "Keys that the master was asked for and found.",
     "misses": "Keys looked up and not found.",
     "objects_created": "Objects that became visible.",
     "objects_removed": "Objects removed by a call.",

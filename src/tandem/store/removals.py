@@ -1,7 +1,7 @@
 """Objects that go because somebody says so: an answer only when no restart brings them back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.store.index import NO_ROW
@@ -22,6 +22,8 @@ class Removals:
         self._master = master
         self._removing: dict[str, asyncio.Future[Any]] = {}
         """Keys of objects that went and whose headers are not all gone yet."""
+        self._leaving: dict[str, int] = {}
+        """Of these, the keys of what clients may still read, and how many headers there are."""
 
     async def remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
         """Remove objects; answers when their headers are gone."""
@@ -37,11 +39,13 @@ class Removals:
         for i, key in enumerate(keys):
             row = self._master.directory.find(key)
             if row != NO_ROW:
-                pending.append(self.note_going(key, self._master.drop_row(row, wait=True)))
+                self._master.drop_row(row, wait=True)
                 self._master.counters.objects_removed += 1
                 flags[i] = 1
-            elif key in self._removing:  # Removed, or evicted: there is none, but not yet for good.
-                pending.append(self._removing[key])
+            # Else it may have been removed, or evicted, but not yet for good.
+            going = self.find_going(key)
+            if going is not None:
+                pending.append(going)
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
@@ -61,6 +65,32 @@ class Removals:
     def find_going(self, key: str) -> "asyncio.Future[Any] | None":
         """Return what is done when an earlier object of this key is gone; None if none is going."""
         return self._removing.get(key)
+
+    @property
+    def has_going(self) -> bool:
+        """Whether anything is going at all."""
+        return len(self._removing) > 0
+
+    def note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
+        """Clients that remember an object may read it until these headers are gone.
+
+        Until then nobody is told that it is gone, or of another one: who was told so first, and
+        then read what it remembers, would see time go backwards.
+        """
+        for header in headers:
+            if not header.done():
+                self._leaving[key] = self._leaving.get(key, 0) + 1
+                header.add_done_callback(lambda _: self._note_left(key))
+
+    def _note_left(self, key: str) -> None:
+        self._leaving[key] -= 1
+        if not self._leaving[key]:
+            del self._leaving[key]
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """The keys of which nothing can be said yet; nearly always none."""
+        return self._leaving
 
     def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
         if self._removing.get(key) is gone:

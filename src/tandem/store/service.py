@@ -425,15 +425,10 @@ class ClientService:
         self._leader = LeaderClient(
             self._urls,
             _client_maker(self._config, self._rpc, identity, MethodTable()),
-            on_peer=self._channel.on_peer,
-            on_peer_lost=self._channel.on_peer_lost,
+            on_peer=self._on_peer,
+            on_peer_lost=self._on_peer_lost,
         )
         self._channel.slow = self._leader
-        try:
-            await self._leader.connect(self._rpc.connect_timeout_ms / 1e3)
-        except BaseException:
-            await asyncio.to_thread(self._engine.close, deadline_s=2.0)
-            raise
         self.client = AsyncStoreClient(
             self._channel,
             TransferClientPort(self._engine),
@@ -441,6 +436,11 @@ class ClientService:
             config=self._config,
             machine=self._config.machine or socket.gethostname(),
         )
+        try:
+            await self._leader.connect(self._rpc.connect_timeout_ms / 1e3)
+        except BaseException:
+            await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -448,6 +448,14 @@ class ClientService:
         await self._channel.aclose()
         await self._leader.aclose()
         await asyncio.to_thread(self._engine.close, deadline_s=2.0)
+
+    def _on_peer(self, peer: Peer) -> None:
+        self._channel.on_peer(peer)
+        self.client.on_master()
+
+    def _on_peer_lost(self) -> None:
+        self._channel.on_peer_lost()
+        self.client.on_master()
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""

@@ -88,6 +88,7 @@ class HostSpace:
         clock: of leases.
         epoch: of the master, read at each order.
         on_space: called whenever space has become free.
+        lease_ms: of readers.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class HostSpace:
         clock: Clock,
         epoch: Callable[[], int],
         on_space: Callable[[], None],
+        lease_ms: int,
     ) -> None:
         self.number = number
         self.name = name
@@ -135,6 +137,11 @@ class HostSpace:
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
+        self._lease_ms = lease_ms
+        self._read_until_ms = 0
+        """While it is away: when the leases end of those who may still read what it has."""
+        self._unwiped: list[tuple[int, asyncio.Future[None]]] = []
+        """What could not be wiped, and when it is as good as wiped."""
         self._drops: dict[int, _Drop] = {}
         """By offset: dropped objects whose space is not free yet."""
         self._dropped_bytes = 0
@@ -219,6 +226,7 @@ class HostSpace:
     def end_session(self) -> None:
         """The host is gone, or has gone and come back: what was under way there is over."""
         self.caller, self.session = None, -1
+        self._read_until_ms = self._now_ms() + self._lease_ms
         if self.line is not None:
             self.line.end()
             self.line = None
@@ -231,8 +239,6 @@ class HostSpace:
         for writer in self.writers.values():
             writer.base.cancel()
         self.writers.clear()
-        for drop in self._to_wipe:
-            self._finish(drop)
         self._to_wipe.clear()
         self._is_forgetting = False
         for forget in self._to_forget:
@@ -241,7 +247,7 @@ class HostSpace:
         # A reader's lease outlives the session; what was not wiped is found by the next inventory.
         leased = {offset for _, offset in self._leased}
         for offset in [offset for offset in self._drops if offset not in leased]:
-            self._finish(self._forget(offset))
+            self._finish_unwiped(self._forget(offset))
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
         """Make the allocator, with these taken, and what readers may still rely on.
@@ -328,12 +334,13 @@ class HostSpace:
     ) -> asyncio.Future[None] | None:
         """Wipe an object's header; its space is free after that and not before ``free_at_ms``.
 
-        Returns: if ``wait``, a future that is done once the header is gone or the host is.
+        Returns: if ``wait``, a future that is done once no reader takes the object for present:
+            its header is gone; or the host is, and so are the leases of those who may reach it.
         """
         done = asyncio.get_running_loop().create_future() if wait else None
         dropped = _Drop(extent, free_at_ms, done)
         if self.caller is None:
-            self._finish(dropped)
+            self._finish_unwiped(dropped)
             return done
         assert extent.offset not in self._drops, extent
         self._drops[extent.offset] = dropped
@@ -394,7 +401,11 @@ class HostSpace:
         return offset in self._drops
 
     def free_leased(self, now_ms: int) -> None:
-        """Free the space whose last lease has ended."""
+        """Free the space whose last lease has ended; what lost hosts hold can be read no more."""
+        if self._unwiped:
+            for _, done in [item for item in self._unwiped if item[0] <= now_ms]:
+                _settle(done)
+            self._unwiped = [item for item in self._unwiped if item[0] > now_ms]
         while self._leased and self._leased[0][0] <= now_ms:
             _, offset = heapq.heappop(self._leased)
             if offset in self.guarded:
@@ -416,7 +427,7 @@ class HostSpace:
                 self._to_wipe[:0] = batch
                 await asyncio.sleep(RETRY_S)
                 continue
-            now_ms = int(self._clock.now_s() * 1e3)
+            now_ms = self._now_ms()
             for dropped in batch:
                 if dropped.free_at_ms > now_ms or dropped.extent.offset in self.guarded:
                     heapq.heappush(self._leased, (dropped.free_at_ms, dropped.extent.offset))
@@ -434,6 +445,17 @@ class HostSpace:
         dropped = self._drops.pop(offset)
         self._dropped_bytes -= dropped.extent.length
         return dropped
+
+    def _finish_unwiped(self, dropped: _Drop) -> None:
+        """The host is away: a client that reaches it all the same may still find the header."""
+        until_ms = min(dropped.free_at_ms, self._read_until_ms)
+        if dropped.done is None or until_ms <= self._now_ms():
+            self._finish(dropped)
+        else:
+            self._unwiped.append((until_ms, dropped.done))
+
+    def _now_ms(self) -> int:
+        return int(self._clock.now_s() * 1e3)
 
     def _finish(self, dropped: _Drop) -> None:
         if dropped.done is not None:
