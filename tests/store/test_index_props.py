@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.errors import ConfigError, TandemError
-from tandem.store.index import NO_ROW, Directory, Replica
+from tandem.store.index import NO_ROW, Directory, Passes, Replica
+
+PASSES = Passes(fill_rows, locate_rows)
 
 KEYS = st.sampled_from([f"key-{i}" for i in range(12)])
 HOSTS = st.integers(0, 3)
@@ -41,7 +43,7 @@ class Model:
 class DirectoryMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.directory = Directory()
+        self.directory = Directory(PASSES)
         self.model: dict[str, Model] = {}
         self.lost: set[int] = set()
         self.clock = 0
@@ -121,9 +123,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         hidden=st.sets(KEYS, max_size=2),
     )
     def locate(self, keys, until_ms, is_here, hidden):
-        rows, found = self.directory.locate_many(
-            keys, is_here, until_ms, locate_rows, hidden=hidden
-        )
+        rows, found = self.directory.locate_many(keys, is_here, until_ms, hidden=hidden)
         columns, versions, undecided, reads = found
         sent: dict[int, list[int]] = {}
         table = np.frombuffer(columns, "<i8").reshape(4, len(keys)).T.tolist()
@@ -277,7 +277,7 @@ TestDirectory = DirectoryMachine.TestCase
 
 
 def test_victims_go_in_order_of_use():
-    directory = Directory()
+    directory = Directory(PASSES)
     for i in range(5000):
         directory.insert(str(i), size=10, checksum=0, version=i, replicas=[Replica(0, 512 * i)])
     for i in range(0, 5000, 2):
@@ -292,7 +292,7 @@ def test_victims_go_in_order_of_use():
 
 
 def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
-    directory = Directory()
+    directory = Directory(PASSES)
     for key, replicas, disks in (
         ("disk", [], [1]),
         ("both", [Replica(1, 512)], [1]),
@@ -300,7 +300,7 @@ def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
     ):
         directory.insert(key, size=1, checksum=2, version=3, replicas=replicas, disks=disks)
     keys = ["disk", "both", "memory"]
-    rows, (columns, _, undecided, reads) = directory.locate_many(keys, b"\1\1", 0, locate_rows)
+    rows, (columns, _, undecided, reads) = directory.locate_many(keys, b"\1\1", 0)
     assert rows == [directory.find(key) for key in keys]
     assert undecided == [0, 1]
     assert np.frombuffer(columns, "<i8")[6:9].tolist() == [-1, -1, 1]
@@ -308,7 +308,7 @@ def test_a_copy_on_a_disk_is_never_taken_for_one_in_memory():
 
 
 def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
-    directory = Directory()
+    directory = Directory(PASSES)
     good = {"sizes": [1], "checksums": [1], "versions": [1], "wanted": [1], "offsets": [0]}
     for bad in ({"checksums": [2**32]}, {"sizes": [2**63]}, {"offsets": [2**64]}):
         with pytest.raises((ConfigError, TypeError)):
@@ -358,7 +358,7 @@ def test_nobody_sees_what_is_only_staged():
             directory.pick_victims(10**9, 10**6),
         )
 
-    directory = Directory()
+    directory = Directory(PASSES)
     directory.insert("old", size=1, checksum=1, version=1, replicas=[Replica(0, 4096)])
     before = look(directory)
     staged = stage(directory)
@@ -398,7 +398,7 @@ def test_the_garbage_collector_finds_nothing_to_walk_in_a_directory():
         return grown
 
     def make_directory() -> Directory:
-        directory = Directory()
+        directory = Directory(PASSES)
         for begin in (0, 10_000):
             for i in range(begin, begin + 5_000):
                 directory.insert(

@@ -26,13 +26,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem._native import SegmentAllocator
+from tandem._native import SegmentAllocator, fill_rows, locate_rows
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.store_peers import MooncakeStore, Redis, Rival
 from tandem.core.errors import PeerLostError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig, layout
-from tandem.store.index import Directory, Replica
+from tandem.store.index import Directory, Passes, Replica
 
 __all__ = ["KV_BLOCK_BYTES", "make_cases", "trace_allocator"]
 
@@ -387,7 +387,7 @@ def _collect_p99_us(children: "Sequence[subprocess.Popen[str]]") -> float:
 
 def fill_directory(count: int) -> Directory:
     """Return a directory of ``count`` objects with keys of 64 characters, a replica each."""
-    directory = Directory()
+    directory = Directory(Passes(fill_rows, locate_rows))
     for i in range(count):
         directory.insert(
             f"{i:064}", size=4096, checksum=i, version=i, replicas=[Replica(0, i * 4608)]

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import fill_rows
-
-__all__ = ["NO_ROW", "Directory", "Replica", "Staged"]
+__all__ = ["NO_ROW", "Directory", "Passes", "Replica", "Staged"]
 
 NO_ROW = -1
 MAX_REPLICAS = 255
@@ -30,8 +28,15 @@ _VICTIM_BATCH = 16_384
 
 
 LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
-Gather = Callable[..., LocatedRows]
-"""See ``tandem._native.locate_rows``."""
+
+
+class Passes(NamedTuple):
+    """What passes over the columns, many rows at a time: native, while this module is pure."""
+
+    fill: Callable[[Sequence[int], Sequence[tuple[object, int | Sequence[int]]]], None]
+    """See ``tandem._native.fill_rows``."""
+    locate: Callable[..., LocatedRows]
+    """See ``tandem._native.locate_rows``."""
 
 
 class Replica(NamedTuple):
@@ -52,7 +57,8 @@ class Staged(NamedTuple):
 class Directory:
     """Rows by key. A row number means its object until that is removed; then it is used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
         self._rows: dict[str, int] = {}
         # Of dtype object, since the collector walks lists but not these.
         self._keys: npt.NDArray[Any] = np.empty(16, dtype=object)
@@ -107,7 +113,6 @@ class Directory:
         keys: Sequence[str],
         is_here: bytes,
         until_ms: int,
-        gather: "Gather",
         *,
         hidden: Collection[str] = (),
     ) -> "tuple[list[int], LocatedRows]":
@@ -117,15 +122,14 @@ class Directory:
             keys: of the objects; those that there are not are no error.
             is_here: a byte for each host: 1 if it can be read from.
             until_ms: of the leases.
-            gather: the pass over the columns, which is native.
             hidden: objects that are passed over.
 
-        Returns: their rows (``NO_ROW`` where there is none), and what ``gather`` gives for them.
+        Returns: their rows (``NO_ROW`` where there is none), and what ``Passes.locate`` gives for them.
         """
         rows = list(map(self._rows.get, keys, itertools.repeat(NO_ROW)))
         if hidden:
             rows = [NO_ROW if key in hidden else row for key, row in zip(keys, rows, strict=True)]
-        found = gather(
+        found = self._passes.locate(
             rows,
             is_here,
             until_ms,
@@ -316,7 +320,7 @@ class Directory:
         rows, at = staged
         try:
             # Whatever does not fit a column is refused before the first one has changed.
-            fill_rows(
+            self._passes.fill(
                 rows,
                 [
                     (self._size, sizes),
@@ -332,7 +336,7 @@ class Directory:
                     (self._flags, 0),
                 ],
             )
-            fill_rows(
+            self._passes.fill(
                 at,
                 [
                     (self._replica_offset, offsets),
@@ -356,7 +360,7 @@ class Directory:
         self._rows.update(zip(keys, rows, strict=True))
         assert len(self._rows) == num_before + len(rows), "a key was there"
         self._keys[rows] = keys
-        fill_rows(
+        self._passes.fill(
             rows,
             [
                 (self._flags, _ALIVE),
@@ -365,7 +369,7 @@ class Directory:
                 (self._lease_until_ms, lease_until_ms),
             ],
         )
-        fill_rows(staged.places, [(self._replica_host, host)])
+        self._passes.fill(staged.places, [(self._replica_host, host)])
         self.total_bytes += sum(map(self._size.__getitem__, rows))
 
     def unstage_many(self, staged: Staged) -> None:

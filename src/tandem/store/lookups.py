@@ -5,7 +5,6 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tandem._native import locate_rows
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     FindObjects,
@@ -116,7 +115,6 @@ class Lookups:
             request.keys,
             is_here,
             until_ms,
-            locate_rows,
             hidden=self._master.removals.leaving,
         )
         if undecided:

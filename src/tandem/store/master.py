@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
@@ -17,7 +18,7 @@ from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.eager import start_eagerly
 from tandem.store.eviction import Eviction
-from tandem.store.index import NO_ROW, Directory
+from tandem.store.index import NO_ROW, Directory, Passes
 from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
 from tandem.store.membership import Membership
@@ -113,7 +114,7 @@ class StoreMaster:
     ) -> None:
         self.config = config
         self.epoch = epoch
-        self.directory = Directory()
+        self.directory = Directory(Passes(fill_rows, locate_rows))
         self.hosts: dict[int, HostSpace] = {}
         self.counters = StoreCounters()
         self.clock = clock
