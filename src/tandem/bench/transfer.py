@@ -6,11 +6,14 @@ to the engine. ``workload=kv`` is the cache of a prompt of 4K tokens: 61 layers 
 KiB, each as 128 and 16. Batches are prepared. Bytes are compared before a time counts.
 
 The ceiling of tcp is a plain blocking socket to the same process, one request and one confirmation
-a batch, and with peers iperf3 from a mebibyte on (both with the congestion control that is fastest
-inside a host: see `docs/design/transfer.md`); that of the others a memcpy of as many bytes. The
-baseline is the ceiling, or, with peers, the best of them, each in processes of its own and measured
-in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel has it) and NIXL, as
-it comes for the same host and with ``UCX_TLS=tcp`` for tcp.
+a batch, at the places that ours uses; with peers iperf3 from a mebibyte on (both with the congestion control that is fastest
+inside a host: see `docs/design/transfer.md`); that of the others a memcpy of as many bytes. iperf3
+sends and receives one buffer of 128 KiB again and again, which stays in a CPU's own cache. The plain
+socket moves all bytes of a batch from their place to their place, and so is reported beside it, as
+``keeping socket``: whoever keeps what was received has that limit. The baseline is the ceiling, or,
+with peers, the best of them, each in processes of its own and measured in turns with ours:
+Mooncake's engine over tcp (with TENT too, where the wheel has it) and NIXL, as it comes for the same
+host and with ``UCX_TLS=tcp`` for tcp. ``polling=no`` is ours without polling.
 
 ``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
 the same over pyzmq.
@@ -63,12 +66,16 @@ UNPACED = b"reno"
 
 TransportChoice = Literal["tcp", "shm", "cma", "best"]
 
+POLLING_SIZES = (4096, 65_536)
+"""Sizes at which polling matters."""
+
 SERVER = """
 import socket, sys, threading
 import numpy as np
 import zmq
 from tandem.transfer import TransferConfig, TransferEngine
-engine = TransferEngine(TransferConfig(name="bench", secret=sys.argv[1]))
+polling = {} if len(sys.argv) < 5 else {"polling_us": int(sys.argv[4])}
+engine = TransferEngine(TransferConfig(name="bench", secret=sys.argv[1], **polling))
 engine.serve_calls(lambda calls: [call.payload for call in calls])
 buffer = engine.allocate(int(sys.argv[2]), name="buffer")
 def answer(replies=zmq.Context.instance().socket(zmq.REP)):
@@ -85,14 +92,15 @@ peer, _ = listener.accept()
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, sys.argv[3].encode())
 view = memoryview(np.ones(1 << 28, np.uint8))
-while head := peer.recv(16, socket.MSG_WAITALL):
-    op, size = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:], "little")
+while head := peer.recv(24, socket.MSG_WAITALL):
+    op, at, size = (int.from_bytes(head[i : i + 8], "little") for i in (0, 8, 16))
+    part = view[at : at + size]
     if op == 0:
-        peer.sendall(view[:size])
+        peer.sendall(part)
     else:
         done = 0
         while done < size:
-            done += peer.recv_into(view[done:size])
+            done += peer.recv_into(part[done:])
         peer.sendall(b"k")
 """
 
@@ -100,11 +108,12 @@ while head := peer.recv(16, socket.MSG_WAITALL):
 class _Pair:
     """This process and a child that offers one buffer, by our engine and by a plain socket."""
 
-    def __init__(self, buffer_bytes: int) -> None:
+    def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
         secret = secrets.token_urlsafe(32)
         self.buffer_bytes = buffer_bytes
         self.child = subprocess.Popen(
-            [sys.executable, "-c", SERVER, secret, str(buffer_bytes), UNPACED.decode()],
+            [sys.executable, "-c", SERVER, secret, str(buffer_bytes), UNPACED.decode()]
+            + ([] if has_polling else ["0"]),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -112,7 +121,10 @@ class _Pair:
         line = self.child.stdout.readline().split()
         if len(line) != 3:
             raise PeerLostError("bench.start", "the serving process did not start")
-        self.engine = TransferEngine(TransferConfig(secret=secret))
+        config = TransferConfig(secret=secret)
+        if not has_polling:
+            config = msgspec.structs.replace(config, polling_us=0)
+        self.engine = TransferEngine(config)
         self.segment = self.engine.open(line[0])
         self.remote = self.segment.buffer("buffer")
         self.local = self.engine.allocate(buffer_bytes)
@@ -141,16 +153,16 @@ class _Pair:
         only = None if transport == "best" else transport
         return self.engine.prepare(self.transfers(op, parts), transport=only)
 
-    def move_plain(self, op: Op, size: int) -> None:
-        """Move ``size`` bytes over the plain socket."""
-        self.socket.sendall(int(op).to_bytes(8, "little") + size.to_bytes(8, "little"))
+    def move_plain(self, op: Op, at: int, size: int) -> None:
+        """Move ``size`` bytes over the plain socket, at the same place on both sides."""
+        self.socket.sendall(b"".join(word.to_bytes(8, "little") for word in (int(op), at, size)))
+        view = self.scratch.data[at : at + size]
         if op == Op.READ:
-            view = self.scratch.data
             done = 0
             while done < size:
-                done += self.socket.recv_into(view[done:size])
+                done += self.socket.recv_into(view[done:])
         else:
-            self.socket.sendall(self.scratch.data[:size])
+            self.socket.sendall(view)
             self.socket.recv(1)
 
     def close(self) -> None:
@@ -302,6 +314,11 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                     yield _make_kv_case(pair, peers, transport, op)
         for size in CALL_SIZES:
             yield _make_call_case(pair, size)
+        still = _Pair(QUICK_BUFFER_BYTES, has_polling=False)
+        stack.callback(still.close)
+        for op in (Op.WRITE, Op.READ):
+            for size in POLLING_SIZES:
+                yield _make_case(still, peers, "tcp", op, size, 1, False, " polling=no")
 
 
 def _make_case(
@@ -312,12 +329,14 @@ def _make_case(
     size: int,
     count: int,
     walk: bool,
+    mode: str = "",
 ) -> BenchCase:
     total = size * count
     places = list(range(0, pair.buffer_bytes - total + 1, total))[:MAX_PREPARED] if walk else [0]
     batches = [[(at + i * size, size) for i in range(count)] for at in places]
     name = f"transport={transport} op={op.name.lower()} size={size} batch={count}"
-    return _compare(f"{name} walk={'yes' if walk else 'no'}", pair, peers, transport, op, batches)
+    name += f" walk={'yes' if walk else 'no'}{mode}"
+    return _compare(name, pair, peers, transport, op, batches)
 
 
 def _make_kv_case(
@@ -364,6 +383,7 @@ def _compare(
     case = _Comparison(pair, transport, op, batches)
     ceiling: Callable[[], float] = case.at_ceiling_us
     rivals: dict[str, Callable[[], float]] = {}
+    limits: dict[str, Callable[[], float]] = {}
     if peers is not None:
         chosen = peers.over_tcp if transport == "tcp" else peers.on_host
         rivals = {
@@ -372,6 +392,7 @@ def _compare(
         total = sum(size for _, size in batches[0])
         if transport == "tcp" and peers.iperf is not None and total >= IPERF_FROM_BYTES:
             ceiling = partial(peers.iperf.time_us, total)
+            limits["keeping socket"] = case.at_ceiling_us
     return BenchCase(
         name=name,
         unit="us",
@@ -381,6 +402,7 @@ def _compare(
         baseline_name=case.ceiling_name,
         rivals=rivals or None,
         ceiling=ceiling,
+        limits=limits,
     )
 
 
@@ -402,6 +424,7 @@ class _Comparison:
         # Preparing is for those that are run: a generator of cases makes many that are not.
         self._prepared: Iterator[PreparedBatch] | None = None
         self._batches = batches
+        self._places = cycle([parts[0][0] for parts in batches])
         self.ceiling_name = "plain socket" if transport == "tcp" else "memcpy"
 
     def ours_us(self) -> float:
@@ -416,14 +439,15 @@ class _Comparison:
 
     def _move_at_ceiling(self) -> None:
         pair = self._pair
-        left = self._total
+        at, left = next(self._places), self._total
         while left > 0:
             part = min(left, len(pair.scratch))
+            to = at % (len(pair.scratch) - part + 1)
             if self._transport == "tcp":
-                pair.move_plain(self._op, part)
+                pair.move_plain(self._op, to, part)
             else:
-                np.copyto(pair.scratch[:part], pair.local.array[:part])
-            left -= part
+                np.copyto(pair.scratch[to : to + part], pair.local.array[at : at + part])
+            at, left = at + part, left - part
 
     def check(self) -> str:
         pair = self._pair
