@@ -80,6 +80,8 @@ engine = TransferEngine(TransferConfig(name="bench", secret=sys.argv[1], **polli
 engine.serve_calls(lambda calls: [call.payload for call in calls])
 buffer = engine.allocate(int(sys.argv[2]), name="buffer")
 buffer.array[:] = 1
+plain = np.ones(int(sys.argv[2]), np.uint8)
+engine.register(plain, name="plain")
 def answer(replies=zmq.Context.instance().socket(zmq.REP)):
     bound.append(replies.bind_to_random_port("tcp://127.0.0.1"))
     ready.set()
@@ -108,7 +110,7 @@ while head := peer.recv(24, socket.MSG_WAITALL):
 
 
 class _Pair:
-    """This process and a child that offers one buffer, by our engine and by a plain socket."""
+    """This process and a child that offers memory, by our engine and by a plain socket."""
 
     def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
         secret = secrets.token_urlsafe(32)
@@ -129,6 +131,7 @@ class _Pair:
         self.engine = TransferEngine(config)
         self.segment = self.engine.open(line[0])
         self.remote = self.segment.buffer("buffer")
+        self.plain = self.segment.buffer("plain")
         self.local = self.engine.allocate(buffer_bytes)
         chunk = np.random.default_rng(0).integers(0, 256, min(buffer_bytes, 2**26), np.uint8)
         for at in range(0, buffer_bytes, len(chunk)):
@@ -141,19 +144,20 @@ class _Pair:
         self.zmq = self.context.socket(zmq.REQ)
         self.zmq.connect(f"tcp://127.0.0.1:{line[2]}")
 
-    def transfers(self, op: Op, parts: list[tuple[int, int]]) -> list[Transfer]:
-        """Return a transfer for each (place, length), at the same place on both sides."""
-        return [
-            Transfer(op, self.local, self.segment, self.remote.offset + at, size, local_offset=at)
-            for at, size in parts
-        ]
-
     def prepare(
         self, op: Op, parts: list[tuple[int, int]], transport: TransportChoice
     ) -> PreparedBatch:
-        """Make a batch ready."""
-        only = None if transport == "best" else transport
-        return self.engine.prepare(self.transfers(op, parts), transport=only)
+        """Make a batch ready: a transfer for each (place, length), at the same place on both sides.
+
+        cma reaches ordinary memory, as rivals offer it: memory to be mapped is faster by shm, and
+        where the system gives it no huge pages, the kernel looks up each of its small ones.
+        """
+        far = self.plain if transport == "cma" else self.remote
+        transfers = [
+            Transfer(op, self.local, self.segment, far.offset + at, size, local_offset=at)
+            for at, size in parts
+        ]
+        return self.engine.prepare(transfers, transport=None if transport == "best" else transport)
 
     def move_plain(self, op: Op, at: int, size: int) -> None:
         """Move ``size`` bytes over the plain socket, at the same place on both sides."""
