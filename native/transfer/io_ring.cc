@@ -118,7 +118,8 @@ void IoRing::arm_wake() {
 
 Status IoRing::submit(uint32_t num_awaited) {
   arm_wake();
-  const long done = syscall(kEnter, rings_->fd, num_queued_, num_awaited, IORING_ENTER_GETEVENTS, nullptr, 0);
+  const long done = syscall(kEnter, rings_->fd, num_queued_, num_awaited, IORING_ENTER_GETEVENTS,
+                            nullptr, 0);
   if (done >= 0) {
     num_queued_ -= static_cast<uint32_t>(done);
     return {};
