@@ -10,11 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/pages.h"
 #include "base/topology.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; older headers lack it.
-#endif
 #ifndef MAP_HUGE_SHIFT
 #define MAP_HUGE_SHIFT 26
 #endif
@@ -70,7 +68,7 @@ uint8_t* map_hugetlb(size_t size_bytes, const std::vector<NodeShare>& shares, bo
   uint8_t* data = map_anonymous(size_bytes, MAP_HUGETLB | kHuge2MiB);
   if (data == nullptr) return nullptr;
   *has_node = prefer_nodes(data, size_bytes, kHugePageBytes, shares);
-  if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) return data;
+  if (populate_pages(data, size_bytes) == 0) return data;
   munmap(data, size_bytes);
   return nullptr;
 }

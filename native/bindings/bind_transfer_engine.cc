@@ -230,6 +230,12 @@ CoreCall begin_call(TransferCore& core, uint64_t segment, nb::bytes payload,
           })};
 }
 
+nb::bytes await_call(CoreCall& self, double seconds) {
+  return to_bytes(run([&] {
+    return self.engine->await_call(*self.peer, self.call, deadline_of(seconds));
+  }));
+}
+
 // A peer's call in Python's hands.
 struct CoreIncomingCall {
   std::shared_ptr<Engine> engine;
@@ -308,6 +314,8 @@ void bind_calls(nb::module_& module) {
       .def("leave_core", &CallInbox::leave_queue, "From now on the descriptor tells.")
       .def("take", &CallInbox::take, "The tags of the calls that have ended since the last call.");
   nb::class_<CoreCall>(module, "CoreCall", "A call that was begun; see TransferEngine.call_async.")
+      .def("wait", &await_call, "deadline_s"_a,
+           "Wait for the answer of one begun without an inbox, without the GIL. Once.")
       .def("take_answer", [](CoreCall& self) { return to_bytes(take(self.call->take_answer())); },
            "What it ended with, once; raises the error.")
       .def("abandon", [](CoreCall& self) {
@@ -539,7 +547,8 @@ void bind_transfer_engine(nb::module_& module) {
              run([&] { return core.engine->find_peer(segment); })->use_round_robin();
            }, "segment"_a, "Give slices to rails in turn, whatever their speed: a baseline.")
       .def("call", &call_peer, "segment"_a, "payload"_a, "deadline_s"_a)
-      .def("begin_call", &begin_call, "segment"_a, "payload"_a, "inbox"_a, "tag"_a)
+      .def("begin_call", &begin_call, "segment"_a, "payload"_a, "inbox"_a.none() = nullptr,
+           "tag"_a = 0)
       .def("serve_calls", [](TransferCore& core) { run([&] { return core.engine->serve_calls(); }); })
       .def("exchange_calls", &exchange_calls, "answers"_a,
            nb::sig("def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | "

@@ -4,13 +4,20 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "base/pages.h"
 #include "bindings/status.h"
 #include "store/chunk_checksum.h"
 #include "store/extent.h"
@@ -64,6 +71,15 @@ std::vector<uint64_t> measure_extents(const Keys& keys, const std::vector<uint64
   return lengths;
 }
 
+std::vector<uint64_t> locate_values(const Keys& keys, const std::vector<uint64_t>& sizes) {
+  if (keys.size() != sizes.size())
+    raise({Code::kShape, "store.layout", "columns of different lengths", "sizes"});
+  std::vector<uint64_t> places(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i)
+    places[i] = store::value_offset(keys[i].size(), sizes[i]);
+  return places;
+}
+
 void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_t usable_bytes,
                   const Keys& keys, const std::vector<int64_t>& offsets,
                   const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& versions,
@@ -94,6 +110,55 @@ void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_
     const nb::gil_scoped_release release;
     return store::seal_objects(segment, objects, missing, blob);
   }());
+}
+
+using Column = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ColumnValues = std::variant<int64_t, std::vector<int64_t>>;
+
+template <typename T>
+void fill_column(const Column& column, const std::vector<size_t>& rows, const ColumnValues& values,
+                 bool is_check) {
+  T* const data = static_cast<T*>(column.data());
+  const std::vector<int64_t>* const each = std::get_if<std::vector<int64_t>>(&values);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t value = each != nullptr ? (*each)[i] : std::get<int64_t>(values);
+    if (is_check && !std::in_range<T>(value))
+      raise({Code::kConfig, "store.fill_rows", std::to_string(value) + " does not fit its column",
+             ""});
+    if (!is_check) data[rows[i]] = static_cast<T>(value);
+  }
+}
+
+void fill_any(const Column& column, const std::vector<size_t>& rows, const ColumnValues& values,
+              bool is_check) {
+  const nb::dlpack::dtype type = column.dtype();
+  const auto is = [&](nb::dlpack::dtype_code code, int bits) {
+    return type.lanes == 1 && type.code == static_cast<uint8_t>(code) && type.bits == bits;
+  };
+  if (is(nb::dlpack::dtype_code::Int, 64)) return fill_column<int64_t>(column, rows, values, is_check);
+  if (is(nb::dlpack::dtype_code::Int, 32)) return fill_column<int32_t>(column, rows, values, is_check);
+  if (is(nb::dlpack::dtype_code::UInt, 32))
+    return fill_column<uint32_t>(column, rows, values, is_check);
+  if (is(nb::dlpack::dtype_code::UInt, 16))
+    return fill_column<uint16_t>(column, rows, values, is_check);
+  if (is(nb::dlpack::dtype_code::UInt, 8)) return fill_column<uint8_t>(column, rows, values, is_check);
+  raise({Code::kConfig, "store.fill_rows", "a column of another type", ""});
+}
+
+void fill_rows(const std::vector<size_t>& rows,
+               const std::vector<std::tuple<Column, ColumnValues>>& columns) {
+  // Whatever does not fit is found before the first column has changed.
+  for (const bool is_check : {true, false}) {
+    for (const auto& [column, values] : columns) {
+      const auto* each = std::get_if<std::vector<int64_t>>(&values);
+      if (each != nullptr && each->size() != rows.size())
+        raise({Code::kShape, "store.fill_rows", "columns of different lengths", ""});
+      if (is_check && std::any_of(rows.begin(), rows.end(),
+                                  [&](size_t row) { return row >= column.size(); }))
+        raise({Code::kShape, "store.fill_rows", "a row beyond the end", "rows"});
+      fill_any(column, rows, values, is_check);
+    }
+  }
 }
 
 }  // namespace
@@ -157,6 +222,8 @@ void bind_store(nb::module_& module) {
   module.def("measure_extents", &measure_extents, "keys"_a, "sizes"_a,
              "Bytes that objects take in a segment, whole granules.\n\n"
              "Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).");
+  module.def("locate_values", &locate_values, "keys"_a, "sizes"_a,
+             "Where values begin in their extents, bytes; as ``layout.value_offset``.");
   module.def(
       "seal_objects", &seal_objects, "marks"_a, "data"_a, "usable_bytes"_a, nb::kw_only(), "keys"_a,
       "offsets"_a, "sizes"_a, "versions"_a, "checksums"_a, "wanted"_a, "hard_pins"_a,
@@ -175,6 +242,24 @@ void bind_store(nb::module_& module) {
       "    values: the same of values; None if they are there.\n\n"
       "Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);\n"
       "CorruptionError (a checksum; the length of the blob or a column).");
+  module.def(
+      "fill_rows", &fill_rows, "rows"_a, "columns"_a,
+      nb::sig("def fill_rows(rows: Sequence[int], "
+              "columns: Sequence[tuple[object, int | Sequence[int]]]) -> None"),
+      "Write values to the same rows of many columns, in all of them or in none.\n\n"
+      "Args:\n"
+      "    columns: each an array of integers (int64, int32, uint32, uint16, uint8), and what its\n"
+      "        rows get: one value for all, or one each.\n\n"
+      "Raises: ConfigError (a value does not fit its column); ShapeError (a row beyond the end).");
+  module.def(
+      "populate_pages",
+      [](const WritableBytes& memory) {
+        const nb::gil_scoped_release release;
+        return populate_pages(memory.data(), memory.size()) == 0;
+      },
+      "memory"_a, nb::sig("def populate_pages(memory: object) -> bool"),
+      "Map the pages of some memory now, for writing, instead of one by one when they are touched;\n"
+      "their contents stay. Without the GIL. False where the kernel cannot.");
   module.def(
       "crc32c",
       [](const Bytes& data, uint32_t crc) {
@@ -200,6 +285,30 @@ void bind_store(nb::module_& module) {
       },
       "data"_a, "chunk_bytes"_a, nb::sig("def checksum_chunks(data: object, chunk_bytes: int) -> bytes"),
       "CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.");
+  module.def(
+      "checksum_blob",
+      [](const nb::bytes& blob, const std::vector<uint64_t>& sizes, size_t chunk_bytes) {
+        if (chunk_bytes == 0)
+          raise({Code::kConfig, "store.checksum", "chunks of 0 bytes", "chunk_bytes"});
+        const uint8_t* at = reinterpret_cast<const uint8_t*>(blob.c_str());
+        uint64_t left = blob.size();
+        std::vector<store::Value> values;
+        values.reserve(sizes.size());
+        for (const uint64_t size : sizes) {
+          if (size > left)
+            raise({Code::kShape, "store.checksum", "a value leaves the memory", "sizes"});
+          values.push_back({at, size});
+          at += size, left -= size;
+        }
+        std::vector<uint32_t> checksums(values.size());
+        const nb::gil_scoped_release release;
+        store::checksum_values(values.data(), values.size(), chunk_bytes, checksums.data(), nullptr);
+        return checksums;
+      },
+      "blob"_a, "sizes"_a, "chunk_bytes"_a,
+      nb::sig("def checksum_blob(blob: bytes, sizes: list[int], chunk_bytes: int) -> list[int]"),
+      "As `checksum_values`, of values that lie one after the other; without their tables.\n\n"
+      "Raises: ShapeError (a value leaves the blob).");
   module.def(
       "checksum_values",
       [](const Bytes& memory, const Numbers& places, const Numbers& sizes, size_t chunk_bytes) {

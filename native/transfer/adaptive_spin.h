@@ -12,7 +12,7 @@ namespace tandem::transfer {
 
 class AdaptiveSpin {
  public:
-  explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns) {}
+  explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
 
   // Polls `is_done` for at most the limit. True if it came true.
   template <class Predicate>
@@ -31,6 +31,9 @@ class AdaptiveSpin {
   }
 
  private:
+  // Who is let in for less is likely to be the process that works on the answer: where there are fewer
+  // cores than processes, it has only this one.
+  static constexpr int64_t kInterruptedNs = 500'000;
   static constexpr int64_t kSlackNs = 200'000;  // A long handler is no interruption.
   static constexpr int64_t kMinBarNs = 5'000'000;
   static constexpr int64_t kMaxBarNs = 320'000'000;

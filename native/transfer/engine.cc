@@ -531,10 +531,15 @@ Result<std::string> Engine::call(uint64_t segment, std::string payload, int64_t 
   if (!peer.is_ok()) return peer.error();
   auto begun = peer.value()->begin_call(std::move(payload), nullptr, 0);
   if (!begun.is_ok()) return begun.error();
-  const std::shared_ptr<PendingCall>& call = begun.value();
+  return await_call(*peer.value(), begun.value(), deadline_ns);
+}
+
+Result<std::string> Engine::await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
+                                       int64_t deadline_ns) {
+  if (is_forked()) return check_open().error();
   if (!await(call->completion(), deadline_ns))
-    peer.value()->abandon_call(call, {Code::kDeadline, "transfer.call",
-                                      "no answer in time: executed once or not at all", ""});
+    peer.abandon_call(call, {Code::kDeadline, "transfer.call",
+                             "no answer in time: executed once or not at all", ""});
   return call->take_answer();
 }
 

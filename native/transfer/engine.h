@@ -32,7 +32,7 @@ struct EngineOptions {
   PeerOptions peer;
   int io_threads = 1;
   int copy_threads = 1;
-  int64_t spin_ns = 50'000;
+  int64_t spin_ns = 200'000;
   FileBackend file_backend = FileBackend::kAuto;
   // P of the prediction by location of memory: of each local address.
   std::map<std::string, std::vector<double>> penalties;
@@ -102,6 +102,9 @@ class Engine {
   // Sends a small request to the peer's handler and waits for its answer. Errors: those of
   // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
   Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
+  // Waits for a call that was begun without an inbox; errors as of `call`.
+  Result<std::string> await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
+                                 int64_t deadline_ns);
   // Peers' calls are taken with `take_calls` from now on. Errors: kConflict (they are already).
   Status serve_calls();
   // Calls of peers, at most `max`; waits for the first, or an end of calls of ours that are

@@ -605,6 +605,8 @@ class World:
             config=self.config,
             machine=name,
         )
+        if self.random.random() < 0.5:
+            client._writer.min_prepared, client._writer.min_prepared_bytes = 1, 0
         return process, client
 
     async def connect_client(self, channel: ClientChannel) -> None:

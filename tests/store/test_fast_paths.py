@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem._native import checksum_values
+from tandem._native import checksum_blob, checksum_values, locate_values
 from tandem.core.errors import (
     ConfigError,
     ConflictError,
@@ -28,10 +28,13 @@ from tandem.store import (
     PutResult,
     StoreClient,
     StoreConfig,
+    layout,
 )
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.local import LocalStore
 from tandem.store.messages import (
+    Ack,
+    CommitPut,
     CommitStatus,
     KeyBytes,
     KeyList,
@@ -39,9 +42,12 @@ from tandem.store.messages import (
     LocateObjects,
     PinObjects,
     PrefixRemoval,
+    PreparePut,
     PutInline,
     RemoveObjects,
     RemovePrefix,
+    StartedPut,
+    StartPut,
 )
 from tandem.transfer import SharedLoop
 
@@ -64,6 +70,25 @@ def test_checksums_of_many_are_those_of_each(sizes, chunk_bytes):
         expected.append(b"".join(chunk.to_bytes(4, "little") for chunk in chunks))
     assert tables == b"".join(expected)
     assert checksums == [checksum_table(table) for table in expected]
+    blob = b"".join(
+        memory[at : at + size].tobytes() for at, size in zip(places, sizes, strict=True)
+    )
+    assert checksum_blob(blob, sizes, chunk_bytes) == checksums
+
+
+def test_a_value_beyond_its_blob_is_refused():
+    assert checksum_blob(b"abc", [3, 0], 64) == checksum_blob(b"abcd", [3, 0], 64)
+    with pytest.raises(ShapeError):
+        checksum_blob(b"abc", [2, 2], 64)
+    with pytest.raises(ConfigError):
+        checksum_blob(b"abc", [3], 0)
+
+
+@given(st.lists(st.tuples(st.text(max_size=70), st.integers(0, 2**40)), max_size=5))
+def test_values_lie_where_the_layout_says(objects):
+    keys, sizes = [key for key, _ in objects], [size for _, size in objects]
+    expected = [layout.value_offset(len(key.encode()), size) for key, size in objects]
+    assert locate_values(keys, sizes) == expected
 
 
 @pytest.mark.parametrize(("place", "size"), [(0, 101), (101, 0), (100, 1), (2**64 - 1, 2)])
@@ -110,6 +135,157 @@ def test_a_destination_that_is_too_small_stays_as_it_was():
         assert isinstance(first, ShapeError)
         assert second == 50
         assert target.array.tobytes() == bytes(60) + b"y" * 50 + bytes(40)
+
+
+class Watched:
+    """A local store whose calls and orders are written down, and may be meddled with."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.client = store.client
+        self.host = store._host
+        self.heard: list[str] = []
+        self.refused: set[str] = set()
+        """Requests that get lost."""
+        for caller in (store.client._calls.channel, store._host.master.back):
+            caller._methods = {
+                name: self._listen(name, handler) for name, handler in caller._methods.items()
+            }
+
+    def _listen(self, name, handler):
+        def call(caller, request):
+            self.heard.append(name)
+            if name in self.refused:
+                raise PeerLostError("test", "lost on the way")
+            return handler(caller, request)
+
+        return call
+
+
+def run_watched(main) -> None:
+    async def run() -> None:
+        config = StoreConfig(recovery_ms=0, segment_bytes=2**24)
+        async with LocalStore(config) as store:
+            await main(Watched(store))
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+KEYS = [f"key{i}" for i in range(16)]
+PUT_CALLS = ["start_put", "prepare_put", "prepare_seal", "commit_put", "seal_prepared"]
+
+
+def test_what_seals_a_large_batch_goes_ahead_of_its_commit():
+    async def main(store: Watched) -> None:
+        values = make_values(16, 100_000)
+        assert set(await store.client.put_many(KEYS, values)) == {PutResult.CREATED}
+        assert [name for name in store.heard if name != "open_writer"] == PUT_CALLS
+        assert not store.host._prepared
+        assert await store.client.get_many(KEYS) == values
+        # Small ones are told of at once.
+        store.heard.clear()
+        await store.client.put_many(["a", "b"], [b"x" * 50_000, b"y" * 50_000])
+        assert store.heard == ["start_put", "commit_put", "seal"]
+
+    run_watched(main)
+
+
+def test_a_commit_whose_preparation_was_lost_is_made_again():
+    async def main(store: Watched) -> None:
+        store.refused = {"prepare_put"}
+        values = make_values(16, 100_000)
+        assert set(await store.client.put_many(KEYS, values)) == {PutResult.CREATED}
+        assert store.heard.count("start_put") == 2
+        assert store.heard[-2:] == ["commit_put", "seal"]
+        assert await store.client.get_many(KEYS) == values
+        assert (await store.client.status()).num_unfinished == 0
+
+    run_watched(main)
+
+
+@pytest.mark.parametrize("how", ["lost", "forgotten", "another version"])
+def test_a_host_that_was_not_prepared_is_told_all(how):
+    async def main(store: Watched) -> None:
+        if how == "lost":
+            store.refused = {"prepare_seal"}
+        elif how == "another version":
+            for name in ("prepare_seal", "seal_prepared"):
+                store.host.master.back._methods.pop(name)
+        else:
+            port, real = store.client._port, store.client._port.write
+
+            async def write(*args) -> None:
+                store.host._prepared.clear()
+                await real(*args)
+
+            port.write = write
+        values = make_values(16, 100_000)
+        assert set(await store.client.put_many(KEYS, values)) == {PutResult.CREATED}
+        assert store.heard.count("start_put") == 1
+        assert store.heard[-1] == "seal"
+        assert await store.client.get_many(KEYS) == values
+
+    run_watched(main)
+
+
+def test_a_prepared_batch_of_which_some_came_late_is_sealed_without_them():
+    async def main(store: Watched) -> None:
+        port, real = store.client._port, store.client._port.write
+
+        async def write(*args) -> None:
+            port.write = real
+            await real(*args)
+            # Another is faster with one of the keys.
+            assert await store.client.put(KEYS[3], b"first") is PutResult.CREATED
+
+        port.write = write
+        values = make_values(16, 100_000)
+        results = await store.client.put_many(KEYS, values)
+        assert [i for i, result in enumerate(results) if result is PutResult.EXISTS] == [3]
+        assert await store.client.get_many(KEYS) == [*values[:3], b"first", *values[4:]]
+
+    run_watched(main)
+
+
+def test_a_host_keeps_the_newest_of_what_it_was_told():
+    async def main(store: Watched) -> None:
+        store.refused = {"commit_put"}
+        store.client._writer.min_prepared_bytes = 0
+        for i in range(40):
+            keys = [f"{i}/{key}" for key in KEYS]
+            put = asyncio.ensure_future(store.client.put_many(keys, make_values(16, 10_000)))
+            while "commit_put" not in store.heard:
+                await asyncio.sleep(0)
+            store.heard.clear()
+            put.cancel()
+            await asyncio.gather(put, return_exceptions=True)
+        assert 0 < len(store.host._prepared) <= 32
+
+    run_watched(main)
+
+
+def test_a_preparation_that_does_not_fit_its_put_is_refused():
+    async def main(store: Watched) -> None:
+        call = store.client._calls.channel.call
+        start = StartPut(first_put_id=10**6, keys=["a", "b"], sizes=[10, 70_000])
+        granted = await call("start_put", start, StartedPut)
+
+        def make(**more) -> PreparePut:
+            fields = {"grant": granted.grant, "checksums": [1, 2], "tables": bytes(12)} | more
+            return PreparePut(first_put_id=10**6, **fields)
+
+        for wrong in ({"checksums": [1]}, {"tables": bytes(11)}):
+            with pytest.raises(ConfigError):
+                await call("prepare_put", make(**wrong), Ack)
+        assert not (await call("prepare_put", make(grant=granted.grant + 1), Ack)).ok
+        assert (await call("prepare_put", make(), Ack)).ok
+        assert not (await call("prepare_put", make(checksums=[3, 4]), Ack)).ok
+        # What was told is wrong: nothing is sealed.
+        commit = CommitPut(first_put_id=10**6, grant=granted.grant, is_prepared=True)
+        answer = await call("commit_put", commit, KeyBytes)
+        assert list(answer.flags) == [CommitStatus.EXPIRED] * 2
+        assert not await store.client.exists("a")
+
+    run_watched(main)
 
 
 def make_request(first_put_id: int, value: bytes, settled_below: int, **more) -> PutInline:

@@ -2,6 +2,7 @@
 master may do, and compares everything that can be asked after each step."""
 
 import gc
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem._native import fill_rows
+from tandem.core.errors import ConfigError, TandemError
 from tandem.store.index import NO_ROW, Directory, Replica
 
 KEYS = st.sampled_from([f"key-{i}" for i in range(12)])
@@ -287,12 +290,33 @@ def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
     directory = Directory()
     good = {"sizes": [1], "checksums": [1], "versions": [1], "wanted": [1], "offsets": [0]}
     for bad in ({"checksums": [2**32]}, {"sizes": [2**63]}, {"offsets": [2**64]}):
-        with pytest.raises(OverflowError):
+        with pytest.raises((ConfigError, TypeError)):
             directory.insert_many(["a"], host=0, lease_until_ms=0, **{**good, **bad})
         assert directory.find("a") == NO_ROW
     directory.insert_many(["a"], host=0, lease_until_ms=9, **good)
     assert directory.replicas(directory.find("a")) == [Replica(0, 0)]
     assert directory.lease_until_ms(directory.find("a")) == 9
+
+
+@pytest.mark.parametrize("kind", "qiIHB")
+def test_rows_are_filled_in_all_columns_or_in_none(kind):
+    column, other = array(kind, range(6)), array("q", range(6))
+    fill_rows([4, 1], [(column, [7, 8]), (other, -1)])
+    assert column.tolist() == [0, 8, 2, 3, 7, 5]
+    assert other.tolist() == [0, -1, 2, 3, -1, 5]
+    limit = 2 ** (8 * column.itemsize - kind.islower())
+    wrong = [
+        ([4, 6], [(column, 1), (other, 1)]),  # A row beyond the end.
+        ([4, 1], [(column, 1), (other, [1])]),
+        ([4, 1], [(other, 9), (column, [1, limit])]),
+        ([4, 1], [(other, 9), (column, [1, -limit - 1])]),
+        ([4, 1], [(other, 9), (array("d", range(6)), 1)]),
+    ]
+    for rows, columns in wrong:
+        with pytest.raises((TandemError, TypeError)):
+            fill_rows(rows, columns)
+        assert column.tolist() == [0, 8, 2, 3, 7, 5]
+        assert other.tolist() == [0, -1, 2, 3, -1, 5]
 
 
 def test_the_garbage_collector_finds_nothing_to_walk_in_a_directory():

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem._native import measure_extents
+from tandem._native import measure_extents, populate_pages
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -254,6 +254,31 @@ def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
     assert list(again.scan()) == [(CAPACITY - 8192, header)]
     assert again.is_intact(CAPACITY - 8192, header)
     again.close()
+
+
+def test_pages_are_mapped_before_they_are_used(path):
+    def mapped_bytes() -> int:
+        is_ours, found = False, 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split(" ", 1)[0]:
+                is_ours = str(path) in line
+            elif is_ours and line.startswith("Rss:"):
+                found += int(line.split()[1]) * 1024
+        return found
+
+    capacity = 2**25
+    segment = Segment.open_file(path, capacity)
+    try:
+        segment.data[:5] = 7
+        if not populate_pages(segment.data[:1]):
+            pytest.skip("the kernel cannot populate pages (Linux 5.14)")
+        assert mapped_bytes() < capacity // 2
+        segment.reserve_rest(lambda usable_bytes: None)
+        segment._reserving.join(30)
+        assert mapped_bytes() >= capacity
+        assert segment.data[:6].tolist() == [7] * 5 + [0]
+    finally:
+        segment.close(remove=True)
 
 
 def test_a_file_that_gives_way_is_never_shortened(path):

@@ -639,6 +639,11 @@ class CallInbox:
 class CoreCall:
     """A call that was begun; see TransferEngine.call_async."""
 
+    def wait(self, deadline_s: float) -> bytes:
+        """
+        Wait for the answer of one begun without an inbox, without the GIL. Once.
+        """
+
     def take_answer(self) -> bytes:
         """What it ended with, once; raises the error."""
 
@@ -720,7 +725,7 @@ class TransferCore:
 
     def call(self, segment: int, payload: bytes, deadline_s: float) -> bytes: ...
 
-    def begin_call(self, segment: int, payload: bytes, inbox: CallInbox, tag: int) -> CoreCall: ...
+    def begin_call(self, segment: int, payload: bytes, inbox: CallInbox | None = None, tag: int = 0) -> CoreCall: ...
 
     def serve_calls(self) -> None: ...
 
@@ -1157,6 +1162,11 @@ def measure_extents(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
     Raises: ConfigError (a value beyond 2^40); TypeError (negative, or no text).
     """
 
+def locate_values(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """
+    Where values begin in their extents, bytes; as ``layout.value_offset``.
+    """
+
 def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
     """
     Make all of these objects ones that survive, or none; without the GIL.
@@ -1173,12 +1183,36 @@ def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[s
     CorruptionError (a checksum; the length of the blob or a column).
     """
 
+def fill_rows(rows: Sequence[int], columns: Sequence[tuple[object, int | Sequence[int]]]) -> None:
+    """
+    Write values to the same rows of many columns, in all of them or in none.
+
+    Args:
+        columns: each an array of integers (int64, int32, uint32, uint16, uint8), and what its
+            rows get: one value for all, or one each.
+
+    Raises: ConfigError (a value does not fit its column); ShapeError (a row beyond the end).
+    """
+
+def populate_pages(memory: object) -> bool:
+    """
+    Map the pages of some memory now, for writing, instead of one by one when they are touched;
+    their contents stay. Without the GIL. False where the kernel cannot.
+    """
+
 def crc32c(data: object, crc: int = 0) -> int:
     """CRC-32C of contiguous bytes, continuing from `crc`. Without the GIL."""
 
 def checksum_chunks(data: object, chunk_bytes: int) -> bytes:
     """
     CRC-32C of each chunk, as little-endian uint32; `data` is contiguous bytes. Without the GIL.
+    """
+
+def checksum_blob(blob: bytes, sizes: list[int], chunk_bytes: int) -> list[int]:
+    """
+    As `checksum_values`, of values that lie one after the other; without their tables.
+
+    Raises: ShapeError (a value leaves the blob).
     """
 
 def checksum_values(memory: object, places: object, sizes: object, chunk_bytes: int) -> tuple[list[int], bytes]:

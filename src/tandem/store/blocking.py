@@ -5,6 +5,7 @@ they wait for blocks instead. What cannot be done so is done by the client's loo
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,6 +25,7 @@ from tandem.transfer import Buffer, Op, Segment, TransferEngine
 __all__ = ["drive", "make_blocking_client"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 OPEN_TIMEOUT_S = 3.0
 
@@ -93,8 +95,31 @@ class _BlockingCalls(MasterCalls):
             self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
         )
 
+    async def call_while(
+        self,
+        work: Coroutine[Any, Any, R],
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        extra_s: float = 0.0,
+    ) -> tuple[T, R]:
+        begun = self._fast.begin_blocking(method, request)
+        done = await work
+        answer = None
+        if begun is not None:
+            with contextlib.suppress(PeerLostError):
+                answer = self._fast.wait_blocking(begun, response, self.left_s(deadline_s))
+        if answer is None:
+            answer = await self.call(method, request, response, deadline_s, extra_s=extra_s)
+        return answer, done
+
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
         self._wait(self._patient.tell(method, request, response))
+
+    async def send(self, method: str, request: object, response: type[Any]) -> bool:
+        return self._fast.begin_blocking(method, request) is not None
 
     def spawn(self, work: Any) -> None:
         # Made for our steps, which block: they are over at once.

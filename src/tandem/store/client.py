@@ -154,7 +154,9 @@ class AsyncStoreClient:
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         items = [
-            Item(key, listed := list_parts(given), sum([part.nbytes for part in listed]))
+            Item(key, [given], given.nbytes)
+            if isinstance(given, Part)
+            else Item(key, given, sum([part.nbytes for part in given]))
             for key, given in zip(keys, parts, strict=True)
         ]
         if is_inline([item.size for item in items], self.config):

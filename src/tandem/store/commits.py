@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.core.errors import ConfigError, TandemError
+from tandem.core.errors import ConfigError, NotFoundError, TandemError, UnsupportedError
 from tandem.store import layout
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
@@ -15,12 +15,15 @@ from tandem.store.messages import (
     CommitStatus,
     ExtentRecords,
     KeyBytes,
+    PreparePut,
+    PrepareSeal,
     PutInline,
     SealExtents,
+    SealPrepared,
 )
 from tandem.store.puts import PutBatch
 from tandem.store.sessions import Caller
-from tandem.store.space import Extent
+from tandem.store.space import Extent, HostSpace
 
 if TYPE_CHECKING:
     from tandem.store.master import StoreMaster
@@ -50,6 +53,14 @@ class _Blob:
         return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
+def _make_table_blob(batch: PutBatch, tables: bytes) -> _Blob:
+    """Raises: ConfigError if the tables do not fit the objects."""
+    sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
+    if sum(sizes) != len(tables):
+        raise ConfigError("store.commit", "tables that do not fit the values")
+    return _Blob(tables, sizes, is_values=False)
+
+
 class Commits:
     """The commits of one master."""
 
@@ -59,7 +70,10 @@ class Commits:
         self._sealing: dict[str, asyncio.Future[None]] = {}
 
     async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
+        """Seal and show what a client has written.
+
+        Returns: one ``CommitStatus`` for each granted object; none if the batch is not known.
+        """
         # A caller that leaves must not leave objects half sealed.
         work = self._master.spawn(self._commit(caller.instance_id, request))
         return KeyBytes(await asyncio.shield(work))
@@ -97,15 +111,48 @@ class Commits:
             assert was_held, "a fence takes space from puts"
         for number in failed:
             self._master.puts.fence(hosts[number], batch.client)
-        if not request.checksums:
+        told = batch.prepared if request.is_prepared else request
+        if told is None or not told.checksums:
             self._master.puts.release(batch)
             return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
-        table_sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
-        if sum(table_sizes) != len(request.tables):
+        try:
+            blob = _make_table_blob(batch, told.tables)
+        except ConfigError:
             self._master.puts.release(batch)
-            raise ConfigError("store.commit", "tables that do not fit the values")
-        blob = _Blob(request.tables, table_sizes, is_values=False)
-        return await self._seal(batch, request.checksums, blob)
+            raise
+        return await self._seal(batch, told.checksums, blob)
+
+    async def prepare(self, caller: Caller, request: PreparePut) -> Ack:
+        """Pass on what will be sealed, while it is written. Ok: it was not too late for that."""
+        batch = self._master.puts.unfinished.get((caller.instance_id, request.first_put_id))
+        if batch is None or batch.grant != request.grant or batch.prepared is not None:
+            return Ack(ok=False)
+        if len(request.checksums) != len(batch.keys):
+            raise ConfigError("store.prepare", "as many checksums as objects")
+        blob = _make_table_blob(batch, request.tables)
+        batch.prepared = request
+        for number, places in batch.places.items():
+            host = self._master.hosts[number]
+            if places and host.line is not None:
+                batch.prepared_hosts[number] = len(places)
+                self._master.spawn(self._prepare_on(host, batch, request, blob.take([*places])))
+        return Ack()
+
+    async def _prepare_on(
+        self, host: HostSpace, batch: PutBatch, request: PreparePut, tables: bytes
+    ) -> None:
+        records = self._make_records(batch, host.number, request.checksums, 0)
+        try:
+            await host.order(
+                "prepare_seal",
+                PrepareSeal,
+                Ack,
+                grant=batch.grant,
+                records=records,
+                tables=tables,
+            )
+        except TandemError as error:  # It will be told again with the order to seal.
+            logger.debug("event=prepare_failed host=%s reason=%s", host.name, error)
 
     async def seal_values(self, batch: PutBatch, request: PutInline) -> bytes:
         """Have hosts write the values of a batch, and seal and show them; as ``commit``."""
@@ -131,15 +178,8 @@ class Commits:
                     for i in came_late:
                         statuses[i] = CommitStatus.EXISTS
             first_version = self._master.take_versions(len(batch.keys))
-            records = {
-                number: self._make_records(batch, number, checksums, first_version)
-                for number, places in batch.places.items()
-                if places
-            }
             try:
-                sealed = await self._seal_on_hosts(
-                    records, {n: blob.take([*batch.places[n]]) for n in records}, blob.is_values
-                )
+                sealed = await self._seal_on_hosts(batch, checksums, first_version, blob)
             except Exception:
                 puts.forget_lost(batch)
                 for number in batch.places:
@@ -181,20 +221,12 @@ class Commits:
         )
 
     async def _seal_on_hosts(
-        self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], is_values: bool
+        self, batch: PutBatch, checksums: Sequence[int], first_version: int, blob: _Blob
     ) -> set[int]:
         """Return the hosts that have done it."""
         orders = {
-            number: self._master.hosts[number].order(
-                "seal",
-                SealExtents,
-                Ack,
-                records=records[number],
-                has_values=is_values,
-                blob=blobs[number] if is_values else b"",
-                tables=b"" if is_values else blobs[number],
-            )
-            for number in sorted(records)
+            number: self._seal_on(number, batch, checksums, first_version, blob)
+            for number in sorted(number for number, places in batch.places.items() if places)
         }
         sealed: set[int] = set()
         for number, answer in zip(orders, await _gather(list(orders.values())), strict=True):
@@ -208,6 +240,38 @@ class Commits:
                 raise answer
         return sealed
 
+    async def _seal_on(
+        self,
+        number: int,
+        batch: PutBatch,
+        checksums: Sequence[int],
+        first_version: int,
+        blob: _Blob,
+    ) -> Ack:
+        host, places = self._master.hosts[number], batch.places[number]
+        # What was prepared is of all objects, so that their versions follow each other.
+        if batch.prepared_hosts.get(number) == len(places) == len(batch.keys):
+            try:
+                return await host.order(
+                    "seal_prepared",
+                    SealPrepared,
+                    Ack,
+                    grant=batch.grant,
+                    first_version=first_version,
+                )
+            except (NotFoundError, UnsupportedError):
+                logger.debug("event=seal_unprepared host=%s grant=%d", host.name, batch.grant)
+        data = blob.take([*places])
+        return await host.order(
+            "seal",
+            SealExtents,
+            Ack,
+            records=self._make_records(batch, number, checksums, first_version),
+            has_values=blob.is_values,
+            blob=data if blob.is_values else b"",
+            tables=b"" if blob.is_values else data,
+        )
+
     def _insert(
         self,
         batch: PutBatch,
@@ -220,23 +284,26 @@ class Commits:
         replaced: list[asyncio.Future[Any]] = []
         placed = [number for number, places in batch.places.items() if places]
         shown = sorted({i for number in placed for i in batch.places[number]})
+        keys = batch.keys if len(shown) == len(batch.keys) else [batch.keys[i] for i in shown]
         for i in shown:
             statuses[i] = CommitStatus.CREATED
-            if request.upsert:
-                going = self._master.removals.find_going(batch.keys[i])
+        if request.upsert or directory.has_any(keys):
+            for i, key in zip(shown, keys, strict=True):
+                going = self._master.removals.find_going(key) if request.upsert else None
                 if going is not None:  # Evicted a moment ago.
                     replaced.append(going)
-            row = directory.find(batch.keys[i])
-            if row != NO_ROW:
-                statuses[i] = CommitStatus.REPLACED
-                replaced += self._master.drop_row(row, wait=True)
+                row = directory.find(key)
+                if row != NO_ROW:
+                    statuses[i] = CommitStatus.REPLACED
+                    replaced += self._master.drop_row(row, wait=True)
         if len(placed) == 1 and len(shown) >= MANY:
+            is_whole = keys is batch.keys
             rows = directory.insert_many(
-                [batch.keys[i] for i in shown],
-                sizes=[batch.sizes[i] for i in shown],
-                checksums=[checksums[i] for i in shown],
+                keys,
+                sizes=batch.sizes if is_whole else [batch.sizes[i] for i in shown],
+                checksums=checksums if is_whole else [checksums[i] for i in shown],
                 versions=[first_version + i for i in shown],
-                wanted=[request.replicas] * len(shown),
+                wanted=request.replicas,
                 host=placed[0],
                 offsets=[batch.places[placed[0]][i] for i in shown],
             )

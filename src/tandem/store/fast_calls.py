@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,16 +30,24 @@ from tandem.store.client_edges import MasterChannel
 from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
-from tandem.transfer import Call, Segment, SharedLoop, TransferEngine
+from tandem.transfer import Call, PendingCall, Segment, SharedLoop, TransferEngine
 
-__all__ = ["FAST_METHODS", "CallServer", "CallWay", "FastChannel", "Methods", "open_peer"]
+__all__ = [
+    "FAST_METHODS",
+    "BegunCall",
+    "CallServer",
+    "CallWay",
+    "FastChannel",
+    "Methods",
+    "open_peer",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Methods = Sequence[tuple[str, Callable[..., Any], type, type]]
 FAST_METHODS = frozenset(
-    {"locate", "find", "exists", "put_inline", "start_put", "commit_put", "remove"}
+    {"locate", "find", "exists", "put_inline", "start_put", "prepare_put", "commit_put", "remove"}
 )
 MAX_BYTES = 2**20 - 4096
 """Of a request; what is larger goes the other way."""
@@ -252,6 +260,13 @@ def _close_unwanted(opening: "asyncio.Future[Segment]") -> None:
         close_peer(opening.result())
 
 
+class BegunCall(NamedTuple):
+    """A call whose answer nobody waits for yet."""
+
+    segment: Segment
+    pending: PendingCall
+
+
 class FastChannel:
     """A client's way to the master: fast where master and call allow, else ``tandem.rpc``.
 
@@ -330,14 +345,29 @@ class FastChannel:
         It may have been executed then.
         Raises: what the master says.
         """
+        begun = self.begin_blocking(method, request)
+        return None if begun is None else self.wait_blocking(begun, response_type, timeout_s)
+
+    def begin_blocking(self, method: str, request: object) -> "BegunCall | None":
+        """Send a request from any thread but the loop's; None where only ``call`` can."""
         segment = self._segment
         payload = self._encode(method, request) if segment is not None else None
         if segment is None or payload is None:
             return None
         try:
-            answer = self._engine.call(segment, payload, deadline_s=timeout_s)
+            return BegunCall(segment, self._engine.begin_call(segment, payload))
         except FALLBACK_ERRORS as error:
             self._leave(segment, error)
+            return None
+
+    def wait_blocking(
+        self, begun: "BegunCall", response_type: type[T], timeout_s: float
+    ) -> T | None:
+        """Wait for the answer; as ``call_blocking``."""
+        try:
+            answer = begun.pending.wait(timeout_s)
+        except FALLBACK_ERRORS as error:
+            self._leave(begun.segment, error)
             return None
         return _decode(answer, response_type)
 

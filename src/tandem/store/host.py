@@ -7,8 +7,11 @@ The logic alone: what it does to the world goes through ``HostPort`` (the data p
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
+
+import msgspec
 
 from tandem.core.errors import (
     CancelledError,
@@ -38,9 +41,11 @@ from tandem.store.messages import (
     Opened,
     OpenWriter,
     Order,
+    PrepareSeal,
     PullObject,
     RepinExtents,
     SealExtents,
+    SealPrepared,
     SegmentGrown,
     VerifyExtent,
     WipeExtents,
@@ -59,6 +64,8 @@ RETRY_S = 0.25
 REPORT_GAP_S = 0.02
 """Between two reports about the disk: what happens meanwhile goes into one."""
 REPORT_PERIOD_S = 2.0
+MAX_PREPARED = 32
+"""Batches whose seals are kept ready; those of puts that ended otherwise go this way."""
 
 
 class HostPort(Protocol):
@@ -131,6 +138,8 @@ class StoreHost:
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
+        self._prepared: OrderedDict[int, PrepareSeal] = OrderedDict()
+        """By grant, of this session: what will be sealed."""
         self._writers: set[int] = port.former_writers()
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
@@ -143,6 +152,8 @@ class StoreHost:
         """Return what a master may call: name, handler, request type, response type."""
         return [
             ("seal", self._seal, SealExtents, Ack),
+            ("prepare_seal", self._prepare_seal, PrepareSeal, Ack),
+            ("seal_prepared", self._seal_prepared, SealPrepared, Ack),
             ("wipe", self._wipe, WipeExtents, Ack),
             ("repin", self._repin, RepinExtents, Ack),
             ("open_writer", self._open_writer, OpenWriter, Opened),
@@ -240,6 +251,7 @@ class StoreHost:
         # The old writers: those opened before this session; new ones need its orders.
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
+        self._prepared.clear()
         num_pages = 0
         telling: asyncio.Task[Ack] | None = None
         try:
@@ -386,16 +398,36 @@ class StoreHost:
 
     async def _seal(self, _: Caller, order: SealExtents) -> Ack:
         self._obey(order)
-        self.segment.seal_many(
-            order.records,
-            tables=order.tables or None,
-            values=order.blob if order.has_values else None,
-        )
-        self.num_objects += len(order.records.keys)
-        if self.disk is not None:
-            for offset, header in iterate_records(order.records):
-                self.disk.on_sealed(offset, header)
+        values = order.blob if order.has_values else None
+        self._seal_records(order.records, tables=order.tables or None, values=values)
         return Ack()
+
+    async def _prepare_seal(self, _: Caller, order: PrepareSeal) -> Ack:
+        self._obey(order)
+        self._prepared[order.grant] = order
+        if len(self._prepared) > MAX_PREPARED:
+            self._prepared.popitem(last=False)
+        return Ack()
+
+    async def _seal_prepared(self, _: Caller, order: SealPrepared) -> Ack:
+        self._obey(order)
+        prepared = self._prepared.pop(order.grant, None)
+        if prepared is None:
+            raise NotFoundError("store.seal", f"nothing was prepared for grant {order.grant}")
+        first = order.first_version
+        versions = list(range(first, first + len(prepared.records.keys)))
+        records = msgspec.structs.replace(prepared.records, versions=versions)
+        self._seal_records(records, tables=prepared.tables or None, values=None)
+        return Ack()
+
+    def _seal_records(
+        self, records: ExtentRecords, *, tables: bytes | None, values: bytes | None
+    ) -> None:
+        self.segment.seal_many(records, tables=tables, values=values)
+        self.num_objects += len(records.keys)
+        if self.disk is not None:
+            for offset, header in iterate_records(records):
+                self.disk.on_sealed(offset, header)
 
     async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
         self._obey(order)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem._native import fill_rows
+
 __all__ = ["NO_ROW", "Directory", "Replica"]
 
 NO_ROW = -1
@@ -75,6 +77,10 @@ class Directory:
     def find(self, key: str) -> int:
         """Return the row of ``key``, or ``NO_ROW``."""
         return self._rows.get(key, NO_ROW)
+
+    def has_any(self, keys: Sequence[str]) -> bool:
+        """Whether one of the keys has an object, readable or not."""
+        return any(map(self._rows.__contains__, keys))
 
     def exists_many(self, keys: Sequence[str]) -> bytes:
         """Return a byte for each key: 1 if it has a readable replica. Touches nothing."""
@@ -249,7 +255,7 @@ class Directory:
         sizes: Sequence[int],
         checksums: Sequence[int],
         versions: Sequence[int],
-        wanted: Sequence[int],
+        wanted: int | Sequence[int],
         host: int,
         offsets: Sequence[int],
         lease_until_ms: int = 0,
@@ -260,35 +266,48 @@ class Directory:
         REQUIRES: the keys are absent and differ; the host is there.
         """
         assert host not in self._lost_hosts, host
-        # Whatever does not fit a column is refused before the first one has changed.
-        columns = [
-            (self._size, array("q", sizes)),
-            (self._version, array("q", versions)),
-            (self._checksum, array("I", checksums)),
-            (self._wanted, array("B", [min(n, MAX_REPLICAS) for n in wanted])),
-        ]
-        places, count, num_before = array("q", offsets), len(keys), len(self._rows)
-        assert {len(values) for _, values in columns} | {len(places)} <= {count}, count
+        count, num_before, total = len(keys), len(self._rows), sum(sizes)
+        if isinstance(wanted, int):
+            wanted = min(wanted, MAX_REPLICAS)
+        else:
+            wanted = [min(n, MAX_REPLICAS) for n in wanted]
         rows, at = self._take_rows(count), self._take_replicas(count)
+        try:
+            # Whatever does not fit a column is refused before the first one has changed.
+            fill_rows(
+                rows,
+                [
+                    (self._size, sizes),
+                    (self._version, versions),
+                    (self._checksum, checksums),
+                    (self._wanted, wanted),
+                    (self._used_tick, list(range(self._tick + 1, self._tick + 1 + count))),
+                    (self._lease_until_ms, lease_until_ms),
+                    (self._live, 1),
+                    (self._memory, 1),
+                    (self._num_disks, 0),
+                    (self._first, at),
+                ],
+            )
+            fill_rows(
+                at,
+                [
+                    (self._replica_host, host),
+                    (self._replica_offset, offsets),
+                    (self._replica_next, -1),
+                    (self._replica_row, rows),
+                ],
+            )
+        except BaseException:
+            self._spare_rows.extend(rows)
+            self._spare_replicas.extend(at)
+            raise
         self._rows.update(zip(keys, rows, strict=True))
         assert len(self._rows) == num_before + count, "a key was there"
-        chosen = np.array(rows, dtype=np.intp)
-        for column, values in columns:
-            _view(column)[chosen] = values
-        _view(self._used_tick)[chosen] = np.arange(self._tick + 1, self._tick + 1 + count)
+        fill_rows(rows, [(self._flags, _ALIVE)])
+        self._keys[rows] = keys
         self._tick += count
-        _view(self._lease_until_ms)[chosen] = lease_until_ms
-        _view(self._flags)[chosen] = _ALIVE
-        _view(self._live)[chosen] = 1
-        _view(self._memory)[chosen] = 1
-        _view(self._num_disks)[chosen] = 0
-        _view(self._first)[chosen] = at
-        self._keys[chosen] = keys
-        _view(self._replica_host)[at] = host
-        _view(self._replica_offset)[at] = places
-        _view(self._replica_next)[at] = -1
-        _view(self._replica_row)[at] = rows
-        self.total_bytes += sum(sizes)
+        self.total_bytes += total
         return rows
 
     def remove(self, row: int) -> list[Replica]:

@@ -43,6 +43,7 @@ from tandem.store.messages import (
     LocateObjects,
     PinObjects,
     PrefixRemoval,
+    PreparePut,
     PutInline,
     RemoveObjects,
     RemovePrefix,
@@ -142,6 +143,7 @@ class StoreMaster:
         return [
             ("start_put", self.puts.start, StartPut, StartedPut),
             ("put_inline", self.inline_puts.put, PutInline, KeyBytes),
+            ("prepare_put", self.commits.prepare, PreparePut, Ack),
             ("commit_put", self.commits.commit, CommitPut, KeyBytes),
             ("find", self.lookups.find, FindObjects, FoundObjects),
             ("locate", self.lookups.locate, LocateObjects, Located),

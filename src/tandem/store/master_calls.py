@@ -18,6 +18,7 @@ __all__ = ["MasterCalls", "RequestIds"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+R = TypeVar("R")
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
@@ -136,6 +137,12 @@ class MasterCalls:
         except TandemError as error:
             logger.debug("event=untold method=%s reason=%s", method, error)
 
+    async def send(self, method: str, request: object, response: type[Any]) -> bool:
+        """Send a request whose answer nobody waits for, and which may get lost; False: it is."""
+        self.spawn(self.tell(method, request, response))
+        await asyncio.sleep(0)  # For it to leave.
+        return True
+
     async def call(
         self,
         method: str,
@@ -164,6 +171,28 @@ class MasterCalls:
                     raise
             await self.sleep(RETRY_S)
             await self.channel.wait_connected(self.left_s(deadline_s))
+
+    async def call_while(
+        self,
+        work: Coroutine[Any, Any, R],
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        extra_s: float = 0.0,
+    ) -> tuple[T, R]:
+        """As ``call``, while something else is done; returns the answer, and what that returned."""
+        calling = asyncio.ensure_future(
+            self.call(method, request, response, deadline_s, extra_s=extra_s)
+        )
+        try:
+            await asyncio.sleep(0)  # For the request to leave.
+            done = await work
+            return await calling, done
+        finally:
+            work.close()
+            calling.cancel()
 
     def left_s(self, deadline_s: float) -> float:
         """Return the time left, seconds. Raises: DeadlineError."""

@@ -45,6 +45,8 @@ __all__ = [
     "Order",
     "PinObjects",
     "PrefixRemoval",
+    "PreparePut",
+    "PrepareSeal",
     "PullObject",
     "PutInline",
     "RemoveObjects",
@@ -52,6 +54,7 @@ __all__ = [
     "RepinExtents",
     "ReportBadReplica",
     "SealExtents",
+    "SealPrepared",
     "SegmentGrown",
     "StageObjects",
     "StartPut",
@@ -153,6 +156,18 @@ class CommitStatus(IntEnum):
     """The write is not known (any more): nothing of it is visible. Put again."""
 
 
+class PreparePut(msgspec.Struct, frozen=True, kw_only=True):
+    """Tells what a commit will, while the bytes are still being written."""
+
+    first_put_id: int
+    """Of the request."""
+    grant: int
+    """Of the space that is written."""
+    checksums: list[int]
+    """As of ``CommitPut``, with ``tables``."""
+    tables: bytes
+
+
 class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """Says that the bytes of a granted request are there. Answered by a ``CommitStatus`` for each
     object that was granted, in order.
@@ -168,6 +183,8 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """The checksums of their chunks, one after the other, which hosts write."""
     failed_hosts: list[int] = []
     """Hosts to which a write did not succeed."""
+    is_prepared: bool = False
+    """Checksums and tables are those of ``PreparePut``. If that has not come, nothing is sealed."""
 
 
 class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
@@ -484,6 +501,23 @@ class SealExtents(Order, frozen=True, kw_only=True):
     """If so, their values, one after the other, to be written before; else clients have."""
     tables: bytes = b""
     """Without values: their tables, one after the other, to be written before."""
+
+
+class PrepareSeal(Order, frozen=True, kw_only=True):
+    """Keep what seals objects whose bytes are still being written; the newest few are kept."""
+
+    grant: int
+    records: ExtentRecords
+    """Their versions mean nothing yet."""
+    tables: bytes
+
+
+class SealPrepared(Order, frozen=True, kw_only=True):
+    """As ``SealExtents``, with what was kept; refused with NotFoundError if it was not."""
+
+    grant: int
+    first_version: int
+    """The objects have consecutive ones."""
 
 
 class WipeExtents(Order, frozen=True, kw_only=True):

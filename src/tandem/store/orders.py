@@ -77,9 +77,16 @@ class OrderLine:
         """
         async with self._sending:
             self._check()
-            way = await self._choose_way(kind, fields, timeout_s)
-            self._check()
             request = self._make(kind, **fields)
+            way = self._choose_way(request)
+            if way is not self._way and self._num_under_way:
+                # What goes by two ways at once can arrive in any order. Orders begin as they come,
+                # so the answer to an empty one says that all before it have begun.
+                barrier = self._make(WipeExtents, offsets=[])
+                await self._call(self._way, "wipe", barrier, Ack, timeout_s)
+                self._check()
+                request = self._make(kind, **fields)
+                way = self._choose_way(request)
             self._way = way
             self._num_under_way += 1
         try:
@@ -87,19 +94,9 @@ class OrderLine:
         finally:
             self._num_under_way -= 1
 
-    async def _choose_way(
-        self, kind: type[Order], fields: dict[str, Any], timeout_s: float
-    ) -> "OrderWay | Caller":
-        """Return the way for an order; what went by another has begun there by then."""
+    def _choose_way(self, request: Order) -> "OrderWay | Caller":
         fast = self.fast
-        sample = kind(epoch=0, session=self._session, number=self._next_number, **fields)
-        way = self.caller if fast is None or not fast.takes(sample) else fast
-        if way is not self._way and self._num_under_way:
-            # What goes by two ways at once can arrive in any order. Orders begin as they come, so
-            # the answer to an empty one says that all before it have begun.
-            barrier = self._make(WipeExtents, offsets=[])
-            await self._call(self._way, "wipe", barrier, Ack, timeout_s)
-        return way
+        return self.caller if fast is None or not fast.takes(request) else fast
 
     def _make(self, kind: type[AnyOrder], **fields: Any) -> AnyOrder:
         number = self._next_number

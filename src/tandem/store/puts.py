@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem._native import measure_extents
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.store.config import StoreConfig
-from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
+from tandem.store.messages import HostExtents, PreparePut, StartedPut, StartPut, StartStatus
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import HostSpace
 
@@ -37,17 +37,21 @@ class PutBatch:
 
     client: str
     grant: int
-    positions: list[int]
+    positions: Sequence[int]
     """Of the objects, in the request."""
     keys: list[str]
     sizes: list[int]
-    lengths: list[int]
+    lengths: Sequence[int]
     """Of their extents."""
     request: StartPut
     """What else was asked for."""
     expires_ms: int
     places: dict[int, dict[int, int]] = field(default_factory=dict)
     """By host, by object: the offset of its extent."""
+    prepared: PreparePut | None = None
+    """What its client has told of it so far."""
+    prepared_hosts: dict[int, int] = field(default_factory=dict)
+    """Hosts that were told of it, in this session, and of how many objects."""
     sessions: dict[int, int] = field(default_factory=dict)
     """Of the hosts, when the space was taken: in a later one it means nothing."""
 
@@ -87,7 +91,7 @@ class Puts:
             taken = self.find_taken(request)
             if all(taken):
                 return StartedPut(statuses=taken, grant=0, places=[], endpoints=[])
-            wanted = [i for i in range(count) if not taken[i]]
+            wanted = [i for i in range(count) if not taken[i]] if any(taken) else range(count)
             batch = await self.take_space(client, request, wanted, lengths)
             if caller.is_lost:
                 self.release(batch)
@@ -109,12 +113,18 @@ class Puts:
         # What the client is not told of it cannot write, and must not be taken for written.
         for number in [number for number in batch.places if number not in bases]:
             self.fence(self._master.hosts[number], client)
-        statuses = bytearray([StartStatus.EXISTS]) * count
-        for position in batch.positions:
-            statuses[position] = StartStatus.GRANTED
         positions = batch.positions
+        is_whole = len(positions) == count
+        statuses = bytearray([StartStatus.GRANTED if is_whole else StartStatus.EXISTS]) * count
+        if not is_whole:
+            for position in positions:
+                statuses[position] = StartStatus.GRANTED
         places = [
-            HostExtents(number, [positions[i] for i in offsets], list(offsets.values()))
+            HostExtents(
+                number,
+                list(offsets) if is_whole else [positions[i] for i in offsets],
+                list(offsets.values()),
+            )
             for number, offsets in sorted(batch.places.items())
             if number in bases
         ]
@@ -174,13 +184,14 @@ class Puts:
 
         Returns: a batch that is as yet nobody's. Raises: CapacityError.
         """
+        is_whole = len(wanted) == len(request.keys)
         batch = PutBatch(
             client=client,
             grant=0,
-            positions=list(wanted),
-            keys=[request.keys[i] for i in wanted],
-            sizes=[request.sizes[i] for i in wanted],
-            lengths=[lengths[i] for i in wanted],
+            positions=wanted,
+            keys=request.keys if is_whole else [request.keys[i] for i in wanted],
+            sizes=request.sizes if is_whole else [request.sizes[i] for i in wanted],
+            lengths=lengths if is_whole else [lengths[i] for i in wanted],
             request=request,
             expires_ms=0,
         )

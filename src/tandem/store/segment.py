@@ -5,6 +5,7 @@ owner; its pages are reserved before they are touched, so that a full file syste
 and never SIGBUS. Not thread-safe but for ``reserve_rest``.
 """
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import seal_objects
+from tandem._native import populate_pages, seal_objects
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -49,6 +50,8 @@ HARD_PIN = 1
 FIRST_RESERVE_BYTES = 2**30
 """tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
 RESERVE_STEP_BYTES = 256 * 2**20
+POPULATE_STEP_BYTES = 32 * 2**20
+POPULATE_NICENESS = 10
 
 
 class ExtentHeader(NamedTuple):
@@ -195,9 +198,11 @@ class Segment:
     def reserve_rest(self, on_grown: Callable[[int], None]) -> None:
         """Reserve what is left, in a thread of its own; ``on_grown(usable_bytes)`` comes from it.
 
-        A file system that fills up meanwhile ends it: the segment stays as large as it got.
+        A file system that fills up meanwhile ends it: the segment stays as large as it got. Pages
+        that are reserved are mapped then, too: the first touch of each costs a microsecond, which
+        is most of the time that it takes to seal a small object.
         """
-        if self._descriptor < 0 or self.usable_bytes >= self.capacity_bytes:
+        if self._descriptor < 0:
             return
         self._reserving = threading.Thread(
             target=self._reserve_steps, args=(on_grown,), name="store-reserve", daemon=True
@@ -205,6 +210,16 @@ class Segment:
         self._reserving.start()
 
     def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
+        self._reserve_all(on_grown)
+        # Nobody waits for this, so whoever works goes first.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
+        for begin in range(0, self.usable_bytes, POPULATE_STEP_BYTES):
+            end = min(begin + POPULATE_STEP_BYTES, self.usable_bytes)
+            if self._stop.is_set() or not populate_pages(self.data[begin:end]):
+                return
+
+    def _reserve_all(self, on_grown: Callable[[int], None]) -> None:
         assert self.path is not None
         while self.usable_bytes < self.capacity_bytes and not self._stop.is_set():
             until = min(self.usable_bytes + RESERVE_STEP_BYTES, self.capacity_bytes)

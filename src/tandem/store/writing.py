@@ -3,14 +3,14 @@
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import checksum_values
+from tandem._native import checksum_blob, checksum_values, locate_values
 from tandem.core.errors import InternalError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.buffers import Part
@@ -19,9 +19,11 @@ from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.config import StoreConfig
 from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
+    Ack,
     CommitPut,
     CommitStatus,
     KeyBytes,
+    PreparePut,
     PutInline,
     StartedPut,
     StartPut,
@@ -73,11 +75,13 @@ class PutOptions:
 DEFAULT_OPTIONS = PutOptions()
 
 
-OUTCOMES = {
+_OUTCOMES = {
     CommitStatus.CREATED: PutResult.CREATED,
     CommitStatus.EXISTS: PutResult.EXISTS,
     CommitStatus.REPLACED: PutResult.REPLACED,
 }
+OUTCOMES = [_OUTCOMES.get(status) for status in CommitStatus]
+"""By status; None: to be tried again."""
 Views = Sequence[npt.NDArray[np.uint8]]
 
 
@@ -89,11 +93,24 @@ class Item(NamedTuple):
     size: int
 
 
-class Source(NamedTuple):
-    """What is computed of an object before it is written."""
+@dataclass(slots=True)
+class Sources:
+    """What is computed of objects before they are written: columns."""
 
-    checksum: int
-    table: bytes
+    checksums: list[int] = field(default_factory=list)
+    tables: bytes = b""
+    """Of all, one after the other."""
+    value_at: list[int] = field(default_factory=list)
+    """Where the value begins in its extent."""
+
+    def take(self, items: "Sequence[Item]", chosen: Sequence[int]) -> tuple[list[int], bytes]:
+        """Return checksums and tables of some."""
+        if len(chosen) == len(self.checksums):
+            return self.checksums, self.tables
+        ends = list(itertools.accumulate(4 * layout.count_chunks(item.size) for item in items))
+        begins = [0, *ends]
+        tables = b"".join(self.tables[begins[i] : ends[i]] for i in chosen)
+        return [self.checksums[i] for i in chosen], tables
 
 
 def is_inline(sizes: Sequence[int], config: StoreConfig) -> bool:
@@ -110,6 +127,10 @@ def _lost() -> PeerLostError:
 class ObjectWriter:
     """The puts of one client."""
 
+    min_prepared = 8
+    min_prepared_bytes = 2**20
+    """A batch of so many objects and bytes takes longer to write than to tell of."""
+
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
@@ -121,19 +142,14 @@ class ObjectWriter:
         deadline_s = self._calls.deadline_s()
         sizes = [sum(view.size for view in parts) for parts in views]
         blob = b"".join([view.data for parts in views for view in parts])
-        ends = np.cumsum(np.array(sizes, dtype=np.uint64), dtype=np.uint64)
-        checksums, _ = checksum_values(
-            np.frombuffer(blob, dtype=np.uint8),
-            ends - np.array(sizes, dtype=np.uint64),
-            np.array(sizes, dtype=np.uint64),
-            layout.CHUNK_BYTES,
-        )
+        checksums = checksum_blob(blob, sizes, layout.CHUNK_BYTES)
         results: list[PutResult | None] = [None] * len(keys)
         for _ in range(MAX_ATTEMPTS):
             left = [i for i, result in enumerate(results) if result is None]
             if not left:
                 break
             is_whole = len(left) == len(keys)
+            ends = [] if is_whole else list(itertools.accumulate(sizes))
             flags = await self._put_inline_once(
                 [keys[i] for i in left],
                 [sizes[i] for i in left],
@@ -143,7 +159,7 @@ class ObjectWriter:
                 deadline_s,
             )
             for i, flag in zip(left, flags, strict=True):
-                results[i] = OUTCOMES.get(CommitStatus(flag))
+                results[i] = OUTCOMES[flag]
         return [_lost() if result is None else result for result in results]
 
     async def _put_inline_once(
@@ -194,62 +210,66 @@ class ObjectWriter:
         """Put all of them; one result each, an error being one."""
         deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items)
-        sources = await self._prepare(items)
-        for _ in range(MAX_ATTEMPTS):
+        sources = Sources()  # Made while the master is asked for the first time.
+        for attempt in range(MAX_ATTEMPTS):
             left = [i for i, result in enumerate(results) if result is None]
             if not left:
                 break
-            await self._put_once(items, sources, left, options, results, deadline_s)
+            is_first = attempt == 0
+            await self._put_once(items, sources, left, options, results, deadline_s, is_first)
         return [_lost() if result is None else result for result in results]
 
-    async def _prepare(self, items: Sequence[Item]) -> list[Source]:
-        """Compute checksums and tables."""
+    async def _prepare(self, items: Sequence[Item], sources: Sources) -> None:
+        """Compute what is to be known of the objects, unless that is done."""
+        if sources.checksums:
+            return
         first = items[0].parts[0].buffer if items and items[0].parts else None
         is_one = all(len(item.parts) == 1 and item.parts[0].buffer is first for item in items)
 
-        def compute() -> list[tuple[int, bytes]]:
+        sizes = [item.size for item in items]
+
+        def compute() -> tuple[list[int], bytes]:
             if first is None or not is_one:
                 tables = [make_table([part.view for part in item.parts]) for item in items]
-                return [(checksum_table(table), table) for table in tables]
-            places = np.array([item.parts[0].offset for item in items], dtype=np.uint64)
-            sizes = np.array([item.size for item in items], dtype=np.uint64)
-            checksums, tables = checksum_values(first.array, places, sizes, layout.CHUNK_BYTES)
-            ends = list(itertools.accumulate(4 * layout.count_chunks(item.size) for item in items))
-            begins = [0, *ends]
-            slices = [tables[begin:end] for begin, end in zip(begins, ends, strict=False)]
-            return list(zip(checksums, slices, strict=True))
+                return [checksum_table(table) for table in tables], b"".join(tables)
+            columns = [item.parts[0].offset for item in items], sizes
+            places, lengths = (np.array(column, dtype=np.uint64) for column in columns)
+            return checksum_values(first.array, places, lengths, layout.CHUNK_BYTES)
 
-        if sum(item.size for item in items) > OFF_LOOP_BYTES:
-            return [Source(*found) for found in await self._calls.compute(compute)]
-        return [Source(*found) for found in compute()]
+        made = await self._calls.compute(compute) if sum(sizes) > OFF_LOOP_BYTES else compute()
+        sources.checksums, sources.tables = made
+        sources.value_at = locate_values([item.key for item in items], sizes)
 
     async def _put_once(
         self,
         items: Sequence[Item],
-        sources: Sequence[Source],
+        sources: Sources,
         left: Sequence[int],
         options: PutOptions,
         results: "list[PutResult | TandemError | None]",
         deadline_s: float,
+        is_first: bool,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
         first_id = self._calls.ids.take(len(left))
         config = self._calls.config
         wait_ms = self._wait_ms(options)
-        started = await self._calls.call(
+        request = StartPut(
+            first_put_id=first_id,
+            keys=[items[i].key for i in left],
+            sizes=[items[i].size for i in left],
+            replicas=options.replicas,
+            preferred=list(options.preferred),
+            machine=self._calls.machine if options.same_machine else "",
+            upsert=options.upsert,
+            hard_pin=options.hard_pin,
+            soft_pin_ms=int(options.soft_pin_s * 1e3),
+            wait_ms=wait_ms,
+        )
+        started, _ = await self._calls.call_while(
+            self._prepare(items, sources),
             "start_put",
-            StartPut(
-                first_put_id=first_id,
-                keys=[items[i].key for i in left],
-                sizes=[items[i].size for i in left],
-                replicas=options.replicas,
-                preferred=list(options.preferred),
-                machine=self._calls.machine if options.same_machine else "",
-                upsert=options.upsert,
-                hard_pin=options.hard_pin,
-                soft_pin_ms=int(options.soft_pin_s * 1e3),
-                wait_ms=wait_ms,
-            ),
+            request,
             StartedPut,
             deadline_s,
             extra_s=min(wait_ms, config.put_wait_ms) / 1e3,
@@ -263,14 +283,14 @@ class ObjectWriter:
                     results[i] = PutResult.EXISTS
         if not granted:
             return
+        checksums, tables = sources.take(items, granted)
         commit = CommitPut(
-            first_put_id=first_id,
-            grant=started.grant,
-            checksums=[sources[i].checksum for i in granted],
-            tables=b"".join([sources[i].table for i in granted]),
+            first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
         )
+        if is_first and self._is_worth_preparing([items[i].size for i in granted]):
+            commit = await self._prepare_commit(commit)
         try:
-            failed = await self._write(items, left, started, deadline_s)
+            failed = await self._write(items, sources.value_at, left, started, deadline_s)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
             commit = CommitPut(
@@ -283,11 +303,35 @@ class ObjectWriter:
             raise
         commit.failed_hosts.extend(failed)
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
-        for i, flag in zip(granted, answer.flags, strict=True):
-            results[i] = OUTCOMES.get(CommitStatus(flag))
+        flags = answer.flags or bytes([CommitStatus.EXPIRED]) * len(granted)
+        for i, flag in zip(granted, flags, strict=True):
+            results[i] = OUTCOMES[flag]
+
+    def _is_worth_preparing(self, sizes: Sequence[int]) -> bool:
+        return len(sizes) >= self.min_prepared and sum(sizes) >= self.min_prepared_bytes
+
+    async def _prepare_commit(self, commit: CommitPut) -> CommitPut:
+        """Let master and hosts take in what seals the objects, while these are written.
+
+        Returns: the commit that is left.
+        """
+        prepare = PreparePut(
+            first_put_id=commit.first_put_id,
+            grant=commit.grant,
+            checksums=commit.checksums,
+            tables=commit.tables,
+        )
+        if not await self._calls.send("prepare_put", prepare, Ack):
+            return commit
+        return CommitPut(first_put_id=commit.first_put_id, grant=commit.grant, is_prepared=True)
 
     async def _write(
-        self, items: Sequence[Item], left: Sequence[int], started: StartedPut, deadline_s: float
+        self,
+        items: Sequence[Item],
+        value_at: Sequence[int],
+        left: Sequence[int],
+        started: StartedPut,
+        deadline_s: float,
     ) -> set[int]:
         """Write all objects to all their hosts; returns the hosts where it did not succeed."""
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
@@ -297,7 +341,12 @@ class ObjectWriter:
             found = pieces.setdefault(place.host, [])
             for position, extent_at in zip(place.objects, place.offsets, strict=True):
                 item = items[left[position]]
-                at = base + extent_at + layout.value_offset(len(item.key.encode()), item.size)
+                at = base + extent_at + value_at[left[position]]
+                if len(item.parts) == 1:
+                    (part,) = item.parts
+                    if item.size:
+                        found.append(Piece(part.buffer.handle, part.offset, at, item.size))
+                    continue
                 for part in item.parts:
                     length = part.nbytes
                     if length:

@@ -14,7 +14,7 @@ from tandem.transfer.config import TransferConfig, TransportName
 if TYPE_CHECKING:
     from tandem.transfer.batch import Batch, Op, PreparedBatch, Transfer, TransferStatus
     from tandem.transfer.buffer import Buffer, RemoteBuffer
-    from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler
+    from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
     from tandem.transfer.segment import FileSegment, Segment
     from tandem.transfer.shared_loop import SharedLoop
@@ -45,6 +45,7 @@ _HOMES = {
     "Buffer": "buffer",
     "Call": "calls",
     "CallHandler": "calls",
+    "PendingCall": "calls",
     "FileSegment": "segment",
     "Notification": "engine",
     "Op": "batch",

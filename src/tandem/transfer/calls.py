@@ -13,11 +13,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from tandem._native import CallInbox, CoreIncomingCall, TransferCore
+from tandem._native import CallInbox, CoreCall, CoreIncomingCall, TransferCore
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
 from tandem.transfer.shared_loop import SharedLoop
 
-__all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "await_call", "start_serving"]
+__all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "PendingCall", "await_call", "start_serving"]
 
 MAX_CALL_BYTES = 1 << 20
 """Of a request, and of its answer; what is larger is a transfer."""
@@ -159,6 +159,22 @@ class _LoopCalls:
 _loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls]" = (
     weakref.WeakKeyDictionary()
 )
+
+
+class PendingCall:
+    """A call that was begun; made by ``TransferEngine.begin_call``."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: CoreCall) -> None:
+        self._core = core
+
+    def wait(self, deadline_s: float) -> bytes:
+        """Wait for the answer, once, without the GIL; at most so long from now.
+
+        Raises: as ``TransferEngine.call``.
+        """
+        return self._core.wait(deadline_s)
 
 
 async def await_call(

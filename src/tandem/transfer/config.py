@@ -70,8 +70,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=1, le=64, description="Threads that copy for local, shm and cma.")
     ] = 1
     polling_us: Annotated[
-        int, Meta(ge=0, le=50, description="Longest polling after the last operation; 0 = none.")
-    ] = 50
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Longest polling for an answer, and after the last operation; 0 = none.",
+        ),
+    ] = 200
     deadline_ms: Annotated[
         int, Meta(ge=1, le=86_400_000, description="Deadline of a call that names none.")
     ] = 30_000

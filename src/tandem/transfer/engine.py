@@ -26,7 +26,7 @@ from tandem._native import (
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
-from tandem.transfer.calls import CallHandler, await_call, start_serving
+from tandem.transfer.calls import CallHandler, PendingCall, await_call, start_serving
 from tandem.transfer.config import TransferConfig, TransportName
 from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
@@ -390,6 +390,13 @@ class TransferEngine:
             and will not be after a call that is made from now on.
         """
         return self.core.call(self._id_of(segment), payload, self._deadline(deadline_s))
+
+    def begin_call(self, segment: Segment, payload: bytes) -> PendingCall:
+        """Send a request as ``call`` does, to wait for its answer later, or never.
+
+        Raises: as ``call``, what is known before the answer.
+        """
+        return PendingCall(self.core.begin_call(self._id_of(segment), payload))
 
     async def call_async(
         self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
