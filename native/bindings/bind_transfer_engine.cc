@@ -532,14 +532,14 @@ void bind_transfer_engine(nb::module_& module) {
       .def_prop_ro("batch_counters",
                    [](TransferCore& core) { return alive(core).batch_counters(); })
       .def("set_faults", [](TransferCore& core, const std::string& transport, uint64_t seed,
-                            double drop, double corrupt, double duplicate, double delay,
-                            double delay_s, bool is_dead) {
-             const FaultRates rates{drop, corrupt, duplicate, delay,
-                                    static_cast<int64_t>(delay_s * 1e9), is_dead};
+                            double drop, double corrupt, double duplicate, double reorder,
+                            double delay, double delay_s, bool is_dead) {
+             const FaultRates rates{drop,  corrupt, duplicate, reorder,
+                                    delay, static_cast<int64_t>(delay_s * 1e9), is_dead};
              alive(core).set_faults(kind_of(transport),
                                    std::make_shared<FaultPlan>(seed, rates));
            }, "transport"_a, nb::kw_only(), "seed"_a, "drop"_a, "corrupt"_a, "duplicate"_a,
-           "delay"_a, "delay_s"_a, "is_dead"_a)
+           "reorder"_a, "delay"_a, "delay_s"_a, "is_dead"_a)
       .def("clear_faults", [](TransferCore& core, const std::string& transport) {
              alive(core).set_faults(kind_of(transport), nullptr);
            }, "transport"_a)

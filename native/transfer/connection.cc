@@ -17,8 +17,11 @@ namespace {
 // Frames without data, and the first bytes of a slice, come through this; the rest of a slice is
 // received in place.
 constexpr size_t kInputBytes = 16 << 10;
-// One system call, and so one hold of the mutex, moves no more: about 100 us.
+// One system call, and so one hold of the mutex, moves no more: about 100 us. What is left of a slice
+// when its beginning is on the way goes in longer turns, 400 us at most: 5 % less time at 16 MiB. A
+// mebibyte is faster in two parts, of which the first is received meanwhile.
 constexpr size_t kMaxIoBytes = 512 << 10;
+constexpr size_t kMaxRestBytes = 2 << 20;
 // What a peer claims to send is no reason to make room for it at once.
 constexpr size_t kPayloadStepBytes = 128 << 10;
 // Steps for one connection before the loop looks at the others.
@@ -132,13 +135,15 @@ bool Connection::flush_locked(Error* error) {
   iovec iov[kMaxIov];
   int num_iov = 0;
   size_t total = 0;
+  const bool is_rest = !outputs_.empty() && outputs_.front().sent >= kMaxIoBytes;
+  const size_t most = is_rest ? kMaxRestBytes : kMaxIoBytes;
   for (const Output& output : outputs_) {
-    if (num_iov + 2 > kMaxIov || total >= kMaxIoBytes) break;
+    if (num_iov + 2 > kMaxIov || total >= most) break;
     if (output.sent < kHeaderBytes)
       iov[num_iov++] = {const_cast<uint8_t*>(output.header.data()) + output.sent,
                         kHeaderBytes - output.sent};
     const uint64_t done = output.sent > kHeaderBytes ? output.sent - kHeaderBytes : 0;
-    const size_t part = std::min<uint64_t>(output.size - done, kMaxIoBytes - total);
+    const size_t part = std::min<uint64_t>(output.size - done, most - total);
     const uint8_t* data = output.borrowed != nullptr
                               ? output.borrowed
                               : reinterpret_cast<const uint8_t*>(output.owned.data());

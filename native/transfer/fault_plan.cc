@@ -34,6 +34,11 @@ class FaultyMapping : public Mapping {
         if (Status status = mapping_->copy(op, local, offset, length); !status.is_ok())
           return status;
         break;
+      case Fault::kReorder: {
+        const uint64_t half = length / 2;
+        Status status = mapping_->copy(op, local + half, offset + half, length - half);
+        return status.is_ok() ? mapping_->copy(op, local, offset, half) : status;
+      }
       case Fault::kDelay:
         std::this_thread::sleep_for(std::chrono::nanoseconds(plan_->delay_ns()));
         break;
@@ -55,6 +60,7 @@ Fault FaultPlan::next() {
   const std::pair<double, Fault> choices[] = {{rates_.drop, Fault::kDrop},
                                               {rates_.corrupt, Fault::kCorrupt},
                                               {rates_.duplicate, Fault::kDuplicate},
+                                              {rates_.reorder, Fault::kReorder},
                                               {rates_.delay, Fault::kDelay}};
   for (const auto& [rate, choice] : choices) {
     if (draw < rate) {

@@ -16,12 +16,13 @@ struct FaultRates {
   double drop = 0;       // Not moved, reported as failed.
   double corrupt = 0;    // Wrong bytes moved, reported as failed: torn.
   double duplicate = 0;  // Moved twice.
+  double reorder = 0;    // Its second half is moved before the first.
   double delay = 0;      // Moved late.
   int64_t delay_ns = 0;
   bool is_dead = false;  // Every chunk fails.
 };
 
-enum class Fault { kNone, kDrop, kCorrupt, kDuplicate, kDelay };
+enum class Fault { kNone, kDrop, kCorrupt, kDuplicate, kReorder, kDelay };
 
 // Threads: any.
 class FaultPlan {

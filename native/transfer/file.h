@@ -56,6 +56,8 @@ class File {
   Part cut(uint64_t offset, uint64_t length, uint64_t most) const;
   // The descriptor that takes exactly this range.
   int descriptor(uint64_t offset, uint64_t length) const;
+  // The one that goes through the page cache.
+  int cached_descriptor() const { return fd_; }
   // The device refused an aligned part (a larger block size): from now on without O_DIRECT.
   void stop_direct() { is_direct_off_.store(true); }
 

@@ -169,6 +169,22 @@ bool FileIo::load(Part& part) {
   return true;
 }
 
+bool FileIo::read_cached(Part& part) {
+  const Piece& piece = part.piece;
+  const TransferItem& item = piece.transfer();
+  // Aligned parts of a direct file pass the page cache by, and a plan of faults is for the disk.
+  if (item.op != Op::kRead || part.fd != item.file->cached_descriptor() || faults_()) return false;
+  if (!begin_touch(*piece.batch)) {
+    end(part);
+    return true;
+  }
+  const iovec to{piece.local(), piece.length};
+  const ssize_t got = preadv2(part.fd, &to, 1, static_cast<off_t>(piece.offset()), RWF_NOWAIT);
+  end_touch(*piece.batch);
+  // What is not there, and whatever is wrong, is left to a call that may wait.
+  return got > 0 && settle(part, static_cast<uint64_t>(got));
+}
+
 void FileIo::end(const Part& part) {
   bool was_stale;
   {
@@ -219,25 +235,32 @@ bool FileIo::advance(Part& part, int64_t result) {
     if (is_open) on_failure_(batch, explain(part, result));
     return true;
   }
-  Piece moved = piece;
-  moved.length = std::min<uint64_t>(static_cast<uint64_t>(result), piece.length);
+  const uint64_t num_bytes = std::min<uint64_t>(static_cast<uint64_t>(result), piece.length);
   if (piece.transfer().op == Op::kRead) {
     if (!begin_touch(*batch)) {
       end(part);
       return true;
     }
-    std::memcpy(piece.local(), part.iov.iov_base, moved.length);
+    std::memcpy(piece.local(), part.iov.iov_base, num_bytes);
     end_touch(*batch);
   }
-  piece.begin += moved.length;
-  piece.length -= moved.length;
+  return settle(part, num_bytes);
+}
+
+bool FileIo::settle(Part& part, uint64_t num_bytes) {
+  Piece& piece = part.piece;
+  const std::shared_ptr<Batch> batch = piece.batch;
+  Piece moved = piece;
+  moved.length = num_bytes;
+  piece.begin += num_bytes;
+  piece.length -= num_bytes;
   const bool is_done = piece.length == 0;
   if (is_done) {
     end(part);
   } else {
     // A short transfer may have ended inside a block of the disk.
-    part.fd = file.descriptor(piece.offset(), piece.length);
-    part.iov = {static_cast<uint8_t*>(part.iov.iov_base) + moved.length, piece.length};
+    part.fd = piece.transfer().file->descriptor(piece.offset(), piece.length);
+    part.iov = {static_cast<uint8_t*>(part.iov.iov_base) + num_bytes, piece.length};
   }
   batch->add_done(moved, TransportKind::kFile);
   return is_done;
@@ -253,7 +276,7 @@ void FileIo::run_thread() {
     }
     if (!queue_.empty()) work_.notify_one();
     lock.unlock();
-    if (load(part)) {
+    if (load(part) && !read_cached(part)) {
       int64_t result;
       do {
         const off_t offset = static_cast<off_t>(part.piece.offset());
@@ -275,18 +298,21 @@ void FileIo::run_ring() {
                    part.piece.offset(), part.key);
   };
   while (true) {
-    while (true) {
+    // Parts that need no ring give their blocks back at once: they must not keep those that do.
+    bool has_more = true;
+    for (uint32_t i = 0; i < kRingDepth && has_more; ++i) {
       Part part;
       {
         const std::lock_guard lock(mutex_);
         if (is_stopping_ && in_flight.empty()) return;
-        if (!take(&part)) break;
+        has_more = take(&part);
       }
       const uint64_t key = part.key;
       // A node of a map stays where it is, and with it the vector that the kernel reads.
-      if (load(part)) prepare(in_flight.emplace(key, std::move(part)).first->second);
+      if (has_more && load(part) && !read_cached(part))
+        prepare(in_flight.emplace(key, std::move(part)).first->second);
     }
-    if (!ring_->submit_and_wait().is_ok()) {
+    if (!ring_->submit(has_more ? 0 : 1).is_ok()) {
       // The kernel is short of something. It may hold blocks already: try again, bounded in rate.
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -4,7 +4,8 @@
 // What the kernel has taken cannot be called back, and a disk may hang for as long as it likes. So the
 // kernel never sees the memory of a batch: parts go through blocks of ours, and a batch that ends early
 // waits for a copy at most. A WRITE that is left behind so may still reach the file; until it has
-// ended, nothing else is begun on its range.
+// ended, nothing else is begun on its range. A READ of what the page cache has waits for no disk: it is
+// a copy like any other, and goes straight to its place.
 //
 // Threads: any. Lock order: mutex_ is a leaf and never held over a system call or a copy.
 #pragma once
@@ -74,8 +75,12 @@ class FileIo {
   bool is_blocked(const Piece& piece) const;
   // A WRITE's bytes into its block. False: the batch has ended, and the part with it.
   bool load(Part& part);
+  // A READ, as far as the page cache has it; true if the part has ended.
+  bool read_cached(Part& part);
   // Some bytes moved, or an error; true if the part has ended and is not to be continued.
   bool advance(Part& part, int64_t result);
+  // So many bytes are in their place; true if those were the last of the part.
+  bool settle(Part& part, uint64_t num_bytes);
   void end(const Part& part);
   Error explain(const Part& part, int64_t result) const;
   // Whether the batch is open; if so it stays untouched by its end until end_touch.

@@ -116,9 +116,10 @@ void IoRing::arm_wake() {
   push(IORING_OP_POLL_ADD, rings_->wake_fd, nullptr, 0, kWakeTag);
 }
 
-Status IoRing::submit_and_wait() {
+Status IoRing::submit(uint32_t num_awaited) {
   arm_wake();
-  const long done = syscall(kEnter, rings_->fd, num_queued_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
+  const long done = syscall(kEnter, rings_->fd, num_queued_, num_awaited, IORING_ENTER_GETEVENTS,
+                            nullptr, 0);
   if (done >= 0) {
     num_queued_ -= static_cast<uint32_t>(done);
     return {};
@@ -154,7 +155,7 @@ Result<std::unique_ptr<IoRing>> IoRing::create(uint32_t) {
   return Error{Code::kUnsupported, "transfer.file", "built without linux/io_uring.h", ""};
 }
 void IoRing::prepare(bool, int, const iovec*, uint64_t, uint64_t) {}
-Status IoRing::submit_and_wait() { return {}; }
+Status IoRing::submit(uint32_t num_awaited) { return {}; }
 bool IoRing::reap(Completion*) { return false; }
 void IoRing::wake() {}
 

@@ -27,11 +27,11 @@ class IoRing {
   IoRing(const IoRing&) = delete;
   IoRing& operator=(const IoRing&) = delete;
 
-  // Queues one operation; `submit_and_wait` hands it over. `iov` must live until its completion.
+  // Queues one operation; `submit` hands it over. `iov` must live until its completion.
   // REQUIRES: fewer than `depth` in flight.
   void prepare(bool is_write, int fd, const iovec* iov, uint64_t offset, uint64_t tag);
-  // Hands over what is queued and waits for a completion or a wake. Errors: kInternal.
-  Status submit_and_wait();
+  // Hands over what is queued and waits for so many completions, or a wake. Errors: kInternal.
+  Status submit(uint32_t num_awaited);
   // The next completion, if there is one.
   bool reap(Completion* completion);
   void wake();

@@ -22,6 +22,15 @@ Status check_range(const Grant& grant, Op op, uint64_t offset, uint64_t length) 
   return {};
 }
 
+// The two may overlap: in one process always, between two where both map the same file.
+Status move(Op op, uint8_t* local, uint8_t* far, uint64_t length) {
+  if (op == Op::kRead)
+    std::memmove(local, far, length);
+  else
+    std::memmove(far, local, length);
+  return {};
+}
+
 class LocalMapping : public Mapping {
  public:
   explicit LocalMapping(Registry* registry) : registry_(registry) {}
@@ -34,13 +43,7 @@ class LocalMapping : public Mapping {
     Result<Registry::Pin> pin = registry_->pin(offset, length, access);
     if (!pin.is_ok()) return pin.error();
     const Registry::Entry& entry = pin.value().entry();
-    uint8_t* far = entry.spec.data + (offset - entry.base);
-    // The two may overlap: they are in one process.
-    if (op == Op::kRead)
-      std::memmove(local, far, length);
-    else
-      std::memmove(far, local, length);
-    return {};
+    return move(op, local, entry.spec.data + (offset - entry.base), length);
   }
 
  private:
@@ -56,12 +59,7 @@ class ShmMapping : public Mapping {
  protected:
   Status copy_held(Op op, uint8_t* local, uint64_t offset, uint64_t length) override {
     if (Status status = check_range(grant_, op, offset, length); !status.is_ok()) return status;
-    uint8_t* far = memory_->data() + (offset - grant_.base);
-    if (op == Op::kRead)
-      std::memmove(local, far, length);
-    else
-      std::memmove(far, local, length);
-    return {};
+    return move(op, local, memory_->data() + (offset - grant_.base), length);
   }
 
  private:
@@ -80,12 +78,7 @@ class FileMapping : public Mapping {
     if (Status status = check_range(grant_, op, offset, length); !status.is_ok()) return status;
     const uint64_t begin = grant_.file_offset + (offset - grant_.base);
     if (Status status = file_->reach(begin, length); !status.is_ok()) return status;
-    uint8_t* far = file_->data() + begin;
-    if (op == Op::kRead)
-      std::memmove(local, far, length);
-    else
-      std::memmove(far, local, length);
-    return {};
+    return move(op, local, file_->data() + begin, length);
   }
 
  private:

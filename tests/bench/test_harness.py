@@ -79,3 +79,12 @@ def test_the_best_rival_is_the_baseline():
     assert "slow 9 us" in format_record(record)
     case = BenchCase("x=1", "op/s", lambda: 2.0, ok, rivals=rivals, higher_is_better=True)
     assert run_one(case).baseline_name == "slow"
+
+
+def test_limits_are_reported_by_name():
+    record = run_one(
+        BenchCase("x=1", "us", lambda: 2.0, ok, ceiling=lambda: 1.0, limits={"kept": lambda: 3.0})
+    )
+    assert record.ceiling_fraction == pytest.approx(0.5)
+    assert record.limits == {"kept": (3.0, 1.5)}
+    assert "150% of kept 3 us" in format_record(record)

@@ -27,6 +27,7 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
+from tandem.transfer.faults import FaultProxy
 
 TRANSPORTS = ["local", "shm", "cma", "tcp"]
 
@@ -406,6 +407,38 @@ def test_use_after_close(world):
             call()
     with buffer, segment:
         pass
+
+
+def test_with_gives_back_what_it_holds(world):
+    peer = world.engine()
+    remote = peer.register(bytearray(10))
+    with TransferEngine(TransferConfig(secret=SECRET)) as engine:
+        with engine.register(bytearray(10)) as local, engine.open(peer.address) as segment:
+            move(engine, segment, Op.READ, local, remote.offset, 10)
+        for call in (lambda: engine.unregister(local), segment.close):
+            with pytest.raises(NotFoundError):
+                call()
+    with pytest.raises(ConflictError):
+        engine.open(peer.address)
+    with pytest.raises(ZeroDivisionError), TransferEngine(TransferConfig()) as engine:
+        raise ZeroDivisionError
+    with pytest.raises(ConflictError):
+        engine.allocate(1)
+
+
+def test_peers_connect_to_what_is_advertised(world):
+    """A host behind a translation of addresses listens on one address and tells another."""
+    with FaultProxy() as front:
+        told = world.engine(advertise=(front.address,))
+        front.target = told.address
+        remote = told.register(bytearray(100))
+        taker = world.engine(transports=("tcp",))
+        segment = taker.open(told.address)
+        local = taker.register(b"a" * 100)
+        before = front.num_bytes
+        move(taker, segment, Op.WRITE, local, remote.offset, 100)
+        assert [rail.remote for rail in segment.rails] == [front.address]
+        assert front.num_bytes > before + 100
 
 
 def test_segment_use_after_close(world):

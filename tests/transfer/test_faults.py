@@ -476,11 +476,13 @@ def test_frames_that_go_astray_cost_no_byte(world, fault, op):
         {"drop": 0.3},
         {"corrupt": 0.3},
         {"duplicate": 0.5},
+        {"reorder": 0.5},
         {"delay": 0.3, "delay_s": 0.003},
+        {"delay": 0.05, "delay_s": 0.1},  # A stall.
         {"is_dead": True},
         {"drop": 0.1, "corrupt": 0.1, "duplicate": 0.2, "delay": 0.1, "delay_s": 0.001},
     ],
-    ids=lambda faults: "+".join(faults),
+    ids=lambda faults: "+".join(f"{name}={value}" for name, value in faults.items()),
 )
 def test_faults_inside_the_host_cost_no_byte(world, transport, faults, op):
     """What a direct transport fails to move another one moves; canaries on both sides."""

@@ -82,17 +82,20 @@ def test_shares_follow_weights_and_the_dead_leave_theirs(weights):
     with two_hosts((RATE_MBIT,)) as hosts, contextlib.ExitStack() as stack:
         senders = [stack.enter_context(Sender(hosts, weight)) for weight in weights]
         measure(senders, 1.0)  # Shares settle within some refreshes of 20 ms.
-        worst = []
-        for _ in range(4):
+        seen = []
+        for _ in range(6):
             rates = measure(senders, 1.5)
             part = [rate / sum(rates) for rate in rates]
             wanted = [weight / sum(weights) for weight in weights]
-            worst.append(max(abs(p / w - 1) for p, w in zip(part, wanted, strict=True)))
-            print(f"weights {weights}: parts {part}, worst {worst[-1]:.3f}")
-            if worst[-1] < 0.1:
+            worst = max(abs(p / w - 1) for p, w in zip(part, wanted, strict=True))
+            used = sum(rates) / (RATE_MBIT * 1e6 / 8)
+            seen.append((worst, used))
+            print(f"weights {weights}: parts {part}, worst {worst:.3f}, {used:.2f} of the rate")
+            # In one window: senders that get no core on a busy machine leave the link unused.
+            if worst < 0.1 and used > 0.85:
                 break
-        assert min(worst) < 0.1
-        assert sum(rates) > 0.85 * RATE_MBIT * 1e6 / 8  # Nothing is left unused.
+        else:
+            pytest.fail(f"no window within 10 % of the weights that used the link: {seen}")
         # The lighter one gets all when the other is killed with its share held.
         survivor = senders[1]
         os.kill(senders[0].process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -117,7 +118,7 @@ class TwoHosts:
     def _address(self, index: int, verb: str) -> None:
         # By a process that runs already: to start one takes as long as what is measured.
         assert self._changes.stdin is not None
-        self._changes.stdin.write(f"addr {verb} {self.theirs[index]}/24 dev rail{index}\n")
+        self._changes.stdin.write(f"addr {verb} {self.theirs[index]}/30 dev rail{index}\n")
         self._changes.stdin.flush()
 
     def measure_plain(self, index: int, nbytes: int) -> float:
@@ -173,6 +174,21 @@ class TwoHosts:
             process.communicate(timeout=10)
 
 
+def choose_block() -> str:
+    """Three bytes of addresses for benchmarks (RFC 2544) that nobody has a route to.
+
+    The tests may run twice on a machine: with the same addresses one would meet the other's hosts.
+    """
+    routes = subprocess.run(
+        ("ip", "-4", "route", "show"), capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    for _ in range(100):
+        block = f"198.{18 + secrets.randbelow(2)}.{secrets.randbelow(256)}"
+        if f"{block}." not in routes:
+            return block
+    raise AssertionError("every block of 198.18.0.0/15 has a route")
+
+
 @contextlib.contextmanager
 def two_hosts(rates_mbit: tuple[float, ...]) -> Iterator[TwoHosts]:
     """Make the links and start the serving process."""
@@ -180,17 +196,18 @@ def two_hosts(rates_mbit: tuple[float, ...]) -> Iterator[TwoHosts]:
     unique = f"{os.getpid() % 100000}n{next(_numbers)}"
     run("ip", "netns", "add", f"tandem{unique}")
     hosts = TwoHosts(f"tandem{unique}")
+    block = choose_block()
     process = None
     try:
         for index, rate in enumerate(rates_mbit):
             here, there = f"t{unique}x{index}", f"rail{index}"
             run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns",
                 hosts.space)  # fmt: skip
-            hosts.ours.append(f"10.213.{index}.1")
-            hosts.theirs.append(f"10.213.{index}.2")
+            hosts.ours.append(f"{block}.{4 * index + 1}")
+            hosts.theirs.append(f"{block}.{4 * index + 2}")
             hosts.links.append(here)
-            run("ip", "addr", "add", f"{hosts.ours[-1]}/24", "dev", here)
-            run("ip", "-n", hosts.space, "addr", "add", f"{hosts.theirs[-1]}/24", "dev", there)
+            run("ip", "addr", "add", f"{hosts.ours[-1]}/30", "dev", here)
+            run("ip", "-n", hosts.space, "addr", "add", f"{hosts.theirs[-1]}/30", "dev", there)
             hosts.shape(index, rate)
             run("ip", "link", "set", here, "up")
             run("ip", "-n", hosts.space, "link", "set", there, "up")

@@ -41,6 +41,8 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     n: int
     others: dict[str, float] = {}
     """What the rivals took that were not the best."""
+    limits: dict[str, tuple[float, float]] = {}
+    """Further limits of the machine: what each took, and how many times better ours is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class BenchCase:
     higher_is_better: bool = False
     rivals: Mapping[str, Callable[[], float]] | None = None
     """Instead of ``baseline``, by name: all are measured, ours is compared with the best."""
+    limits: Mapping[str, Callable[[], float]] | None = None
+    """Limits of the machine beside ``ceiling``, by name: nearer to what the case has to do."""
 
 
 def time_call(function: Callable[[], object]) -> float:
@@ -123,6 +127,7 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
     baseline: list[float] = []
     ceiling: list[float] = []
     rivals: dict[str, list[float]] = {name: [] for name in case.rivals or {}}
+    limits: dict[str, list[float]] = {name: [] for name in case.limits or {}}
     end_s = time.monotonic() + budget_s
     while len(ours) < rounds and (not ours or time.monotonic() < end_s):
         ours.append(case.ours())
@@ -132,6 +137,8 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
             rivals[rival].append(measure())
         if case.ceiling is not None:
             ceiling.append(case.ceiling())
+        for limit, measure in (case.limits or {}).items():
+            limits[limit].append(measure())
     record.n = len(ours)
     record.ours = statistics.median(ours)
     if rivals:
@@ -149,6 +156,9 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
         record.ceiling_fraction = statistics.median(
             _better(a, b, case) for a, b in zip(ours, ceiling, strict=True)
         )
+    for limit, values in limits.items():
+        ratios = [_better(a, b, case) for a, b in zip(ours, values, strict=True)]
+        record.limits[limit] = statistics.median(values), statistics.median(ratios)
     return record
 
 
@@ -180,6 +190,8 @@ def format_record(record: BenchRecord) -> str:
     parts.append(f"check {record.check}")
     if record.ceiling is not None and record.ceiling_fraction is not None:
         parts.append(f"{record.ceiling_fraction:.0%} of {record.ceiling:.4g} {record.unit} here")
+    for limit, (value, ratio) in record.limits.items():
+        parts.append(f"{ratio:.0%} of {limit} {value:.4g} {record.unit}")
     return "  ".join(parts)
 
 

@@ -37,6 +37,7 @@ def inject_faults(
     drop: float = 0.0,
     corrupt: float = 0.0,
     duplicate: float = 0.0,
+    reorder: float = 0.0,
     delay: float = 0.0,
     delay_s: float = 0.0,
     is_dead: bool = False,
@@ -51,13 +52,14 @@ def inject_faults(
         drop: probability that a chunk is not moved, and reported as failed.
         corrupt: that wrong bytes are moved and the failure is reported (torn).
         duplicate: that it is moved twice.
-        delay: that it is moved ``delay_s`` late.
+        reorder: that its second half is moved before its first.
+        delay: that it is moved ``delay_s`` late; a long one is a stall.
         delay_s: seconds.
         is_dead: every chunk fails.
 
     Raises: ConfigError (tcp; no probabilities).
     """
-    rates = (drop, corrupt, duplicate, delay)
+    rates = (drop, corrupt, duplicate, reorder, delay)
     if transport == "tcp" or min(rates) < 0 or sum(rates) > 1 or delay_s < 0:
         raise ConfigError(
             "transfer.faults", f"{transport}, rates {rates}: probabilities, and not of tcp"
@@ -68,6 +70,7 @@ def inject_faults(
         drop=drop,
         corrupt=corrupt,
         duplicate=duplicate,
+        reorder=reorder,
         delay=delay,
         delay_s=delay_s,
         is_dead=is_dead,
