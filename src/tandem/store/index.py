@@ -124,7 +124,7 @@ class Directory:
             until_ms: of the leases.
             hidden: objects that are passed over.
 
-        Returns: their rows (``NO_ROW`` where there is none), and what ``Passes.locate`` gives for them.
+        Returns: their rows (``NO_ROW`` where there is none), and what ``Passes.locate`` finds.
         """
         rows = list(map(self._rows.get, keys, itertools.repeat(NO_ROW)))
         if hidden:
