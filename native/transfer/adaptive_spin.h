@@ -12,14 +12,7 @@ namespace tandem::transfer {
 
 class AdaptiveSpin {
  public:
-  // Who is let in by a wait for an answer that needs another call, for less than this, is likely to be
-  // the process that works on it: where there are fewer cores than processes, it has only this one.
-  static constexpr int64_t kWorkNs = 500'000;
-  // Who is let in by a wait for bytes is better woken: with kWorkNs 4 KiB over tcp took 27 us, not 18.
-  static constexpr int64_t kSwitchNs = 15'000;
-
-  AdaptiveSpin(int64_t limit_ns, int64_t interrupted_ns)
-      : limit_ns_(limit_ns), spin_(limit_ns, interrupted_ns) {}
+  explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
 
   // Polls `is_done` for at most the limit. True if it came true.
   template <class Predicate>
@@ -38,6 +31,9 @@ class AdaptiveSpin {
   }
 
  private:
+  // Who is let in for less is likely to be the process that works on the answer: where there are fewer
+  // cores than processes, it has only this one.
+  static constexpr int64_t kInterruptedNs = 500'000;
   static constexpr int64_t kSlackNs = 200'000;  // A long handler is no interruption.
   static constexpr int64_t kMinBarNs = 5'000'000;
   static constexpr int64_t kMaxBarNs = 320'000'000;

@@ -476,25 +476,24 @@ void Engine::cancel(const std::shared_ptr<Batch>& batch) {
 
 // For a bounded time.
 template <class Poll, class Predicate>
-void Engine::poll_until(Awaited awaited, Poll poll, Predicate is_done) {
+void Engine::poll_until(Poll poll, Predicate is_done) {
   if (options_.spin_ns == 0) return;
   // One a thread: what it has learnt about polling on this machine outlasts the call.
-  thread_local AdaptiveSpin of_bytes(options_.spin_ns, AdaptiveSpin::kSwitchNs);
-  thread_local AdaptiveSpin of_calls(options_.spin_ns, AdaptiveSpin::kWorkNs);
-  (awaited == Awaited::kBytes ? of_bytes : of_calls).wait([&] {
+  thread_local AdaptiveSpin spin(options_.spin_ns);
+  spin.wait([&] {
     poll();
     return is_done();
   });
 }
 
-bool Engine::await(Completion& completion, Awaited awaited, int64_t deadline_ns) {
+bool Engine::await(Completion& completion, int64_t deadline_ns) {
   const auto is_done = [&] { return completion.is_done(); };
   if (is_done()) return true;
   std::vector<EventLoop*> led;
   for (EventLoop* loop : loop_pointers_)
     if (loop->begin_lead()) led.push_back(loop);
   if (!led.empty()) {
-    poll_until(awaited, [&] { for (EventLoop* loop : led) loop->poll_answers(); }, is_done);
+    poll_until([&] { for (EventLoop* loop : led) loop->poll_answers(); }, is_done);
     // One cannot sleep in several loops: then their own threads do.
     if (led.size() == loop_pointers_.size() && led.size() == 1) {
       completion.set_leader(led[0]);
@@ -519,7 +518,7 @@ Result<int> Engine::completion_fd(const std::shared_ptr<Batch>& batch) {
 Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
   if (is_forked()) return check_open();
   if (!batch->is_finished()) copier_->help(*batch);
-  if (!await(batch->completion(), Awaited::kBytes, deadline_ns)) {
+  if (!await(batch->completion(), deadline_ns)) {
     abort(batch, {Code::kDeadline, "transfer.wait", "the transfer did not end in time", ""});
     batch->completion().wait(kNever);
   }
@@ -538,7 +537,7 @@ Result<std::string> Engine::call(uint64_t segment, std::string payload, int64_t 
 Result<std::string> Engine::await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
                                        int64_t deadline_ns) {
   if (is_forked()) return check_open().error();
-  if (!await(call->completion(), Awaited::kCall, deadline_ns))
+  if (!await(call->completion(), deadline_ns))
     peer.abandon_call(call, {Code::kDeadline, "transfer.call",
                              "no answer in time: executed once or not at all", ""});
   return call->take_answer();
@@ -556,8 +555,7 @@ Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
 std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
   CallQueue& calls = *server_->calls();
   if (!calls.is_ready()) {
-    poll_until(Awaited::kCall,
-               [&] { for (EventLoop* loop : loop_pointers_) loop->poll_requests(); },
+    poll_until([&] { for (EventLoop* loop : loop_pointers_) loop->poll_requests(); },
                [&] { return calls.is_ready(); });
   }
   return calls.take(max);

@@ -132,12 +132,11 @@ class Engine {
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
-  enum class Awaited { kBytes, kCall };
   template <class Poll, class Predicate>
-  void poll_until(Awaited awaited, Poll poll, Predicate is_done);
+  void poll_until(Poll poll, Predicate is_done);
   // False at the deadline. This thread does the work of the I/O threads meanwhile, so that nobody has
   // to wake it.
-  bool await(Completion& completion, Awaited awaited, int64_t deadline_ns);
+  bool await(Completion& completion, int64_t deadline_ns);
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
                                             int64_t deadline_ns,
                                             std::optional<TransportKind> only);

@@ -199,7 +199,7 @@ int EventLoop::to_timeout_ms(int64_t ns) {
 }
 
 void EventLoop::run() {
-  AdaptiveSpin spin(spin_ns_, AdaptiveSpin::kSwitchNs);
+  AdaptiveSpin spin(spin_ns_);
   bool was_busy = false;
   while (!is_stopping_.load()) {
     was_busy = was_busy && spin.wait([&] {

@@ -12,14 +12,9 @@
 #include <fstream>
 #include <string>
 
+#include "base/pages.h"
 #include "transfer/owned_fd.h"
 #include "transfer/process_id.h"
-
-// Since Linux 5.14; headers may be older.
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
 
 namespace tandem::transfer {
 namespace {
@@ -162,10 +157,7 @@ bool MappedFile::is_present(uint64_t step) const {
 
 // Zero, or errno.
 int MappedFile::populate(uint64_t begin, uint64_t end) const {
-  const int advice = is_writable_ ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
-  while (madvise(data_ + begin, end - begin, advice) != 0)
-    if (errno != EINTR && errno != EAGAIN) return errno;
-  return 0;
+  return populate_pages(data_ + begin, end - begin, is_writable_);
 }
 
 Status MappedFile::reach(uint64_t begin, uint64_t length) {
