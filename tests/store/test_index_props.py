@@ -343,7 +343,7 @@ def test_rows_are_filled_in_all_columns_or_in_none(kind):
 def test_nobody_sees_what_is_only_staged():
     def stage(directory: Directory):
         columns = {"sizes": [5, 6], "checksums": [1, 2], "versions": [7, 8], "offsets": [0, 512]}
-        return directory.stage_many(**columns, wanted=2)
+        return directory.stage_many(["a", "b"], **columns, wanted=2, lease_until_ms=11)
 
     def look(directory: Directory):
         return (
@@ -370,7 +370,7 @@ def test_nobody_sees_what_is_only_staged():
     # The rows are used again, and those that are shown are as any others.
     again = stage(directory)
     assert sorted(again.rows) == sorted(staged.rows)
-    directory.show_many(["a", "b"], again, host=3, lease_until_ms=11)
+    directory.show_many(again, 3)
     for key, size, offset, version in (("a", 5, 0, 7), ("b", 6, 512, 8)):
         row = directory.find(key)
         assert directory.replicas(row) == [Replica(3, offset)]

@@ -39,16 +39,16 @@ class _Blob:
 
     def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
         self.is_values = is_values
-        self._data = memoryview(data)
-        self._ends = list(itertools.accumulate(sizes))
+        self._data = data
         self._sizes = sizes
 
     def take(self, objects: Sequence[int]) -> bytes:
         """Return those of some objects, in their order."""
         if len(objects) == len(self._sizes):
-            return bytes(self._data)
-        ends, sizes = self._ends, self._sizes
-        return b"".join(self._data[ends[i] - sizes[i] : ends[i]] for i in objects)
+            return self._data
+        data, sizes = memoryview(self._data), self._sizes
+        ends = list(itertools.accumulate(sizes))
+        return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
 
 class Commits:
@@ -220,6 +220,7 @@ class Commits:
         """Prepare what the directory will have. REQUIRES: ``_can_stage``."""
         (places,) = filter(None, batch.places.values())
         return self._master.directory.stage_many(
+            batch.keys,
             sizes=batch.sizes,
             checksums=checksums,
             versions=range(first_version, first_version + len(batch.keys)),
@@ -244,8 +245,10 @@ class Commits:
         if not any(len(batch.places[number]) == len(shown) for number in placed):
             shown = sorted({i for number in placed for i in batch.places[number]})
             keys = [keys[i] for i in shown]
-        for i in shown:
-            statuses[i] = CommitStatus.CREATED
+            for i in shown:
+                statuses[i] = CommitStatus.CREATED
+        else:
+            statuses[:] = bytes([CommitStatus.CREATED]) * len(statuses)
         removals = self._master.removals
         if removals.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
@@ -260,7 +263,7 @@ class Commits:
             directory.unstage_many(staged)
             staged = None
         if staged is not None:
-            directory.show_many(keys, staged, host=placed[0])
+            directory.show_many(staged, placed[0])
             rows = staged.rows
         elif len(placed) == 1 and len(shown) >= MANY:
             rows = directory.insert_many(

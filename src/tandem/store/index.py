@@ -47,11 +47,13 @@ class Replica(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Rows that are filled and belong to no key."""
+    """Rows that are filled, and that nobody finds by their keys."""
 
+    keys: Sequence[str]
     rows: list[int]
     places: list[int]
     """Of their replicas."""
+    total_bytes: int
 
 
 class Directory:
@@ -293,31 +295,39 @@ class Directory:
         REQUIRES: the keys are absent and differ; the host is there.
         """
         staged = self.stage_many(
-            sizes=sizes, checksums=checksums, versions=versions, offsets=offsets, wanted=wanted
+            keys,
+            sizes=sizes,
+            checksums=checksums,
+            versions=versions,
+            offsets=offsets,
+            wanted=wanted,
+            lease_until_ms=lease_until_ms,
         )
-        self.show_many(keys, staged, host=host, lease_until_ms=lease_until_ms)
+        self.show_many(staged, host)
         return staged.rows
 
     def stage_many(
         self,
+        keys: Sequence[str],
         *,
         sizes: Sequence[int],
         checksums: Sequence[int],
         versions: Sequence[int],
         offsets: Sequence[int],
         wanted: int | Sequence[int],
+        lease_until_ms: int = 0,
     ) -> Staged:
         """Prepare rows for ``show_many``, as ``insert_many``; nobody sees anything of them yet.
 
         What is not shown is given back with ``unstage_many``.
         """
-        count = len(sizes)
+        count = len(keys)
         if isinstance(wanted, int):
             wanted = min(wanted, MAX_REPLICAS)
         else:
             wanted = [min(n, MAX_REPLICAS) for n in wanted]
-        staged = Staged(self._take_rows(count), self._take_replicas(count))
-        rows, at = staged
+        rows, at = self._take_rows(count), self._take_replicas(count)
+        staged = Staged(keys, rows, at, sum(sizes))
         try:
             # Whatever does not fit a column is refused before the first one has changed.
             self._passes.fill(
@@ -330,6 +340,7 @@ class Directory:
                     (self._first, at),
                     (self._wanted, wanted),
                     (self._num_disks, 0),
+                    (self._lease_until_ms, lease_until_ms),
                     # What passes over all rows looks at these: nothing is there yet.
                     (self._live, 0),
                     (self._memory, 0),
@@ -345,35 +356,26 @@ class Directory:
                     (self._replica_host, _FREE_HOST),
                 ],
             )
+            self._keys[rows] = keys
         except BaseException:
             self.unstage_many(staged)
             raise
         self._tick += count
         return staged
 
-    def show_many(
-        self, keys: Sequence[str], staged: Staged, *, host: int, lease_until_ms: int = 0
-    ) -> None:
+    def show_many(self, staged: Staged, host: int) -> None:
         """Add what was staged. REQUIRES: as of ``insert_many``."""
         assert host not in self._lost_hosts, host
         rows, num_before = staged.rows, len(self._rows)
-        self._rows.update(zip(keys, rows, strict=True))
+        self._rows.update(zip(staged.keys, rows, strict=True))
         assert len(self._rows) == num_before + len(rows), "a key was there"
-        self._keys[rows] = keys
-        self._passes.fill(
-            rows,
-            [
-                (self._flags, _ALIVE),
-                (self._live, 1),
-                (self._memory, 1),
-                (self._lease_until_ms, lease_until_ms),
-            ],
-        )
+        self._passes.fill(rows, [(self._flags, _ALIVE), (self._live, 1), (self._memory, 1)])
         self._passes.fill(staged.places, [(self._replica_host, host)])
-        self.total_bytes += sum(map(self._size.__getitem__, rows))
+        self.total_bytes += staged.total_bytes
 
     def unstage_many(self, staged: Staged) -> None:
         """Give back what is not to be shown."""
+        self._keys[staged.rows] = None
         self._spare_rows.extend(staged.rows)
         self._spare_replicas.extend(staged.places)
 
