@@ -14,6 +14,8 @@ class AdaptiveSpin {
  public:
   explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
 
+  int64_t limit_ns() const { return limit_ns_; }
+
   // Polls `is_done` for at most the limit. True if it came true.
   template <class Predicate>
   bool wait(Predicate is_done) {
@@ -21,7 +23,7 @@ class AdaptiveSpin {
     if (limit_ns_ == 0 || begin < barred_until_ns_) return is_done();
     const bool is_success = spin_.wait(is_done);
     const int64_t end = now_ns();
-    if (end - begin > 2 * limit_ns_ + kSlackNs) {
+    if (end - begin > limit_ns_ + kInterruptedNs) {
       barred_until_ns_ = end + bar_ns_;
       bar_ns_ = std::min(2 * bar_ns_, kMaxBarNs);
     } else if (is_success) {
@@ -34,11 +36,10 @@ class AdaptiveSpin {
   // Who is let in for less is likely to be the process that works on the answer: where there are fewer
   // cores than processes, it has only this one.
   static constexpr int64_t kInterruptedNs = 500'000;
-  static constexpr int64_t kSlackNs = 200'000;  // A long handler is no interruption.
   static constexpr int64_t kMinBarNs = 5'000'000;
   static constexpr int64_t kMaxBarNs = 320'000'000;
 
-  const int64_t limit_ns_;
+  int64_t limit_ns_;
   IdleSpin spin_;
   int64_t barred_until_ns_ = 0;
   int64_t bar_ns_ = kMinBarNs;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <utility>
 
 #include "base/idle_spin.h"
 
@@ -53,7 +54,11 @@ std::vector<uint64_t> CallInbox::take() {
 }
 
 Result<std::string> PendingCall::take_answer() {
-  return completion_.hold([&] { return std::move(answer_); });
+  return completion_.hold([&] {
+    // What is left behind says that it was taken.
+    return std::exchange(answer_, Error{Code::kConflict, "transfer.call",
+                                        "the answer of this call was taken before", ""});
+  });
 }
 
 void PendingCall::finish(Result<std::string> answer) {

@@ -58,7 +58,7 @@ class PendingCall {
   bool is_done() const { return completion_.is_done(); }
   // To wait for the end.
   Completion& completion() { return completion_; }
-  // REQUIRES: is_done(). The answer may be taken once.
+  // REQUIRES: is_done(). The answer may be taken once: kConflict after that.
   Result<std::string> take_answer();
 
  private:

@@ -136,8 +136,9 @@ bool Connection::flush_locked(Error* error) {
   int num_iov = 0;
   size_t total = 0;
   const bool is_rest = !outputs_.empty() && outputs_.front().sent >= kMaxIoBytes;
-  const size_t most = is_rest ? kMaxRestBytes : kMaxIoBytes;
   for (const Output& output : outputs_) {
+    // The longer turn is for what is left of the first, not for those behind it.
+    const size_t most = is_rest && total == 0 ? kMaxRestBytes : kMaxIoBytes;
     if (num_iov + 2 > kMaxIov || total >= most) break;
     if (output.sent < kHeaderBytes)
       iov[num_iov++] = {const_cast<uint8_t*>(output.header.data()) + output.sent,

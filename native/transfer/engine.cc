@@ -480,6 +480,7 @@ void Engine::poll_until(Poll poll, Predicate is_done) {
   if (options_.spin_ns == 0) return;
   // One a thread: what it has learnt about polling on this machine outlasts the call.
   thread_local AdaptiveSpin spin(options_.spin_ns);
+  if (spin.limit_ns() != options_.spin_ns) spin = AdaptiveSpin(options_.spin_ns);
   spin.wait([&] {
     poll();
     return is_done();

@@ -1,8 +1,8 @@
 // An epoll thread. Handlers are called without any lock of the loop, from the thread or from a
 // waiter in its stead; a handler serialises itself.
 //
-// After an event the thread polls for at most `spin_ns`, since a wake-up costs more than that, then
-// it sleeps in the kernel. A loop without events uses no CPU.
+// After an event the thread polls for at most `spin_ns`, since the next one often comes before a wake-up
+// would, then it sleeps in the kernel. A loop without events uses no CPU.
 //
 // Leading. Descriptors that bring answers to what this process asked lie in an epoll set of their
 // own, inside that of the thread. A thread that waits for an answer leads: it takes the set over,

@@ -1,6 +1,7 @@
 #include "transfer/file_io.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,22 @@ constexpr uint64_t kCachedPartBytes = 256 << 10;
 constexpr uint32_t kRingDepth = 32;
 constexpr int kNumThreads = 4;
 constexpr std::chrono::seconds kStopTimeout{1};
+
+// Whether all of a range is in the page cache; false where the kernel does not say (before 6.5). A call
+// with RWF_NOWAIT must not find this out: where something is missing it begins to read ahead, which
+// may wait for a disk that hangs.
+bool is_cached(int fd, uint64_t offset, uint64_t length) {
+  struct {
+    uint64_t offset, length;
+  } range{offset, length};
+  struct {
+    uint64_t num_cached, num_dirty, num_writeback, num_evicted, num_recently_evicted;
+  } found{};
+  constexpr long kCachestat = 451;  // Of all architectures; older headers lack it.
+  if (syscall(kCachestat, fd, &range, &found, 0) != 0) return false;
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return found.num_cached >= (offset + length + page - 1) / page - offset / page;
+}
 
 }  // namespace
 
@@ -172,11 +189,18 @@ bool FileIo::load(Part& part) {
 bool FileIo::read_cached(Part& part) {
   const Piece& piece = part.piece;
   const TransferItem& item = piece.transfer();
-  // Aligned parts of a direct file pass the page cache by, and a plan of faults is for the disk.
-  if (item.op != Op::kRead || part.fd != item.file->cached_descriptor() || faults_()) return false;
+  // Aligned parts of a direct file pass the page cache by.
+  if (item.op != Op::kRead || part.fd != item.file->cached_descriptor() ||
+      !is_cached(part.fd, piece.offset(), piece.length))
+    return false;
   if (!begin_touch(*piece.batch)) {
     end(part);
     return true;
+  }
+  // A plan of faults is for the disk.
+  if (faults_()) {
+    end_touch(*piece.batch);
+    return false;
   }
   const iovec to{piece.local(), piece.length};
   const ssize_t got = preadv2(part.fd, &to, 1, static_cast<off_t>(piece.offset()), RWF_NOWAIT);

@@ -5,7 +5,7 @@
 // kernel never sees the memory of a batch: parts go through blocks of ours, and a batch that ends early
 // waits for a copy at most. A WRITE that is left behind so may still reach the file; until it has
 // ended, nothing else is begun on its range. A READ of what the page cache has waits for no disk: it is
-// a copy like any other, and goes straight to its place.
+// a copy like any other, and goes straight to its place, unless that is evicted in the same moment.
 //
 // Threads: any. Lock order: mutex_ is a leaf and never held over a system call or a copy.
 #pragma once

@@ -155,7 +155,7 @@ Result<std::unique_ptr<IoRing>> IoRing::create(uint32_t) {
   return Error{Code::kUnsupported, "transfer.file", "built without linux/io_uring.h", ""};
 }
 void IoRing::prepare(bool, int, const iovec*, uint64_t, uint64_t) {}
-Status IoRing::submit(uint32_t num_awaited) { return {}; }
+Status IoRing::submit(uint32_t) { return {}; }
 bool IoRing::reap(Completion*) { return false; }
 void IoRing::wake() {}
 

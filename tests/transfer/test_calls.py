@@ -34,6 +34,7 @@ from tandem.core.errors import (
     InternalError,
     NotFoundError,
     PeerLostError,
+    TandemError,
     UnsupportedError,
 )
 from tandem.transfer import MAX_CALL_BYTES
@@ -50,6 +51,37 @@ def open_pair(world, handler=echo, **settings):
     if handler is not None:
         giver.serve_calls(handler)
     return giver, taker, taker.open(giver.address)
+
+
+def test_a_call_in_two_steps(world):
+    _, taker, segment = open_pair(world)
+    calls = [taker.begin_call(segment, str(i).encode()) for i in range(20)]
+    assert [call.wait(10) for call in reversed(calls)] == [
+        str(i).encode() for i in reversed(range(20))
+    ]
+    with pytest.raises(ConflictError, match="taken before"):
+        calls[3].wait(10)
+    # What nobody waits for harms nobody.
+    taker.begin_call(segment, b"left")
+    assert taker.call(segment, b"next") == b"next"
+    with pytest.raises(ConfigError):
+        taker.begin_call(segment, bytes(MAX_CALL_BYTES + 1))
+    pending = taker.begin_call(segment, b"late")
+    taker.close()
+    with pytest.raises(TandemError):
+        pending.wait(10)
+
+
+def test_a_call_in_two_steps_that_nobody_answers_in_time(world):
+    keeper = Keeper()
+    _, taker, segment = open_pair(world, keeper)
+    pending = taker.begin_call(segment, b"kept")
+    keeper.wait()
+    with pytest.raises(DeadlineError):
+        pending.wait(0.05)
+    with pytest.raises(ConflictError):
+        pending.wait(5)
+    keeper.kept.pop().reply(b"late")
 
 
 class Keeper:

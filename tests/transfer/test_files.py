@@ -77,6 +77,24 @@ def test_bytes_come_back(engine, world, tmp_path, direct, offset, local_offset, 
             assert "direct" in file.refusals
 
 
+@pytest.mark.parametrize("kept", [(0, 0), (0, 1), (1, 2), (0, 3)])
+def test_bytes_come_back_whatever_the_page_cache_has(engine, world, tmp_path, kept):
+    """Parts that it has go straight to their place, the others through blocks of the engine."""
+    with engine.open_file(tmp_path / "f", length=3 * MIB, writable=True) as file:
+        sent = world.random(3 * MIB)
+        local = engine.register(data := np.array(sent, np.uint8))
+        move(engine, file, Op.WRITE, local, 0, 3 * MIB)
+        file.sync()
+        with (tmp_path / "f").open("rb") as plain:
+            os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begin, end = (part * MIB // 2 for part in kept)
+            plain.seek(begin)
+            assert len(plain.read(end - begin)) == end - begin
+        data[:] = 0
+        move(engine, file, Op.READ, local, 0, 3 * MIB)
+        assert np.array_equal(data, sent)
+
+
 def test_direct_is_told(world, tmp_path):
     engine = world.engine()
     file = engine.open_file(tmp_path / "f", length=MIB, writable=True, direct=True)

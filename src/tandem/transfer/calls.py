@@ -170,9 +170,9 @@ class PendingCall:
         self._core = core
 
     def wait(self, deadline_s: float) -> bytes:
-        """Wait for the answer, once, without the GIL; at most so long from now.
+        """Wait for the answer, without the GIL; at most so long from now.
 
-        Raises: as ``TransferEngine.call``.
+        Raises: as ``TransferEngine.call``; ConflictError once it has returned or raised.
         """
         return self._core.wait(deadline_s)
 
