@@ -314,6 +314,10 @@ def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
         with pytest.raises((ConfigError, TypeError)):
             directory.insert_many(["a"], host=0, lease_until_ms=0, **{**good, **bad})
         assert directory.find("a") == NO_ROW
+        # Nor is there a trace of it on the first host, whose number is what fresh memory holds.
+        assert directory.rows_on_host(0) == []
+        directory.lose_host(0)
+        directory.find_host(0)
     directory.insert_many(["a"], host=0, lease_until_ms=9, **good)
     assert directory.replicas(directory.find("a")) == [Replica(0, 0)]
     assert directory.lease_until_ms(directory.find("a")) == 9

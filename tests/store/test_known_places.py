@@ -14,6 +14,7 @@ from store_world import Faults, Session, World, run_virtual
 from test_store_sim import CONFIG
 
 from tandem._native import BatchRead, LocationCache
+from tandem.core.clock import ManualClock
 from tandem.core.errors import (
     CorruptionError,
     NotFoundError,
@@ -34,7 +35,9 @@ from tandem.store import (
 )
 from tandem.store import bulk_reading as bulk_reading_module
 from tandem.store.host import StoreHost
+from tandem.store.known_places import KnownPlaces
 from tandem.store.local import LocalStore
+from tandem.store.messages import Endpoint
 from tandem.store.removals import Removals
 from tandem.store.space import HostSpace
 from tandem.transfer import SharedLoop
@@ -43,7 +46,9 @@ UPSERT = PutOptions(upsert=True, replicas=1)
 
 
 def count_known(client, keys) -> int:
-    return BatchRead(keys, 1).place_known(client._places.cache, client._calls.clock.now_s())
+    places = client._places
+    now_s = client._calls.clock.now_s() + places.margin_s
+    return BatchRead(keys, 1).place_known(places.cache, now_s)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 40_000, 300_000])
@@ -153,6 +158,35 @@ async def test_rot_at_a_remembered_place_is_found():
         assert count_known(client, ["key"]) == 0
 
 
+@pytest.mark.asyncio
+async def test_a_place_is_not_used_at_the_end_of_its_lease():
+    """One that ends while it is read takes the others of its batch with it."""
+    config = StoreConfig(recovery_ms=0, segment_bytes=2**24, lease_ms=1000)
+    async with LocalStore(config) as store:
+        client, clock = store.client, ManualClock()
+        client._calls.clock = clock
+        await client.put("key", b"value")
+        assert await client.get("key") == b"value"
+        hits = store._master.counters.hits
+        for now_s, expected in ((0.7, 0), (0.85, 1), (0.9, 1)):
+            clock.advance(now_s - clock.now_s())
+            assert await client.get("key") == b"value"
+            assert store._master.counters.hits == hits + expected
+
+
+def test_the_hosts_of_a_session_are_forgotten_with_it():
+    places = KnownPlaces(10)
+    for i in range(5):
+        endpoint = Endpoint(i, f"h{i}", "", "", 0)
+        number = places.number(endpoint)
+        assert places.number(endpoint) == number
+        assert places.endpoint(number) == endpoint
+        places.clear()
+        assert places.endpoint(number) is None  # A read that is under way fails, and asks.
+        assert places.number(endpoint) > number
+    assert len(places._endpoints) == 1
+
+
 def test_columns_that_do_not_fit_are_refused():
     cache = LocationCache(4)
     for columns, versions in ((b"1" * 31, b""), (bytes(32), bytes(7)), (bytes(64), bytes(8))):
@@ -209,6 +243,11 @@ async def change_under_a_reader(kind: str) -> tuple[list[bytes | None], float, f
     left_s, begun_s = leased_s - loop.time(), loop.time()
     if kind == "remove":
         change = asyncio.ensure_future(writer.remove("key"))
+    elif kind == "remove_prefix":
+        # Of what another is removing already.
+        other = asyncio.ensure_future(world.start_client("c2")[1].remove("key"))
+        await asyncio.wait([other], timeout=0.2)
+        change = asyncio.ensure_future(writer.remove_prefix("k"))
     else:
         options = UPSERT if kind == "upsert" else PutOptions(replicas=1)
         change = asyncio.ensure_future(writer.put("key", b"new", options))
@@ -226,7 +265,7 @@ async def change_under_a_reader(kind: str) -> tuple[list[bytes | None], float, f
     return after, took_s, left_s
 
 
-KINDS = {"remove": None, "upsert": b"new", "put": b"new"}
+KINDS = {"remove": None, "remove_prefix": None, "upsert": b"new", "put": b"new"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -316,6 +316,37 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_a_put_that_ends_before_it_writes_gives_its_space_back(how):
+    """Checksums are taken while the master is asked: who fails there gives back."""
+
+    async def run() -> None:
+        async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
+            client, master = store.client, store._master
+            begun = asyncio.Event()
+
+            async def prepare(*_) -> None:
+                begun.set()
+                if how == "fails":
+                    raise ShapeError("test", "no memory")
+                await asyncio.sleep(60)
+
+            client._writer._prepare = prepare
+            put = asyncio.ensure_future(client.put("key", bytes(100_000)))
+            await begun.wait()
+            assert master.puts.num_unfinished == 1
+            put.cancel() if how == "is cancelled" else None
+            with pytest.raises((ShapeError, asyncio.CancelledError)):
+                await put
+            async with asyncio.timeout(10):
+                while master.puts.num_unfinished:
+                    await asyncio.sleep(0)
+            (host,) = master.hosts.values()
+            assert host.quarantined_bytes == host.used_bytes == 0
+
+    asyncio.run(run())
+
+
 class LapsingTerm:
     """A term that may be said to be over, and not to be."""
 

@@ -430,9 +430,12 @@ def simulate(seed: int, *, num_ops: int = 40) -> Run:
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_seeds(first):
+    num_known = 0
     for seed in range(first, first + 20):
         run = simulate(seed)
         assert run.world.steps >= 500, f"seed {seed} had only {run.world.steps} steps"
+        num_known += run.known
+    assert num_known > 100, "clients read from places that they remember"
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "MonotonicClock"]
+__all__ = ["BootClock", "Clock", "ManualClock", "MonotonicClock"]
 
 
 class Clock(Protocol):
@@ -20,6 +20,14 @@ class MonotonicClock:
     def now_s(self) -> float:
         """Return ``time.monotonic()``."""
         return time.monotonic()
+
+
+class BootClock:
+    """Counts while the machine sleeps as well, for what ends by another machine's clock."""
+
+    def now_s(self) -> float:
+        """Return the time since the machine was started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class ManualClock:

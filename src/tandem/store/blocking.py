@@ -28,6 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 OPEN_TIMEOUT_S = 3.0
+GIVE_BACK_TIMEOUT_S = 0.5
+"""What was asked for in vain expires by itself, if its answer takes longer."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
@@ -103,14 +105,24 @@ class _BlockingCalls(MasterCalls):
         response: type[T],
         deadline_s: float,
         *,
+        give_back: Callable[[T], None],
         extra_s: float = 0.0,
     ) -> tuple[T, R]:
         begun = self._fast.begin_blocking(method, request)
-        done = await work
         answer = None
+        try:
+            done = await work
+            timeout_s = self.left_s(deadline_s)
+        except BaseException:
+            if begun is not None:
+                with contextlib.suppress(TandemError):
+                    answer = self._fast.wait_blocking(begun, response, GIVE_BACK_TIMEOUT_S)
+            if answer is not None:
+                give_back(answer)
+            raise
         if begun is not None:
             with contextlib.suppress(PeerLostError):
-                answer = self._fast.wait_blocking(begun, response, self.left_s(deadline_s))
+                answer = self._fast.wait_blocking(begun, response, timeout_s)
         if answer is None:
             answer = await self.call(method, request, response, deadline_s, extra_s=extra_s)
         return answer, done

@@ -81,7 +81,8 @@ class BulkReader:
     ) -> None:
         """Place and read all; ``read(endpoint, deadline_s)`` is one step of that."""
         deadline_s = self._calls.deadline_s()
-        num_known = batch.place_known(self._places.cache, self._calls.clock.now_s())
+        places = self._places
+        num_known = batch.place_known(places.cache, self._calls.clock.now_s() + places.margin_s)
         unplaced = batch.list_unplaced() if num_known else list(range(len(keys)))
         while True:
             if unplaced:
@@ -104,6 +105,7 @@ class BulkReader:
         request = LocateObjects(asked, self._calls.machine)
         located = await self._calls.call("locate", request, Located, deadline_s)
         lease_end_s = sent_s + LEASE_SHARE * located.lease_ms / 1e3
+        places.note_lease(located.lease_ms / 1e3)
         hosts = [(e.host, places.number(e), e.read_base) for e in located.endpoints]
         batch.place(
             unplaced,
@@ -169,6 +171,8 @@ class BulkReader:
 
     async def _read(self, number: int, pieces: list[Piece], until_s: float) -> bool:
         endpoint = self._places.endpoint(number)
+        if endpoint is None:
+            return False
         timeout_s = max(0.001, until_s - self._calls.clock.now_s())
         try:
             await self._port.read(endpoint, pieces, timeout_s)

@@ -86,7 +86,7 @@ class AsyncStoreClient:
 
         To be called by whoever has the sessions.
         """
-        self._places.cache.clear()
+        self._places.clear()
 
     # Memory.
 
@@ -213,7 +213,9 @@ class AsyncStoreClient:
     async def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
         """Read a value into registered buffers, without a copy.
 
-        Returns: its bytes; the parts must hold as many, what lies behind is left alone.
+        Returns: its bytes; the parts must hold as many, and what lies behind is left alone, but
+            for a value that was replaced by a shorter one, or removed, a moment ago: the old one
+            may have been read before that was noticed.
         Raises: as ``get``; ShapeError if the parts are too small.
         """
         return _only(await self.get_into_many([key], [parts]))
@@ -292,7 +294,7 @@ class AsyncStoreClient:
 
     async def remove_prefix(self, prefix: str) -> int:
         """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
-        self._places.cache.clear()
+        self._places.clear()
         return (
             await self._calls.change("remove_prefix", RemovePrefix(prefix=prefix), PrefixRemoval)
         ).count

@@ -328,6 +328,8 @@ class Directory:
             wanted = [min(n, MAX_REPLICAS) for n in wanted]
         rows, at = self._take_rows(count), self._take_replicas(count)
         staged = Staged(keys, rows, at, sum(sizes))
+        # New ones are zeros, which is the number of a host.
+        self._passes.fill(at, [(self._replica_host, _FREE_HOST)])
         try:
             # Whatever does not fit a column is refused before the first one has changed.
             self._passes.fill(
@@ -353,7 +355,6 @@ class Directory:
                     (self._replica_offset, offsets),
                     (self._replica_next, -1),
                     (self._replica_row, rows),
-                    (self._replica_host, _FREE_HOST),
                 ],
             )
             self._keys[rows] = keys

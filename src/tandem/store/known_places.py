@@ -12,6 +12,8 @@ from tandem.store.messages import Endpoint
 
 __all__ = ["KnownPlaces"]
 
+MARGIN_SHARE = 0.1
+
 
 class KnownPlaces:
     """Of one client, for all its threads.
@@ -22,9 +24,13 @@ class KnownPlaces:
 
     def __init__(self, max_locations: int) -> None:
         self.cache = LocationCache(max_locations)
+        self.margin_s = 0.0
+        """What must be left of a lease for a place to be used: a read takes its time, and one that
+        ends too late is read again, with all that was read beside it."""
         self._lock = threading.Lock()
+        self._count = 0
         self._numbers: dict[Endpoint, int] = {}
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: dict[int, Endpoint] = {}
 
     def number(self, endpoint: Endpoint) -> int:
         """Return the number of an endpoint: a host that is back elsewhere has another one."""
@@ -33,11 +39,22 @@ class KnownPlaces:
             with self._lock:
                 number = self._numbers.get(endpoint)
                 if number is None:
-                    number = len(self._endpoints)
-                    self._endpoints.append(endpoint)
+                    number = self._count
+                    self._count += 1
+                    self._endpoints[number] = endpoint
                     self._numbers[endpoint] = number
         return number
 
-    def endpoint(self, number: int) -> Endpoint:
-        """Return the endpoint of a number."""
-        return self._endpoints[number]
+    def endpoint(self, number: int) -> Endpoint | None:
+        """Return the endpoint of a number; None if it has been forgotten meanwhile."""
+        return self._endpoints.get(number)
+
+    def note_lease(self, lease_s: float) -> None:
+        """The master gives leases of this length."""
+        self.margin_s = MARGIN_SHARE * lease_s
+
+    def clear(self) -> None:
+        """Forget all: places, and the hosts of a master that may be another's now."""
+        self.cache.clear()
+        with self._lock:
+            self._numbers, self._endpoints = {}, {}

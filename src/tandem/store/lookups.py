@@ -202,12 +202,16 @@ class Lookups:
     def exists(self, _: Caller, request: KeyList) -> KeyBytes:
         """Say which objects are there and readable."""
         flags = self._master.directory.exists_many(request.keys)
-        return KeyBytes(flags, 0 in flags and self._is_unsure(request.keys))
-
-    def _is_unsure(self, keys: Sequence[str]) -> bool:
-        """Whether what is not there may yet be seen by somebody."""
+        if 0 not in flags:
+            return KeyBytes(flags)
+        # What is not there may yet be seen by somebody.
         leaving = self._master.removals.leaving
-        return self._master.is_recovering or any(key in leaving for key in keys if leaving)
+        is_unsure = self._master.is_recovering or any(
+            not flag and key in leaving
+            for key, flag in zip(request.keys, flags, strict=True)
+            if leaving
+        )
+        return KeyBytes(flags, is_unsure)
 
     async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
         """Return a page of keys."""

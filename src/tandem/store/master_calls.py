@@ -1,6 +1,7 @@
 """Calls of a client to its master, over all the master's lives."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -178,9 +179,13 @@ class MasterCalls:
         response: type[T],
         deadline_s: float,
         *,
+        give_back: Callable[[T], None],
         extra_s: float = 0.0,
     ) -> tuple[T, R]:
-        """As ``call``, while something else is done; returns the answer, and what that returned."""
+        """As ``call``, while something else is done; returns the answer, and what that returned.
+
+        An answer that comes to nobody, since the other thing has failed, goes to ``give_back``.
+        """
         calling = asyncio.ensure_future(
             self.call(method, request, response, deadline_s, extra_s=extra_s)
         )
@@ -188,9 +193,11 @@ class MasterCalls:
             await asyncio.sleep(0)  # For the request to leave.
             done = await work
             return await calling, done
+        except BaseException:
+            self.spawn(_pass_on(calling, give_back))
+            raise
         finally:
             work.close()
-            calling.cancel()
 
     def left_s(self, deadline_s: float) -> float:
         """Return the time left, seconds. Raises: DeadlineError."""
@@ -212,3 +219,8 @@ class MasterCalls:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _pass_on(calling: "asyncio.Future[T]", take: Callable[[T], None]) -> None:
+    with contextlib.suppress(TandemError):
+        take(await calling)

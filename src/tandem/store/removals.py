@@ -109,4 +109,7 @@ class Removals:
         count = 0
         for begin in range(0, len(matches), SCAN_KEYS):
             count += sum(await self._remove_keys(matches[begin : begin + SCAN_KEYS]))
+        # What others are removing is not gone before its headers are.
+        for gone in [gone for key, gone in self._removing.items() if key.startswith(prefix)]:
+            await asyncio.shield(gone)
         return count

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tandem.core.clock import MonotonicClock
+from tandem.core.clock import BootClock, MonotonicClock
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -156,13 +156,6 @@ def next_epoch(folder: Path) -> int:
     return epoch
 
 
-class _BootClock:
-    """Counts while the machine sleeps as well: a leadership ends in that time."""
-
-    def now_s(self) -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class MasterService:
     """A master process. An async context manager.
 
@@ -274,7 +267,7 @@ class MasterService:
     async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
         from tandem.store.etcd import EtcdBackend
 
-        election, clock = self._config.election, _BootClock()
+        election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
         self.seat.campaign = Campaign(
             backend,
@@ -432,7 +425,7 @@ class ClientService:
         self.client = AsyncStoreClient(
             self._channel,
             TransferClientPort(self._engine),
-            clock=MonotonicClock(),
+            clock=BootClock(),  # Leases end while we sleep.
             config=self._config,
             machine=self._config.machine or socket.gethostname(),
         )

@@ -271,6 +271,7 @@ class ObjectWriter:
             request,
             StartedPut,
             deadline_s,
+            give_back=lambda started: self._give_up(first_id, started, []),
             extra_s=min(wait_ms, config.put_wait_ms) / 1e3,
         )
         if len(started.statuses) != len(left):
@@ -290,18 +291,20 @@ class ObjectWriter:
             failed = await self._write(items, sources, left, started, deadline_s)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
-            commit = CommitPut(
-                first_put_id=first_id,
-                grant=started.grant,
-                failed_hosts=[endpoint.host for endpoint in started.endpoints],
-            )
-            # If it does not come, the put expires by itself.
-            self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
+            self._give_up(first_id, started, [endpoint.host for endpoint in started.endpoints])
             raise
         commit.failed_hosts.extend(failed)
         answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
         for i, flag in zip(granted, answer.flags, strict=True):
             results[i] = OUTCOMES[flag]
+
+    def _give_up(self, first_id: int, started: StartedPut, failed_hosts: list[int]) -> None:
+        """Say that nothing will be sealed; bytes may yet arrive at the hosts that are named."""
+        if not started.grant:
+            return
+        commit = CommitPut(first_put_id=first_id, grant=started.grant, failed_hosts=failed_hosts)
+        # If it does not come, the put expires by itself.
+        self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
 
     async def _write(
         self,
