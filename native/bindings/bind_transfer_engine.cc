@@ -541,8 +541,9 @@ void bind_transfer_engine(nb::module_& module) {
            }, "transport"_a, nb::kw_only(), "seed"_a, "drop"_a, "corrupt"_a, "duplicate"_a,
            "reorder"_a, "delay"_a, "delay_s"_a, "is_dead"_a)
       .def("clear_faults", [](TransferCore& core, const std::string& transport) {
-             alive(core).set_faults(kind_of(transport), nullptr);
-           }, "transport"_a)
+             const auto plan = alive(core).set_faults(kind_of(transport), nullptr);
+             return plan ? plan->num_faults() : 0;
+           }, "transport"_a, "Return how many chunks went wrong since set_faults.")
       .def("use_round_robin", [](TransferCore& core, uint64_t segment) {
              run([&] { return core.engine->find_peer(segment); })->use_round_robin();
            }, "segment"_a, "Give slices to rails in turn, whatever their speed: a baseline.")

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <limits>
 #include <system_error>
+#include <utility>
 
 #include "base/idle_spin.h"
 #include "transfer/adaptive_spin.h"
@@ -251,13 +252,13 @@ std::map<uint64_t, std::shared_ptr<Peer>> Engine::peers() const {
   return peers_;
 }
 
-void Engine::set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan) {
+std::shared_ptr<FaultPlan> Engine::set_faults(TransportKind kind,
+                                              std::shared_ptr<FaultPlan> plan) {
   const std::lock_guard lock(mutex_);
-  if (plan)
-    faults_[kind] = std::move(plan);
-  else
-    faults_.erase(kind);
+  std::shared_ptr<FaultPlan> previous = std::exchange(faults_[kind], std::move(plan));
+  if (!faults_[kind]) faults_.erase(kind);
   has_faults_.store(!faults_.empty());
+  return previous;
 }
 
 std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {

@@ -123,8 +123,9 @@ class Engine {
   // What moved inside this process and to files.
   TransferCounters& counters() { return counters_; }
   BatchCounters batch_counters() const;
-  // From now on what local, shm, cma or file move goes wrong as planned; none: no more.
-  void set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
+  // From now on what local, shm, cma or file move goes wrong as planned; none: no more. Returns the
+  // plan until now, or none.
+  std::shared_ptr<FaultPlan> set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
   // "io_uring" or "threads", and why not the former; empty before the first file.
   std::pair<std::string, std::string> file_backend() const;
 

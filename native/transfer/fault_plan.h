@@ -31,6 +31,7 @@ class FaultPlan {
 
   Fault next();
   int64_t delay_ns() const { return rates_.delay_ns; }
+  // So far, of the chunks that asked.
   uint64_t num_faults() const;
 
  private:

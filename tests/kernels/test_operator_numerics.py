@@ -232,11 +232,36 @@ def test_experts_in_bf16_take_weights_in_float32(tokens, draw, wide, make_reader
     """As the native router gives them; a prefill refused the mixture."""
     dtype = torch.bfloat16
     experts, gate_up, down = load_experts(dtype, draw, make_reader)
-    x, weights = draw(tokens, 24, dtype=dtype), draw(tokens, 2, dtype=dtype).abs()
+    x, weights = draw(tokens, 24, dtype=dtype), draw(tokens, 2, dtype=torch.float32).abs()
     ids = route("spread", tokens)
     args = (wide(x), ids.numpy(), wide(weights), wide(gate_up), wide(down))
     bound = tolerance.experts(*args, dtype)
-    assert count_outside(experts(x, ids, weights.float()), reference.experts(*args), bound) == 0
+    assert count_outside(experts(x, ids, weights), reference.experts(*args), bound) == 0
+
+
+def test_router_weights_are_not_rounded_to_bf16(draw, make_reader):
+    """Two slots of one expert all but cancel; in bf16 the first weight is 1, and they would."""
+    experts, _, _ = load_experts(torch.bfloat16, draw, make_reader)
+    x = draw(7, 24, dtype=torch.bfloat16)
+    ids = torch.arange(7)[:, None].expand(7, 2) % 6
+    once = experts(x, ids, torch.tensor([1.0, 0.0]).expand(7, 2))
+    assert once.all()
+    little = experts(x, ids, torch.tensor([1 + 2**-9, -1.0]).expand(7, 2))
+    assert torch.equal(little, once * 2**-9)
+
+
+@both_dtypes
+def test_sums_over_experts_depend_on_no_other_token(dtype, draw, make_reader):
+    """Each expert's product has the same shape; the others' values and weights differ."""
+    experts, _, _ = load_experts(dtype, draw, make_reader)
+    tokens = 150  # More than are summed at once.
+    x, ids = draw(tokens, 24, dtype=dtype), route("spread", tokens)
+    weights = draw(tokens, 2, dtype=torch.float32)
+    whole = experts(x, ids, weights)
+    for count in (1, 70, 149):
+        company, others = draw(tokens, 24, dtype=dtype), draw(tokens, 2, dtype=torch.float32)
+        company[:count], others[:count] = x[:count], weights[:count]
+        assert torch.equal(experts(company, ids, others)[:count], whole[:count])
 
 
 def test_both_expert_layouts_load_equal(draw, make_reader):

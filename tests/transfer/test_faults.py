@@ -490,7 +490,7 @@ def test_faults_inside_the_host_cost_no_byte(world, transport, faults, op):
     giver, taker = world.engine(), world.engine(transports=(transport, "tcp"))
     remote = giver.allocate(size + 128)
     segment = taker.open(giver.address)
-    with inject_faults(taker, transport, seed=9, **faults):
+    with inject_faults(taker, transport, seed=9, **faults) as count:
         for _ in range(3):
             expected = world.random(size)
             remote.array[:] = 7
@@ -503,6 +503,7 @@ def test_faults_inside_the_host_cost_no_byte(world, transport, faults, op):
                 assert (memory[:64] == 7).all()
                 assert (memory[-64:] == 7).all()
             taker.unregister(local)
+    assert count.num_faults > 0
     counters = taker.core.counters(segment.id)
     if "is_dead" in faults:
         assert (transport, "write", "bytes") not in counters
@@ -525,9 +526,13 @@ def test_faults_without_another_path_end_the_batch(world, tmp_path):
         ("file", file, 0),
     ):
         for how in ({"drop": 0.5}, {"is_dead": True}):
-            with inject_faults(engine, transport, seed=1, **how), pytest.raises(InternalError):
+            with (
+                inject_faults(engine, transport, seed=1, **how) as count,
+                pytest.raises(InternalError),
+            ):
                 for _ in range(20):
                     move(engine, segment, Op.READ, local, offset, 2 * MIB)
+            assert count.num_faults > 0
         move(engine, segment, Op.READ, local, offset, 2 * MIB)
     for wrong in ({"drop": 1.5}, {"drop": -0.1}, {"drop": 0.6, "corrupt": 0.6}):
         with pytest.raises(ConfigError), inject_faults(engine, "shm", **wrong):

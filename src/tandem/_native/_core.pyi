@@ -718,7 +718,8 @@ class TransferCore:
 
     def set_faults(self, transport: str, *, seed: int, drop: float, corrupt: float, duplicate: float, reorder: float, delay: float, delay_s: float, is_dead: bool) -> None: ...
 
-    def clear_faults(self, transport: str) -> None: ...
+    def clear_faults(self, transport: str) -> int:
+        """Return how many chunks went wrong since set_faults."""
 
     def use_round_robin(self, segment: int) -> None:
         """Give slices to rails in turn, whatever their speed: a baseline."""

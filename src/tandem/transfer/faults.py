@@ -13,12 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from tandem.core.errors import ConfigError
 from tandem.transfer.engine import TransferEngine
 
-__all__ = ["FaultProxy", "inject_faults"]
+__all__ = ["FaultCount", "FaultProxy", "inject_faults"]
 
 HEADER_BYTES = 48
 MAGIC = b"TNX1"
@@ -26,6 +27,14 @@ SELECT_S = 0.02
 CHUNK_BYTES = 1 << 18
 MAX_QUEUED_BYTES = 1 << 20
 MAX_DROPPED_BYTES = 4096
+
+
+@dataclass(slots=True)
+class FaultCount:
+    """What ``inject_faults`` did."""
+
+    num_faults: int = 0
+    """Chunks that went wrong; 0 until the context has ended."""
 
 
 @contextlib.contextmanager
@@ -41,8 +50,10 @@ def inject_faults(
     delay: float = 0.0,
     delay_s: float = 0.0,
     is_dead: bool = False,
-) -> Iterator[None]:
+) -> Iterator[FaultCount]:
     """Let chunks of a transport of this engine go wrong while the context lasts.
+
+    The context's value counts them once it has ended.
 
     Args:
         engine: whose transfers.
@@ -75,10 +86,11 @@ def inject_faults(
         delay_s=delay_s,
         is_dead=is_dead,
     )
+    count = FaultCount()
     try:
-        yield
+        yield count
     finally:
-        engine.core.clear_faults(transport)
+        count.num_faults = engine.core.clear_faults(transport)
 
 
 class _Framer:
