@@ -179,16 +179,11 @@ class ObjectWriter:
                     first_put_id=first_id,
                     keys=keys,
                     sizes=sizes,
-                    replicas=options.replicas,
-                    preferred=list(options.preferred),
-                    machine=self._calls.machine if options.same_machine else "",
-                    upsert=options.upsert,
-                    hard_pin=options.hard_pin,
-                    soft_pin_ms=int(options.soft_pin_s * 1e3),
-                    wait_ms=wait_ms,
                     checksums=checksums,
                     blob=blob,
                     settled_below=settled_below,
+                    wait_ms=wait_ms,
+                    **self._read_options(options),
                 ),
                 KeyBytes,
                 deadline_s,
@@ -197,6 +192,17 @@ class ObjectWriter:
         finally:
             self._calls.ids.settle(first_id)
         return answer.flags
+
+    def _read_options(self, options: PutOptions) -> dict[str, Any]:
+        """Return what a ``StartPut`` says of how its objects are kept."""
+        return {
+            "replicas": options.replicas,
+            "preferred": list(options.preferred),
+            "machine": self._calls.machine if options.same_machine else "",
+            "upsert": options.upsert,
+            "hard_pin": options.hard_pin,
+            "soft_pin_ms": int(options.soft_pin_s * 1e3),
+        }
 
     def _wait_ms(self, options: PutOptions) -> int:
         if options.wait_s is None:
@@ -257,13 +263,8 @@ class ObjectWriter:
             first_put_id=first_id,
             keys=[items[i].key for i in left],
             sizes=[items[i].size for i in left],
-            replicas=options.replicas,
-            preferred=list(options.preferred),
-            machine=self._calls.machine if options.same_machine else "",
-            upsert=options.upsert,
-            hard_pin=options.hard_pin,
-            soft_pin_ms=int(options.soft_pin_s * 1e3),
             wait_ms=wait_ms,
+            **self._read_options(options),
         )
         started, _ = await self._calls.call_while(
             self._prepare(items, sources),
