@@ -225,10 +225,11 @@ class Puts:
         # The loop's timer and the master's clock need not agree: what is left may be too little for
         # the one to go on by, and be something to the other for ever.
         timeout_s = max(timeout_s, MIN_WAIT_S)
+        freed = asyncio.ensure_future(self._master.space_freed.wait())
         try:
-            await asyncio.wait_for(self._master.space_freed.wait(), timeout_s)
-        except TimeoutError:
-            return
+            await asyncio.wait([freed], timeout=timeout_s)
+        finally:
+            freed.cancel()
 
     def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
         """Take space for all objects, or none; the last attempt is content with one copy of each.

@@ -9,11 +9,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tandem._native import CallInbox, CoreCall, CoreIncomingCall, TransferCore
+from tandem.core.direct import DirectFuture
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
 from tandem.transfer.shared_loop import SharedLoop
 
@@ -141,8 +144,10 @@ class _LoopCalls:
 
     def __init__(self, core: TransferCore | None) -> None:
         self.inbox = CallInbox(core)
-        self.waiting: dict[int, asyncio.Future[None]] = {}
-        self.tags = itertools.count(1)
+        self.waiting: dict[int, _Waiting] = {}
+        self._tags = itertools.count(1)
+        self._expires_s = math.inf
+        """When a timer of the loop looks for calls that have had their time."""
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop look after them, from now on."""
@@ -151,9 +156,41 @@ class _LoopCalls:
     def wake(self) -> None:
         """Let those go on whose calls have ended."""
         for tag in self.inbox.take():
-            ended = self.waiting.get(tag)
-            if ended is not None and not ended.done():
-                ended.set_result(None)
+            waiting = self.waiting.get(tag)
+            if waiting is not None and not waiting.ended.done():
+                waiting.ended.set_result(None)
+
+    def wait(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> "tuple[int, _Waiting]":
+        """Return the tag of a new call, and what ends with it, or ``deadline_s`` from now."""
+        tag, until_s = next(self._tags), loop.time() + deadline_s
+        waiting = self.waiting[tag] = _Waiting(DirectFuture(loop=loop), until_s)
+        # A timer for each call would cost more than the rest of this.
+        if until_s < self._expires_s:
+            self._expires_s = until_s
+            loop.call_at(until_s, self.expire, loop, until_s)
+        return tag, waiting
+
+    def expire(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        """End the calls that have had their time, and look again when the next one has."""
+        if due_s != self._expires_s:
+            return  # Another timer is to look, which was made later and due earlier.
+        now_s, self._expires_s = loop.time(), math.inf
+        for waiting in list(self.waiting.values()):
+            if waiting.until_s > now_s:
+                self._expires_s = min(self._expires_s, waiting.until_s)
+            elif not waiting.ended.done():
+                waiting.ended.set_exception(
+                    DeadlineError("transfer.call", "no answer in time: executed once or not at all")
+                )
+        if self._expires_s < math.inf:
+            loop.call_at(self._expires_s, self.expire, loop, self._expires_s)
+
+
+class _Waiting(NamedTuple):
+    """A call that asyncio awaits."""
+
+    ended: DirectFuture[None]
+    until_s: float
 
 
 _loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls]" = (
@@ -186,24 +223,14 @@ async def await_call(
     if calls is None:
         calls = _loops[loop] = _LoopCalls(None)
         calls.watch(loop)
-    tag = next(calls.tags)
-    ended = calls.waiting[tag] = loop.create_future()
-    timer = loop.call_later(deadline_s, _expire, ended)
+    tag, waiting = calls.wait(loop, deadline_s)
     try:
         pending = core.begin_call(segment_id, payload, calls.inbox, tag)
         try:
-            await ended
+            await waiting.ended
         except BaseException:
             pending.abandon()
             raise
         return pending.take_answer()
     finally:
-        timer.cancel()
         del calls.waiting[tag]
-
-
-def _expire(ended: "asyncio.Future[None]") -> None:
-    if not ended.done():
-        ended.set_exception(
-            DeadlineError("transfer.call", "no answer in time: executed once or not at all")
-        )
