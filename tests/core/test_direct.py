@@ -201,6 +201,83 @@ def test_an_error_that_nobody_looks_at_is_told():
     run(main())
 
 
+def test_what_one_waiter_raises_is_not_the_others():
+    async def main() -> None:
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told_of: told.append(told_of))
+        steps: list[str] = []
+        gate = make_gate()
+        task = begin(wait_for(gate, steps))
+
+        def fail() -> None:
+            raise ValueError("a waiter's own")
+
+        task.when_done(fail)
+        others = [begin(wait_for(gate, steps)) for _ in range(2)]
+        gate.set_result("ended")
+        assert [other.result() for other in others] == ["ended", "ended"]
+        assert [str(each["exception"]) for each in told] == ["a waiter's own"]
+
+    run(main())
+
+
+def test_who_goes_on_handles_no_exception_of_what_ended():
+    async def main() -> None:
+        async def fail_after(waits_for: asyncio.Future[str]) -> None:
+            try:
+                await waits_for
+            finally:
+                raise KeyError("own")
+
+        gate = make_gate()
+        inner = begin(wait_for(gate, []))
+        outer = begin(fail_after(inner))
+        gate.set_result("ended")
+        with pytest.raises(KeyError) as caught:
+            await outer
+        assert caught.value.__context__ is None
+
+    run(main())
+
+
+def test_failures_leave_no_garbage():
+    async def main() -> None:
+        async def fail(waits_for: asyncio.Future[str]) -> None:
+            await waits_for
+            raise ValueError("x")
+
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(100):
+                gate = make_gate()
+                task = begin(fail(gate))
+                gate.set_result("")
+                assert isinstance(task.exception(), ValueError)
+            del task, gate
+            assert gc.collect() < 100
+        finally:
+            gc.enable()
+
+    run(main())
+
+
+def test_cancelled_in_its_last_step():
+    async def main() -> None:
+        async def work(gate: asyncio.Future[str]) -> str:
+            await gate
+            tasks[0].cancel()
+            return "too late"
+
+        gate = make_gate()
+        tasks = [begin(work(gate))]
+        gate.set_result("")
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+
+    run(main())
+
+
 def test_what_is_no_future_is_refused():
     async def main() -> None:
         class Odd:

@@ -54,7 +54,13 @@ class DirectFuture(asyncio.Future[T]):
     def _tell(self) -> None:
         waiting, self._waiting = self._waiting, None
         for callback in waiting or ():
-            callback()
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - as what a loop calls back
+                # Of nobody's concern here: others wait, and whoever ended this goes on.
+                self.get_loop().call_exception_handler(
+                    {"message": f"{callback!r} raised", "exception": error, "future": self}
+                )
 
 
 class _Running(threading.local):
@@ -72,7 +78,7 @@ class DirectTask(DirectFuture[T]):
     and from Python 3.12 on ``asyncio.wait_for``) is not for here.
 
     ``cancel`` is as of a task. It does not reach what this waits for if that is a ``DirectTask``,
-    which is its own owner's.
+    which is its own owner's. ``asyncio.all_tasks`` does not know it: who makes one cancels it.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
@@ -100,27 +106,37 @@ class DirectTask(DirectFuture[T]):
 
     def _step(self) -> None:
         self._waits_for = None
+        is_cancelled, self._must_cancel = self._must_cancel, False
         outer, _running.task = _running.task, self
+        result: Any = None
+        failure: BaseException | None = None
         try:
-            if self._must_cancel:
-                self._must_cancel = False
-                waits_for = self._work.throw(asyncio.CancelledError())
-            else:
-                waits_for = self._work.send(None)
+            try:
+                if is_cancelled:
+                    waits_for = self._work.throw(asyncio.CancelledError())
+                else:
+                    waits_for = self._work.send(None)
+            finally:
+                _running.task = outer
             self._wait(waits_for)
         except StopIteration as end:
-            _running.task = outer
-            self.set_result(end.value)
-        except asyncio.CancelledError:
-            _running.task = outer
+            result = end.value
+        except BaseException as error:  # noqa: BLE001 - as a task
+            failure = error
+        else:
+            return
+        # Who goes on now is not to see the exception that ended this one as being handled.
+        if self._must_cancel or isinstance(failure, asyncio.CancelledError):
             super().cancel()
-        except BaseException as error:
-            _running.task = outer
-            self.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            _running.task = outer
+        elif failure is None:
+            self.set_result(result)
+        else:
+            if failure.__traceback__ is not None:
+                # This frame holds the task, which holds the exception.
+                failure.__traceback__ = failure.__traceback__.tb_next
+            self.set_exception(failure)
+            if not isinstance(failure, Exception):
+                raise failure
 
     def _wait(self, waits_for: Any) -> None:
         if isinstance(waits_for, DirectFuture):
@@ -142,6 +158,8 @@ class DirectTask(DirectFuture[T]):
     def _go_on(self, waits_for: "asyncio.Future[Any]") -> None:
         if waits_for is self._waits_for:
             self._step()
+        elif not waits_for.cancelled():
+            waits_for.exception()  # Seen: nobody waits for it any more.
 
 
 async def shield(task: "DirectTask[T]") -> T:

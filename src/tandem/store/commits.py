@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Commits"]
 
 logger = logging.getLogger(__name__)
+
+LONG_BATCH = 8
+"""Objects whose staging takes longer than their host takes to begin."""
 
 
 class _Blob:
@@ -140,9 +144,16 @@ class Commits:
             if _can_stage(batch, checksums):
                 # The orders leave now, and what can be done meanwhile is.
                 orders = DirectTask(orders, asyncio.get_running_loop())
+                if len(batch.keys) >= LONG_BATCH:
+                    # With fewer cores than processes, the host may be waiting for ours.
+                    os.sched_yield()
                 staged = self._stage(batch, checksums, first_version)
             try:
                 sealed = await orders
+            except asyncio.CancelledError:
+                if isinstance(orders, DirectTask):
+                    orders.cancel()
+                raise
             except Exception:
                 if staged is not None:
                     self._master.directory.unstage_many(staged)

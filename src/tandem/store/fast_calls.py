@@ -154,11 +154,11 @@ class CallServer:
             # Of a master that is deposed or ends. An error of its own would be taken for a bug.
             _reply(call, PeerLostError("store.call", "the other side has ended"))
             return
-        error = task.exception()
-        if error is None:
-            _reply(call, self._encoder.encode(task.result()))
-        else:
-            _reply(call, _describe(error))
+        try:
+            answer: bytes | TandemError = self._encoder.encode(task.result())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
+            answer = _describe(error)
+        _reply(call, answer)
 
     async def aclose(self) -> None:
         """End what is under way; the engine is the caller's to close."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem._native import measure_extents
+from tandem.core.direct import DirectTask
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.store.config import StoreConfig
 from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
@@ -225,7 +226,7 @@ class Puts:
         # The loop's timer and the master's clock need not agree: what is left may be too little for
         # the one to go on by, and be something to the other for ever.
         timeout_s = max(timeout_s, MIN_WAIT_S)
-        freed = asyncio.ensure_future(self._master.space_freed.wait())
+        freed = DirectTask(self._master.space_freed.wait(), asyncio.get_running_loop())
         try:
             await asyncio.wait([freed], timeout=timeout_s)
         finally:

@@ -25,6 +25,9 @@ __all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "PendingCall", "await_call",
 MAX_CALL_BYTES = 1 << 20
 """Of a request, and of its answer; what is larger is a transfer."""
 
+LOOK_GAP_S = 0.01
+"""Between two looks for awaited calls that have had their time."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,8 +149,9 @@ class _LoopCalls:
         self.inbox = CallInbox(core)
         self.waiting: dict[int, _Waiting] = {}
         self._tags = itertools.count(1)
-        self._expires_s = math.inf
-        """When a timer of the loop looks for calls that have had their time."""
+        self._looks_at_s = math.inf
+        """When the loop looks for calls that have had their time."""
+        self._timer: weakref.ref[asyncio.TimerHandle] | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop look after them, from now on."""
@@ -165,25 +169,31 @@ class _LoopCalls:
         tag, until_s = next(self._tags), loop.time() + deadline_s
         waiting = self.waiting[tag] = _Waiting(DirectFuture(loop=loop), until_s)
         # A timer for each call would cost more than the rest of this.
-        if until_s < self._expires_s:
-            self._expires_s = until_s
-            loop.call_at(until_s, self.expire, loop, until_s)
+        if until_s < self._looks_at_s:
+            self._look_at(until_s, loop)
         return tag, waiting
 
-    def expire(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+    def _look_at(self, when_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        timer = None if self._timer is None else self._timer()
+        if timer is not None:
+            timer.cancel()
+        self._looks_at_s = when_s
+        self._timer = weakref.ref(loop.call_at(when_s, self._expire, loop))
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         """End the calls that have had their time, and look again when the next one has."""
-        if due_s != self._expires_s:
-            return  # Another timer is to look, which was made later and due earlier.
-        now_s, self._expires_s = loop.time(), math.inf
-        for waiting in list(self.waiting.values()):
-            if waiting.until_s > now_s:
-                self._expires_s = min(self._expires_s, waiting.until_s)
-            elif not waiting.ended.done():
-                waiting.ended.set_exception(
+        now_s = loop.time()
+        late = [waiting.ended for waiting in self.waiting.values() if waiting.until_s <= now_s]
+        next_s = min((w.until_s for w in self.waiting.values() if w.until_s > now_s), default=None)
+        self._looks_at_s, self._timer = math.inf, None
+        if next_s is not None:
+            # Many peers that hang must not have all calls looked at for each of them.
+            self._look_at(max(next_s, now_s + LOOK_GAP_S), loop)
+        for ended in late:
+            if not ended.done():
+                ended.set_exception(
                     DeadlineError("transfer.call", "no answer in time: executed once or not at all")
                 )
-        if self._expires_s < math.inf:
-            loop.call_at(self._expires_s, self.expire, loop, self._expires_s)
 
 
 class _Waiting(NamedTuple):
