@@ -216,7 +216,7 @@ class MastersWorld(World):
     def stall_node(self, name: str, seconds: float) -> None:
         """Stop it dead. Others miss it after a while; it misses nobody before it has woken."""
         process = self.nodes[name].process
-        process.stalled_until_s = asyncio.get_running_loop().time() + seconds
+        process.stall_until(asyncio.get_running_loop().time() + seconds)
         for session in self.sessions:
             if session.far is process:
                 self.network.spawn(self._half_close(session, process))

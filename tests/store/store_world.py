@@ -11,10 +11,11 @@ and the data path are models, each worse than the real one:
 """
 
 import asyncio
+import collections
 import contextvars
+import heapq
 import itertools
 import random
-import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -45,44 +46,142 @@ BUCKET_BYTES = 2**17
 DISK_BYTES = 6 * BUCKET_BYTES
 
 
-class _VirtualSelector(selectors.SelectSelector):
-    """Never waits: the time that the loop would have slept has passed."""
+RUNNING: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("RUNNING", default=None)
+"""The process whose code this is."""
+
+MANY_TIMERS = 100
+"""From here on a queue is rid of cancelled timers when they are more than half of it."""
+
+
+class _Call:
+    """A callback that is due. What ``asyncio`` makes of it is as much, in twice the time."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback, args, context) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = contextvars.copy_context() if context is None else context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+
+class _Timer(float):
+    """A callback that will be due; *is* the time when, so that a heap compares it natively."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "is_waiting", "loop")
+
+    def when(self) -> float:
+        return float(self)
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.loop.num_cancelled += self.is_waiting
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose time moves only when nothing is left to do.
+
+    What belongs to a stalled process is put off until that wakes, whatever it is. Callbacks run
+    in the order in which the loops of ``asyncio`` would run them; it has no sockets and no
+    threads, and next to nothing to do for a callback, since runs consist of little else.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-
-    def select(self, timeout=None):
-        if timeout is None:
-            raise AssertionError("deadlock: nothing will ever happen again")
-        if timeout > 0:
-            # Less is nothing to clocks that count from long ago: they would be asked for ever.
-            self.now_s += max(timeout, 1e-6)
-        return []
-
-
-RUNNING: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("RUNNING", default=None)
-"""The process whose code this is."""
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when nothing is left to do.
-
-    What belongs to a stalled process is put off until that wakes, whatever it is.
-    """
-
-    def __init__(self) -> None:
-        self._virtual = _VirtualSelector()
-        super().__init__(self._virtual)
+        self.stalled_until_s = 0.0
+        """No process is stalled beyond."""
+        self.num_cancelled = 0
+        """Of the timers that wait."""
+        self._calls: collections.deque[_Call | _Timer] = collections.deque()
+        self._timers: list[_Timer] = []
 
     def time(self) -> float:
-        return self._virtual.now_s
+        return self.now_s
 
     def call_soon(self, callback, *args, context=None):
-        process = RUNNING.get() if context is None else context.get(RUNNING)
-        if process is not None and process.is_stalled and process.is_alive:
-            return self.call_at(process.stalled_until_s, callback, *args, context=context)
-        return super().call_soon(callback, *args, context=context)
+        if self.now_s < self.stalled_until_s:
+            process = RUNNING.get() if context is None else context.get(RUNNING)
+            if process is not None and process.is_stalled and process.is_alive:
+                return self.call_at(process.stalled_until_s, callback, *args, context=context)
+        call = _Call(callback, args, context)
+        self._calls.append(call)
+        return call
+
+    def call_later(self, delay, callback, *args, context=None):
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when, callback, *args, context=None):
+        timer = _Timer(when)
+        timer.callback = callback
+        timer.args = args
+        timer.context = contextvars.copy_context() if context is None else context
+        timer.is_cancelled = False
+        timer.is_waiting = True
+        timer.loop = self
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def call_soon_threadsafe(self, callback, *args, context=None):
+        raise AssertionError("a thread would make a run depend on more than its seed")
+
+    def _run_once(self) -> None:
+        """Run until told to stop: what ``run_forever`` calls, again and again."""
+        calls = self._calls
+        while True:
+            self._drop_cancelled()
+            timers = self._timers
+            if not (calls or self._stopping):
+                if not timers:
+                    raise AssertionError("deadlock: nothing will ever happen again")
+                if timers[0] > self.now_s:
+                    # Less is nothing to clocks that count from long ago: they would be asked for
+                    # ever.
+                    self.now_s += max(timers[0] - self.now_s, 1e-6)
+            due_s = self.now_s + 1e-9
+            while timers and timers[0] < due_s:
+                timer = heapq.heappop(timers)
+                timer.is_waiting = False
+                calls.append(timer)
+            for _ in range(len(calls)):
+                call = calls.popleft()
+                if not call.is_cancelled:
+                    self._run_call(call)
+            if self._stopping:
+                return
+
+    def _drop_cancelled(self) -> None:
+        timers = self._timers
+        if len(timers) > MANY_TIMERS and self.num_cancelled > len(timers) / 2:
+            self._timers = [timer for timer in timers if not timer.is_cancelled]
+            for timer in timers:
+                timer.is_waiting = not timer.is_cancelled
+            heapq.heapify(self._timers)
+            self.num_cancelled = 0
+            return
+        while timers and timers[0].is_cancelled:
+            heapq.heappop(timers).is_waiting = False
+            self.num_cancelled -= 1
+
+    def _run_call(self, call: _Call | _Timer) -> None:
+        try:
+            call.context.run(call.callback, *call.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.call_exception_handler(
+                {"message": f"exception in {call.callback}", "exception": error}
+            )
 
 
 class LoopClock:
@@ -130,6 +229,11 @@ class Process:
     @property
     def is_stalled(self) -> bool:
         return self.stalled_until_s > self._loop.time()
+
+    def stall_until(self, time_s: float) -> None:
+        """Stop it dead; it goes on then."""
+        self.stalled_until_s = time_s
+        self._loop.stalled_until_s = max(self._loop.stalled_until_s, time_s)
 
     def run(self, function: Callable, *args):
         """Call a function as this process: what it starts is stalled with it."""
@@ -466,7 +570,7 @@ class World:
             disk.heal()
 
     def stall(self, process: Process) -> None:
-        process.stalled_until_s = asyncio.get_running_loop().time() + self.random.uniform(5, 60)
+        process.stall_until(asyncio.get_running_loop().time() + self.random.uniform(5, 60))
         for session in self.sessions:
             if session.near is process or session.far is process:
                 self.network.spawn(self._lose_silent(session))
