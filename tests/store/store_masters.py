@@ -156,6 +156,10 @@ class MastersWorld(World):
     def master_process(self, _) -> None:
         pass
 
+    @property
+    def has_master(self) -> bool:
+        return True  # One of them may lead: only asking tells.
+
     # Processes.
 
     def start_master(self) -> None:
