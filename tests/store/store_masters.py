@@ -35,9 +35,10 @@ class NodeClock:
 
     def __init__(self, rate: float, origin_s: float) -> None:
         self.rate, self.origin_s = rate, origin_s
+        self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        return self.origin_s + self.rate * asyncio.get_running_loop().time()
+        return self.origin_s + self.rate * self._loop.time()
 
     def leap(self, seconds: float) -> None:
         self.origin_s += seconds

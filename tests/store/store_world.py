@@ -220,8 +220,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class LoopClock:
+    """The time of the loop that it was made in."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
     def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
 
 class Faults(msgspec.Struct, frozen=True):
