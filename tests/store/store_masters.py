@@ -35,9 +35,10 @@ class NodeClock:
 
     def __init__(self, rate: float, origin_s: float) -> None:
         self.rate, self.origin_s = rate, origin_s
+        self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        return self.origin_s + self.rate * asyncio.get_running_loop().time()
+        return self.origin_s + self.rate * self._loop.time()
 
     def leap(self, seconds: float) -> None:
         self.origin_s += seconds
@@ -156,6 +157,10 @@ class MastersWorld(World):
     def master_process(self, _) -> None:
         pass
 
+    @property
+    def has_master(self) -> bool:
+        return True  # One of them may lead: only asking tells.
+
     # Processes.
 
     def start_master(self) -> None:
@@ -216,7 +221,7 @@ class MastersWorld(World):
     def stall_node(self, name: str, seconds: float) -> None:
         """Stop it dead. Others miss it after a while; it misses nobody before it has woken."""
         process = self.nodes[name].process
-        process.stalled_until_s = asyncio.get_running_loop().time() + seconds
+        process.stall_until(asyncio.get_running_loop().time() + seconds)
         for session in self.sessions:
             if session.far is process:
                 self.network.spawn(self._half_close(session, process))

@@ -1,11 +1,15 @@
 """A process of a store for the tests that kill one: told by its arguments what to be.
 
-Prints ``ready`` when it is up; ends when its standard input does.
+Prints ``ready`` when it is up; ends when its standard input does. As a nursery, it forks such
+processes, which then need not import anything.
 """
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -84,8 +88,34 @@ def fill_disk_while(file: Path) -> None:
     DiskFolder._reserve = reserve_or_fail
 
 
-if __name__ == "__main__":
-    role, config_json, rpc_json, *rest = sys.argv[1:]
+def nurse(channel: socket.socket) -> None:
+    """Fork a process for each message: its arguments, with its standard input and output."""
+    with contextlib.suppress(ImportError):
+        import httpx  # noqa: F401  What masters with an election import later.
+    while True:
+        data, descriptors, *_ = socket.recv_fds(channel, 2**16, 2)
+        if not data:
+            return
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        pid = os.fork()
+        if not pid:
+            channel.close()
+            for target, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, target)
+                os.close(descriptor)
+            run(*json.loads(data))
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        # Nobody has waited for it yet, so the number still means this process.
+        handle = os.pidfd_open(pid)
+        socket.send_fds(channel, [str(pid).encode()], [handle])
+        os.close(handle)
+
+
+def run(role: str, config_json: str, rpc_json: str, *rest: str) -> None:
     config = msgspec.json.decode(config_json, type=StoreConfig)
     rpc = msgspec.json.decode(rpc_json, type=RpcConfig)
     if role == "master":
@@ -96,5 +126,12 @@ if __name__ == "__main__":
         fill_disk_while(Path(rest[0]))
         asyncio.run(serve(HostService(config, rpc)))
     else:
-        warm = rest[2:] == ["warm"]
-        asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1]), is_warm=warm))
+        is_warm = rest[2:] == ("warm",)
+        asyncio.run(stall_in_put(config, rpc, rest[0], int(rest[1]), is_warm=is_warm))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "nursery":
+        nurse(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        run(*sys.argv[1:])

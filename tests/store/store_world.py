@@ -11,10 +11,12 @@ and the data path are models, each worse than the real one:
 """
 
 import asyncio
+import collections
 import contextvars
+import functools
+import heapq
 import itertools
 import random
-import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -45,49 +47,186 @@ BUCKET_BYTES = 2**17
 DISK_BYTES = 6 * BUCKET_BYTES
 
 
-class _VirtualSelector(selectors.SelectSelector):
-    """Never waits: the time that the loop would have slept has passed."""
+RUNNING: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("RUNNING", default=None)
+"""The process whose code this is."""
+
+MANY_TIMERS = 100
+"""From here on a queue is rid of cancelled timers when they are more than half of it."""
+
+
+class _Call:
+    """A callback that is due. ``asyncio``'s own does no more, and takes twice the time."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback, args, context) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+
+class _Timer(float):
+    """A callback that will be due; *is* the time when, so that a heap compares it natively."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "is_waiting", "loop")
+
+    def when(self) -> float:
+        return float(self)
+
+    def cancel(self) -> None:
+        if self.is_waiting and not self.is_cancelled:
+            self.loop.num_cancelled += 1
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose time moves only when nothing is left to do.
+
+    What belongs to a stalled process is put off until that wakes, whatever it is. Callbacks run
+    in the order in which the loops of ``asyncio`` would run them; it has no sockets and no
+    threads, and next to nothing to do for a callback, since runs consist of little else.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-
-    def select(self, timeout=None):
-        if timeout is None:
-            raise AssertionError("deadlock: nothing will ever happen again")
-        if timeout > 0:
-            # Less is nothing to clocks that count from long ago: they would be asked for ever.
-            self.now_s += max(timeout, 1e-6)
-        return []
-
-
-RUNNING: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("RUNNING", default=None)
-"""The process whose code this is."""
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when nothing is left to do.
-
-    What belongs to a stalled process is put off until that wakes, whatever it is.
-    """
-
-    def __init__(self) -> None:
-        self._virtual = _VirtualSelector()
-        super().__init__(self._virtual)
+        self.stalled_until_s = 0.0
+        """No process is stalled beyond."""
+        self.num_cancelled = 0
+        """Of the timers that wait."""
+        self._calls: collections.deque[_Call | _Timer] = collections.deque()
+        self._timers: list[_Timer] = []
+        # Asked for, and about, every future: what is native is quicker, and bool() is False.
+        self.create_future = functools.partial(asyncio.Future, loop=self)
+        self.get_debug = bool
 
     def time(self) -> float:
-        return self._virtual.now_s
+        return self.now_s
 
     def call_soon(self, callback, *args, context=None):
-        process = RUNNING.get() if context is None else context.get(RUNNING)
-        if process is not None and process.is_stalled and process.is_alive:
-            return self.call_at(process.stalled_until_s, callback, *args, context=context)
-        return super().call_soon(callback, *args, context=context)
+        if self.now_s < self.stalled_until_s:
+            process = RUNNING.get() if context is None else context.get(RUNNING)
+            if process is not None and process.is_stalled and process.is_alive:
+                return self.call_at(process.stalled_until_s, callback, *args, context=context)
+        if context is None:
+            context = contextvars.copy_context()
+        call = _Call(callback, args, context)
+        self._calls.append(call)
+        return call
+
+    def call_later(self, delay, callback, *args, context=None):
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when, callback, *args, context=None):
+        timer = _Timer(when)
+        timer.callback = callback
+        timer.args = args
+        timer.context = contextvars.copy_context() if context is None else context
+        timer.is_cancelled = False
+        timer.is_waiting = True
+        timer.loop = self
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    async def poll(self, is_over: Callable[[], bool], draw_period_s: Callable[[], float]) -> None:
+        """Sleep until ``is_over()``, which is asked after each period.
+
+        As sleeping in a loop, step by step, but the task sleeps through it.
+        """
+        over = self.create_future()
+
+        def ring() -> None:
+            if is_over():
+                wake()
+            else:
+                self.call_soon(wait)
+
+        def wait() -> None:
+            nonlocal timer
+            if is_over():
+                wake()
+            elif not over.done():
+                timer = self.call_later(draw_period_s(), ring)
+
+        def wake() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        timer = self.call_later(draw_period_s(), ring)
+        try:
+            await over
+        finally:
+            timer.cancel()
+
+    def call_soon_threadsafe(self, callback, *args, context=None):
+        raise AssertionError("a thread would make a run depend on more than its seed")
+
+    def _run_once(self) -> None:
+        """Run until told to stop: what ``run_forever`` calls, again and again."""
+        calls, pop = self._calls, heapq.heappop
+        while True:
+            if self.num_cancelled:
+                self._drop_cancelled()
+            timers, now_s = self._timers, self.now_s
+            if not calls and not self._stopping:
+                if not timers:
+                    raise AssertionError("deadlock: nothing will ever happen again")
+                if timers[0] > now_s:
+                    # Less is nothing to clocks that count from long ago: they would be asked for
+                    # ever.
+                    self.now_s = now_s = now_s + max(timers[0] - now_s, 1e-6)
+            due_s = now_s + 1e-9
+            while timers and timers[0] < due_s:
+                timer = pop(timers)
+                timer.is_waiting = False
+                calls.append(timer)
+            for _ in range(len(calls)):
+                call = calls.popleft()
+                if call.is_cancelled:
+                    continue
+                try:
+                    call.context.run(call.callback, *call.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler(
+                        {"message": f"exception in {call.callback}", "exception": error}
+                    )
+            if self._stopping:
+                return
+
+    def _drop_cancelled(self) -> None:
+        timers = self._timers
+        if len(timers) > MANY_TIMERS and self.num_cancelled > len(timers) / 2:
+            self._timers = [timer for timer in timers if not timer.is_cancelled]
+            for timer in timers:
+                timer.is_waiting = not timer.is_cancelled
+            heapq.heapify(self._timers)
+            self.num_cancelled = 0
+            return
+        while timers and timers[0].is_cancelled:
+            heapq.heappop(timers).is_waiting = False
+            self.num_cancelled -= 1
 
 
 class LoopClock:
+    """The time of the loop that it was made in."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
     def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -116,7 +255,7 @@ class Process:
         self.instance_id = f"{name}#{next(world.ids)}"
         self.is_alive = True
         self.stalled_until_s = 0.0
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.context = contextvars.copy_context()
         self.context.run(RUNNING.set, self)
         self.methods: dict[str, tuple[Callable, type, type]] = {}
@@ -129,7 +268,12 @@ class Process:
 
     @property
     def is_stalled(self) -> bool:
-        return self.stalled_until_s > self._loop.time()
+        return self.stalled_until_s > self.loop.now_s
+
+    def stall_until(self, time_s: float) -> None:
+        """Stop it dead; it goes on then."""
+        self.stalled_until_s = time_s
+        self.loop.stalled_until_s = max(self.loop.stalled_until_s, time_s)
 
     def run(self, function: Callable, *args):
         """Call a function as this process: what it starts is stalled with it."""
@@ -156,9 +300,8 @@ class Process:
             task.cancel()
 
     async def pass_stall(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self.stalled_until_s > loop.time():
-            await asyncio.sleep(self.stalled_until_s - loop.time())
+        while self.stalled_until_s > self.loop.now_s:
+            await asyncio.sleep(self.stalled_until_s - self.loop.now_s)
 
 
 class Session:
@@ -354,17 +497,24 @@ class ClientChannel:
         return await session.call(method, request, response_type, timeout_s=timeout_s)
 
     async def wait_connected(self, timeout_s: float):
+        world, loop = self.world, self.process.loop
         await asyncio.sleep(0.02)
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline_s = loop.now_s + timeout_s
+
+        def is_over() -> bool:
+            return world.has_master or loop.now_s > deadline_s or self.process.is_stalled
+
         while self.session is None or not self.session.is_open:
-            if asyncio.get_running_loop().time() > deadline_s:
+            if loop.now_s > deadline_s:
                 raise DeadlineError("world.connect", "no master in time")
             before = self.session
-            await self.world.connect_client(self)
+            await world.connect_client(self)
             if self.session is not before:
                 # Not when it is lost: a client may be the last to hear of that.
                 self.client.on_master()
-            await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)
+            else:
+                await loop.poll(is_over, lambda: 0.05)
         return self.session
 
 
@@ -397,6 +547,11 @@ class World:
     def is_cut(self, near: Process, far: Process) -> bool:
         """Whether nothing passes between two processes."""
         return False
+
+    @property
+    def has_master(self) -> bool:
+        """Whether one is there to connect to, as far as can be known without asking."""
+        return self.master_process is not None
 
     def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
         """Look at an answer that is about to leave."""
@@ -466,7 +621,7 @@ class World:
             disk.heal()
 
     def stall(self, process: Process) -> None:
-        process.stalled_until_s = asyncio.get_running_loop().time() + self.random.uniform(5, 60)
+        process.stall_until(asyncio.get_running_loop().time() + self.random.uniform(5, 60))
         for session in self.sessions:
             if session.near is process or session.far is process:
                 self.network.spawn(self._lose_silent(session))
@@ -592,9 +747,7 @@ class World:
             else:
                 host.disk.start()
         while True:
-            await asyncio.sleep(self.random.uniform(0.02, 0.25))
-            if self.master_process is None:
-                continue
+            await process.loop.poll(lambda: self.has_master, lambda: self.random.uniform(0.02, 0.25))
             session = self.open_session(process, self.master_process)
             host.on_master(session)
             await session.lost.wait()
