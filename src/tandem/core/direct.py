@@ -78,7 +78,7 @@ class DirectTask(DirectFuture[T]):
     and from Python 3.12 on ``asyncio.wait_for``) is not for here.
 
     ``cancel`` is as of a task. It does not reach what this waits for if that is a ``DirectTask``,
-    which is its own owner's. ``asyncio.all_tasks`` does not know it: who makes one cancels it.
+    which is its own owner's.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
@@ -87,6 +87,10 @@ class DirectTask(DirectFuture[T]):
         self._waits_for: asyncio.Future[Any] | None = None
         self._must_cancel = False
         self._step()
+        if not self.done():
+            asyncio._register_task(
+                self
+            )  # For ``asyncio.all_tasks``, and the end of ``asyncio.run``.
 
     def cancel(self, msg: Any = None) -> bool:
         """Have the coroutine be interrupted; false if it has ended."""
