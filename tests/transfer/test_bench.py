@@ -11,7 +11,7 @@ def test_cases_check_and_measure():
         run_cases(
             "transfer",
             make_cases(quick=True),
-            pattern="* size=4096 batch=1 walk=no",
+            patterns=["* size=4096 batch=1 walk=no"],
             budget_s=0.05,
             rounds=2,
         )
