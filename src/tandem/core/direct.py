@@ -88,9 +88,9 @@ class DirectTask(DirectFuture[T]):
         self._must_cancel = False
         self._step()
         if not self.done():
-            asyncio._register_task(
-                self
-            )  # For ``asyncio.all_tasks``, and the end of ``asyncio.run``.
+            # For ``asyncio.all_tasks``, and so for the end of ``asyncio.run``; made for tasks of any
+            # kind, whatever its annotation says.
+            asyncio._register_task(self)  # pyright: ignore[reportArgumentType]
 
     def cancel(self, msg: Any = None) -> bool:
         """Have the coroutine be interrupted; false if it has ended."""
