@@ -22,6 +22,7 @@ __all__ = [
     "as_bytes",
     "as_views",
     "list_parts",
+    "measure_parts",
 ]
 
 MIN_SCRATCH_BYTES = 64 * 1024
@@ -158,6 +159,20 @@ class Part(NamedTuple):
     def view(self) -> npt.NDArray[np.uint8]:
         """The bytes. Raises: as ``nbytes``."""
         return self.buffer.array[self.offset : self.offset + self.nbytes]
+
+
+def measure_parts(parts: Sequence[Part]) -> list[int]:
+    """Return the length of each. Raises: as ``Part.nbytes``."""
+    if not parts:
+        return []
+    one = parts[0].buffer
+    whole = one.array.size
+    return [
+        length
+        if buffer is one and length >= 0 and 0 <= offset <= whole - length
+        else Part(buffer, offset, length).nbytes
+        for buffer, offset, length in parts
+    ]
 
 
 class Staging:

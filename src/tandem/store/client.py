@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, TandemError
-from tandem.store.buffers import Part, Staging, StoreBuffer, as_bytes, as_views, list_parts
+from tandem.store.buffers import (
+    Part,
+    Staging,
+    StoreBuffer,
+    as_bytes,
+    as_views,
+    list_parts,
+    measure_parts,
+)
 from tandem.store.bulk_reading import BulkReader
 from tandem.store.client_edges import ClientPort, MasterChannel
 from tandem.store.config import StoreConfig
@@ -32,7 +40,7 @@ from tandem.store.messages import (
 from tandem.store.reading import ObjectRead, ObjectReader, not_found
 from tandem.store.writing import (
     DEFAULT_OPTIONS,
-    Item,
+    Items,
     ObjectWriter,
     PutOptions,
     PutResult,
@@ -137,12 +145,10 @@ class AsyncStoreClient:
             return await self._writer.put_inline(keys, views_of, options)
         lent: list[StoreBuffer] = []
         try:
-            items: list[Item] = []
             staging = Staging(self._port, lent)
-            for key, views, size in zip(keys, views_of, sizes, strict=True):
-                items.append(Item(key, staging.add(views), size))
+            parts = [staging.add(views) for views in views_of]
             staging.close()
-            return await self._writer.put_items(items, options)
+            return await self._writer.put_items(Items(keys, parts, sizes), options)
         finally:
             for buffer in lent:
                 self._port.unregister(buffer.handle)
@@ -162,16 +168,15 @@ class AsyncStoreClient:
         """Store objects out of registered buffers. As ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
-        items = [
-            Item(key, [given], given.nbytes)
-            if isinstance(given, Part)
-            else Item(key, given, sum([part.nbytes for part in given]))
-            for key, given in zip(keys, parts, strict=True)
-        ]
-        if is_inline([item.size for item in items], self.config):
-            views_of = [[part.view for part in item.parts] for item in items]
+        parts_of = [[given] if isinstance(given, Part) else given for given in parts]
+        if all(len(given) == 1 for given in parts_of):
+            sizes = measure_parts([given[0] for given in parts_of])
+        else:
+            sizes = [sum(measure_parts(given)) for given in parts_of]
+        if is_inline(sizes, self.config):
+            views_of = [[part.view for part in given] for given in parts_of]
             return await self._writer.put_inline(keys, views_of, options)
-        return await self._writer.put_items(items, options)
+        return await self._writer.put_items(Items(keys, parts_of, sizes), options)
 
     # Reading.
 

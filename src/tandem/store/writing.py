@@ -29,7 +29,7 @@ from tandem.store.messages import (
     StartStatus,
 )
 
-__all__ = ["DEFAULT_OPTIONS", "Item", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
+__all__ = ["DEFAULT_OPTIONS", "Items", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ OUTCOMES = [_OUTCOMES.get(status) for status in CommitStatus]
 Views = Sequence[npt.NDArray[np.uint8]]
 
 
-class Item(NamedTuple):
-    """An object to put."""
+class Items(NamedTuple):
+    """Objects to put: columns."""
 
-    key: str
-    parts: Sequence[Part]
-    size: int
+    keys: Sequence[str]
+    parts: Sequence[Sequence[Part]]
+    sizes: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -106,11 +106,11 @@ class Sources:
     local_at: list[int] = field(default_factory=list)
     """Where in that memory."""
 
-    def take(self, items: "Sequence[Item]", chosen: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return checksums and tables of some."""
+    def take(self, sizes: Sequence[int], chosen: Sequence[int]) -> tuple[list[int], bytes]:
+        """Return checksums and tables of some; ``sizes`` of all."""
         if len(chosen) == len(self.checksums):
             return self.checksums, self.tables
-        ends = list(itertools.accumulate(4 * layout.count_chunks(item.size) for item in items))
+        ends = list(itertools.accumulate(4 * layout.count_chunks(size) for size in sizes))
         begins = [0, *ends]
         tables = b"".join(self.tables[begins[i] : ends[i]] for i in chosen)
         return [self.checksums[i] for i in chosen], tables
@@ -209,12 +209,10 @@ class ObjectWriter:
             return self._calls.config.put_wait_ms
         return int(options.wait_s * 1e3)
 
-    async def put_items(
-        self, items: Sequence[Item], options: PutOptions
-    ) -> "list[PutResult | TandemError]":
+    async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
         """Put all of them; one result each, an error being one."""
         deadline_s = self._calls.deadline_s()
-        results: list[PutResult | TandemError | None] = [None] * len(items)
+        results: list[PutResult | TandemError | None] = [None] * len(items.keys)
         sources = Sources()  # Made while the master is asked for the first time.
         for _ in range(MAX_ATTEMPTS):
             left = [i for i, result in enumerate(results) if result is None]
@@ -223,32 +221,33 @@ class ObjectWriter:
             await self._put_once(items, sources, left, options, results, deadline_s)
         return [_lost() if result is None else result for result in results]
 
-    async def _prepare(self, items: Sequence[Item], sources: Sources) -> None:
+    async def _prepare(self, items: Items, sources: Sources) -> None:
         """Compute what is to be known of the objects, unless that is done."""
         if sources.checksums:
             return
-        first = items[0].parts[0].buffer if items and items[0].parts else None
-        is_one = all(len(item.parts) == 1 and item.parts[0].buffer is first for item in items)
-        sizes = [item.size for item in items]
+        keys, parts_of, sizes = items
+        singles = [parts[0] for parts in parts_of if len(parts) == 1]
+        is_single = len(singles) == len(parts_of)
+        first = singles[0].buffer if singles else None
+        places = [part.offset for part in singles]
 
         def compute() -> tuple[list[int], bytes]:
-            if first is None or not is_one:
-                tables = [make_table([part.view for part in item.parts]) for item in items]
+            if first is None or not is_single or any(part.buffer is not first for part in singles):
+                tables = [make_table([part.view for part in parts]) for parts in parts_of]
                 return [checksum_table(table) for table in tables], b"".join(tables)
-            columns = [item.parts[0].offset for item in items], sizes
-            places, lengths = (np.array(column, dtype=np.uint64) for column in columns)
-            return checksum_values(first.array, places, lengths, layout.CHUNK_BYTES)
+            offsets, lengths = (np.array(column, dtype=np.uint64) for column in (places, sizes))
+            return checksum_values(first.array, offsets, lengths, layout.CHUNK_BYTES)
 
         made = await self._calls.compute(compute) if sum(sizes) > OFF_LOOP_BYTES else compute()
         sources.checksums, sources.tables = made
-        sources.value_at = locate_values([item.key for item in items], sizes)
-        if all(len(item.parts) == 1 for item in items) and all(sizes):
-            sources.handles = [item.parts[0].buffer.handle for item in items]
-            sources.local_at = [item.parts[0].offset for item in items]
+        sources.value_at = locate_values(keys, sizes)
+        if is_single and all(sizes):
+            sources.handles = [part.buffer.handle for part in singles]
+            sources.local_at = places
 
     async def _put_once(
         self,
-        items: Sequence[Item],
+        items: Items,
         sources: Sources,
         left: Sequence[int],
         options: PutOptions,
@@ -261,8 +260,8 @@ class ObjectWriter:
         wait_ms = self._wait_ms(options)
         request = StartPut(
             first_put_id=first_id,
-            keys=[items[i].key for i in left],
-            sizes=[items[i].size for i in left],
+            keys=[items.keys[i] for i in left],
+            sizes=[items.sizes[i] for i in left],
             wait_ms=wait_ms,
             **self._read_options(options),
         )
@@ -284,7 +283,7 @@ class ObjectWriter:
                     results[i] = PutResult.EXISTS
         if not granted:
             return
-        checksums, tables = sources.take(items, granted)
+        checksums, tables = sources.take(items.sizes, granted)
         commit = CommitPut(
             first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
         )
@@ -309,7 +308,7 @@ class ObjectWriter:
 
     async def _write(
         self,
-        items: Sequence[Item],
+        items: Items,
         sources: Sources,
         left: Sequence[int],
         started: StartedPut,
@@ -338,23 +337,22 @@ class ObjectWriter:
 
 
 def _list_pieces(
-    items: Sequence[Item],
+    items: Items,
     sources: Sources,
     left: Sequence[int],
     place: HostExtents,
     base: int,
 ) -> list[Piece]:
     """Return what is to be written to one host."""
-    if sources.handles and place.objects == list(range(len(items))):
+    if sources.handles and place.objects == list(range(len(items.keys))):
         at = [base + n + m for n, m in zip(place.offsets, sources.value_at, strict=True)]
-        sizes = [item.size for item in items]
-        rows = zip(sources.handles, sources.local_at, at, sizes, strict=True)
+        rows = zip(sources.handles, sources.local_at, at, items.sizes, strict=True)
         return list(map(Piece._make, rows))
     pieces: list[Piece] = []
     for position, extent_at in zip(place.objects, place.offsets, strict=True):
         i = left[position]
         at = base + extent_at + sources.value_at[i]
-        for part in items[i].parts:
+        for part in items.parts[i]:
             length = part.nbytes
             if length:
                 pieces.append(Piece(part.buffer.handle, part.offset, at, length))

@@ -306,7 +306,7 @@ class TransferEngine:
         Raises: as ``submit``; numbers that are none of 64 bits are a TypeError.
         """
         segment_id = self._id_of(segment)
-        for local in {id(range_.memory): range_.memory for range_ in ranges}.values():
+        for local in {each.memory for each in ranges}:
             if local._engine is not self:
                 raise NotFoundError("transfer.submit", f"{local!r} belongs to another engine")
         number = int(op)
