@@ -229,6 +229,7 @@ class Lookups:
 
     async def match_prefix(self, prefix: str) -> list[str]:
         """Return the keys that begin so, in slices that let others be answered."""
+        await self._master.recover()
         keys = self._master.directory.list_keys()
         matches: list[str] = []
         for begin in range(0, len(keys), SCAN_KEYS):

@@ -87,6 +87,8 @@ class Term(Protocol):
 
 
 OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
+RECOVERY_LOOK_S = 0.01
+"""Between two looks whether all hosts have told what they have."""
 TICK_S = 0.05
 
 
@@ -383,6 +385,17 @@ class StoreMaster:
             return True
         return self.now_ms() - self._started_ms < self.config.recovery_ms
 
+    async def ascertain(self, keys: Sequence[str]) -> None:
+        """Wait until those of the keys that are not found are not there, for all that hosts know."""
+        find = self.directory.find
+        if any(find(key) == NO_ROW for key in keys):
+            await self.recover()
+
+    async def recover(self) -> None:
+        """Wait until all hosts that are there, or should be, have told what they have."""
+        while self.is_recovering:
+            await asyncio.sleep(RECOVERY_LOOK_S)
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -405,6 +418,7 @@ class StoreMaster:
 
     async def _pin_objects(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)
+        await self.ascertain(request.keys)
         flags = bytearray(len(request.keys))
         until_ms = self.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
         orders: dict[int, list[int]] = {}

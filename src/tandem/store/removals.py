@@ -34,6 +34,7 @@ class Removals:
         )
 
     async def _remove_keys(self, keys: Sequence[str]) -> bytes:
+        await self._master.ascertain(keys)
         flags = bytearray(len(keys))
         pending: list[asyncio.Future[Any]] = []
         for i, key in enumerate(keys):
