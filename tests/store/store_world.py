@@ -748,7 +748,9 @@ class World:
             else:
                 host.disk.start()
         while True:
-            await process.loop.poll(lambda: self.has_master, lambda: self.random.uniform(0.02, 0.25))
+            await process.loop.poll(
+                lambda: self.has_master, lambda: self.random.uniform(0.02, 0.25)
+            )
             session = self.open_session(process, self.master_process)
             host.on_master(session)
             await session.lost.wait()
