@@ -32,6 +32,8 @@ class IdleSpin {
   explicit IdleSpin(int64_t limit_ns, int64_t interrupted_ns = 15'000)
       : limit_ns_(limit_ns), interrupted_ns_(interrupted_ns) {}
 
+  void set_limit_ns(int64_t limit_ns) { limit_ns_ = limit_ns; }
+
   // Polls `is_done` for at most the limit. True if it came true.
   template <class Predicate>
   bool wait(Predicate is_done) {

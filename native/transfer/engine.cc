@@ -475,27 +475,32 @@ void Engine::cancel(const std::shared_ptr<Batch>& batch) {
   batch->completion().wait(kNever);  // Another may be ending it; that takes as long as a system call.
 }
 
-// For a bounded time.
-template <class Poll, class Predicate>
-void Engine::poll_until(Poll poll, Predicate is_done) {
-  if (options_.spin_ns == 0) return;
-  // One a thread: what it has learnt about polling on this machine outlasts the call.
-  thread_local AdaptiveSpin spin(options_.spin_ns);
+// One a thread: what it has learnt about polling on this machine outlasts the call.
+AdaptiveSpin& Engine::spin_of_thread() const {
+  thread_local AdaptiveSpin spin(0);
   if (spin.limit_ns() != options_.spin_ns) spin = AdaptiveSpin(options_.spin_ns);
-  spin.wait([&] {
-    poll();
-    return is_done();
-  });
+  return spin;
 }
 
 bool Engine::await(Completion& completion, int64_t deadline_ns) {
+  if (completion.is_done()) return true;
+  AdaptiveSpin& spin = spin_of_thread();
+  const bool is_in_time = await(completion, deadline_ns, spin);
+  if (is_in_time) spin.came();
+  return is_in_time;
+}
+
+bool Engine::await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& spin) {
   const auto is_done = [&] { return completion.is_done(); };
-  if (is_done()) return true;
   std::vector<EventLoop*> led;
   for (EventLoop* loop : loop_pointers_)
     if (loop->begin_lead()) led.push_back(loop);
   if (!led.empty()) {
-    poll_until([&] { for (EventLoop* loop : led) loop->poll_answers(); }, is_done);
+    const auto poll = [&] {
+      for (EventLoop* loop : led) loop->poll_answers();
+      return is_done();
+    };
+    if (options_.spin_ns > 0) spin.wait(poll);
     // One cannot sleep in several loops: then their own threads do.
     if (led.size() == loop_pointers_.size() && led.size() == 1) {
       completion.set_leader(led[0]);
@@ -556,11 +561,16 @@ Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
 
 std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
   CallQueue& calls = *server_->calls();
-  if (!calls.is_ready()) {
-    poll_until([&] { for (EventLoop* loop : loop_pointers_) loop->poll_requests(); },
-               [&] { return calls.is_ready(); });
-  }
-  return calls.take(max);
+  if (calls.is_ready()) return calls.take(max);
+  AdaptiveSpin& spin = spin_of_thread();
+  const auto poll = [&] {
+    for (EventLoop* loop : loop_pointers_) loop->poll_requests();
+    return calls.is_ready();
+  };
+  if (options_.spin_ns > 0) spin.wait(poll);
+  auto taken = calls.take(max);
+  spin.came();
+  return taken;
 }
 
 Status Engine::notify(uint64_t segment, const std::string& name, const std::string& payload,

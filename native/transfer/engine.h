@@ -57,6 +57,8 @@ struct BatchCounters {
   LatencyHistogram latencies;                            // Of those done, submit to end.
 };
 
+class AdaptiveSpin;
+
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -133,11 +135,11 @@ class Engine {
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
-  template <class Poll, class Predicate>
-  void poll_until(Poll poll, Predicate is_done);
+  AdaptiveSpin& spin_of_thread() const;
   // False at the deadline. This thread does the work of the I/O threads meanwhile, so that nobody has
   // to wake it.
   bool await(Completion& completion, int64_t deadline_ns);
+  bool await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& spin);
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
                                             int64_t deadline_ns,
                                             std::optional<TransportKind> only);

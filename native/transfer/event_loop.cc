@@ -205,7 +205,9 @@ void EventLoop::run() {
     was_busy = was_busy && spin.wait([&] {
       return run_once(requests_fd_, 0, Role::kThread) || is_stopping_.load();
     });
-    if (!was_busy) was_busy = run_once(requests_fd_, watch_gate(), Role::kThread);
+    if (was_busy) continue;
+    was_busy = run_once(requests_fd_, watch_gate(), Role::kThread);
+    if (was_busy) spin.came();
   }
 }
 

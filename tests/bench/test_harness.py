@@ -64,10 +64,12 @@ def test_failed_check_gives_no_time():
 
 def test_pattern_selects_and_an_empty_selection_is_an_error():
     cases = [BenchCase(f"phase={p}", "ms", lambda: 1.0, ok) for p in ("prefill", "decode")]
-    names = [r.case for r in run_cases("toy", cases, pattern="*=dec*", budget_s=1, rounds=1)]
+    names = [r.case for r in run_cases("toy", cases, patterns=["*=dec*"], budget_s=1, rounds=1)]
     assert names == ["phase=decode"]
+    both = run_cases("toy", cases, patterns=["*=dec*", "*=pre*"], budget_s=1, rounds=1)
+    assert [record.case for record in both] == ["phase=prefill", "phase=decode"]
     with pytest.raises(NotFoundError):
-        list(run_cases("toy", cases, pattern="nope", budget_s=1, rounds=1))
+        list(run_cases("toy", cases, patterns=["nope"], budget_s=1, rounds=1))
 
 
 def test_the_best_rival_is_the_baseline():

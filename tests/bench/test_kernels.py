@@ -58,7 +58,7 @@ def test_a_wrong_result_reports_no_time(module, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "FORMATS", {"int8g128": 1e-6})
     monkeypatch.setattr(module, "QUICK_FORMATS", ("int8g128",))
     cases = module.make_cases(quick=True)
-    records = list(run_cases("kernels", cases, pattern="*tokens=1", budget_s=5, rounds=1))
+    records = list(run_cases("kernels", cases, patterns=["*tokens=1"], budget_s=5, rounds=1))
     assert [record.ours for record in records] == [None]
     assert "relative error" in records[0].check
 
@@ -97,7 +97,7 @@ def test_cases_that_do_not_match_make_no_weights(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(moe, "_Layers", refuse)
     cases = linear.make_cases(quick=True)
-    records = list(run_cases("kernels", cases, pattern="op=linear*", budget_s=5, rounds=1))
+    records = list(run_cases("kernels", cases, patterns=["op=linear*"], budget_s=5, rounds=1))
     assert {record.check for record in records} == {"ok"}
 
 
@@ -162,6 +162,6 @@ def test_the_peer_gets_the_very_same_weights(fake_peer):
 def test_a_wrong_result_of_the_peer_reports_no_time(fake_peer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fake_peer, "factor", 1.5)
     cases = moe.make_cases(quick=False, with_peers=True)
-    records = list(run_cases("kernels", cases, pattern="*bf16*", budget_s=5, rounds=1))
+    records = list(run_cases("kernels", cases, patterns=["*bf16*"], budget_s=5, rounds=1))
     assert [record.ours for record in records] == [None, None]
     assert all("kt-kernel bf16: relative error" in record.check for record in records)

@@ -7,7 +7,6 @@ import pytest
 
 from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
 from tandem.store import HostService, MasterService, StoreConfig
-from tandem.store.eager import start_eagerly
 from tandem.store.fast_calls import CallWay
 from tandem.store.messages import Ack, WipeExtents
 from tandem.store.orders import OrderLine
@@ -154,52 +153,6 @@ def test_an_order_that_waits_to_change_its_way_asks_for_the_term_again():
         assert world.arrived == [("slow", 0), ("slow", 2)]
         world.slow.gate.set()
         await first
-
-    run(main())
-
-
-def test_what_starts_eagerly_is_a_task_from_where_it_waits():
-    async def main() -> None:
-        steps: list[str] = []
-
-        async def work(gate: asyncio.Future[str] | None) -> str:
-            steps.append("begun")
-            if gate is None:
-                return "at once"
-            try:
-                text = await gate
-                await asyncio.sleep(0)
-                return text
-            except asyncio.CancelledError:
-                steps.append("cancelled")
-                raise
-            except KeyError:
-                await asyncio.sleep(0)
-                return "caught"
-
-        async def fail() -> None:
-            raise ValueError("early")
-
-        loop = asyncio.get_running_loop()
-        done = start_eagerly(work(None))
-        assert done.done()
-        assert await done == "at once"
-        failed = start_eagerly(fail())
-        assert failed.done()
-        with pytest.raises(ValueError, match="early"):
-            await failed
-        gates = [loop.create_future() for _ in range(3)]
-        tasks = [start_eagerly(work(gate)) for gate in gates]
-        assert steps == 4 * ["begun"]
-        gates[0].set_result("later")
-        gates[1].set_exception(KeyError("x"))
-        tasks[2].cancel()
-        assert await tasks[0] == "later"
-        assert await tasks[1] == "caught"
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[2]
-        assert gates[2].cancelled()
-        assert steps[-1] == "cancelled"
 
     run(main())
 

@@ -226,6 +226,28 @@ def test_a_cancelled_await_leaves_the_others_alone(world):
     asyncio.run(main())
 
 
+def test_awaited_calls_end_in_the_order_of_their_deadlines(world):
+    _, taker, segment = open_pair(world, Keeper())
+
+    async def main():
+        ended = []
+
+        async def call(deadline_s):
+            with pytest.raises(DeadlineError):
+                await taker.call_async(segment, b"", deadline_s=deadline_s)
+            ended.append(deadline_s)
+
+        begin_s = time.monotonic()
+        deadlines = (0.3, 0.1, 0.2, 0.1, *(0.3 + 0.0005 * i for i in range(50)))
+        await asyncio.gather(*map(call, deadlines))
+        assert ended[:3] == [0.1, 0.1, 0.2]
+        assert sorted(ended) == sorted(deadlines)
+        assert 0.3 <= time.monotonic() - begin_s < 5
+        await call(0.05)  # The timers of those before do not count for it.
+
+    asyncio.run(main())
+
+
 def test_a_late_answer_is_nobodys(world):
     keeper = Keeper()
     _, taker, segment = open_pair(world, keeper)

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,14 +78,19 @@ def time_call(function: Callable[[], object]) -> float:
 
 
 def run_cases(
-    bench: str, cases: Iterable[BenchCase], *, pattern: str = "*", budget_s: float, rounds: int
+    bench: str,
+    cases: Iterable[BenchCase],
+    *,
+    patterns: Sequence[str] = ("*",),
+    budget_s: float,
+    rounds: int,
 ) -> Iterator[BenchRecord]:
-    """Measure the cases whose name matches ``pattern``, yielding each record as it is done.
+    """Measure the cases whose names match one of ``patterns``, yielding each record as it is done.
 
     Args:
         bench: the benchmark's name, for the records.
         cases: made lazily where making them is expensive.
-        pattern: a glob over case names.
+        patterns: globs over case names.
         budget_s: seconds a case may take at most, one round excepted.
         rounds: rounds wanted.
 
@@ -93,11 +98,11 @@ def run_cases(
     """
     matched = False
     for case in cases:
-        if fnmatch.fnmatchcase(case.name, pattern):
+        if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns):
             matched = True
             yield _run_case(bench, case, budget_s, rounds)
     if not matched:
-        raise NotFoundError("bench.run", f"no case of {bench} matches {pattern!r}")
+        raise NotFoundError("bench.run", f"no case of {bench} matches {' or '.join(patterns)}")
 
 
 def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> BenchRecord:

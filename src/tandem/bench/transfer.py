@@ -14,13 +14,20 @@ place, and so is reported beside it, as ``keeping socket``: whoever keeps what c
 The baseline is the ceiling, or, with peers, the best of them, each in processes of its own and
 measured in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel has it) and
 NIXL, as it comes for the same host and with ``UCX_TLS=tcp`` for tcp. All memory was touched before.
-``polling=no`` is ours without polling.
+
+``polling=no`` is ours without polling. What two processes that sleep can reach is shown by plain
+sockets that sleep as well, between the same two processes (``blocking sockets``); the rivals are as
+they are, and poll. Where the system puts the two decides more than either: a wake-up on another
+core, which has halted, costs several times one on the same. So there are three cases of each:
+where the system puts them, ``cores=one`` with both on one core, ``cores=two`` with a core for each;
+rivals go where the system puts them.
 
 ``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
 the same over pyzmq.
 """
 
 import contextlib
+import os
 import secrets
 import shutil
 import socket
@@ -69,6 +76,9 @@ TransportChoice = Literal["tcp", "shm", "cma", "best"]
 
 POLLING_SIZES = (4096, 65_536)
 """Sizes at which polling matters."""
+
+Cores = Literal["any", "one", "two"]
+"""Where both processes of a pair may run: as the system likes, on one core, on one each."""
 
 SERVER = """
 import socket, sys, threading
@@ -161,15 +171,38 @@ class _Pair:
 
     def move_plain(self, op: Op, at: int, size: int) -> None:
         """Move ``size`` bytes over the plain socket, at the same place on both sides."""
-        self.socket.sendall(b"".join(word.to_bytes(8, "little") for word in (int(op), at, size)))
+        head = b"".join(word.to_bytes(8, "little") for word in (int(op), at, size))
         view = self.scratch.data[at : at + size]
         if op == Op.READ:
+            self.socket.sendall(head)
             done = 0
             while done < size:
                 done += self.socket.recv_into(view[done:])
         else:
-            self.socket.sendall(view)
+            # In one call: the head alone would wake the other side for nothing.
+            sent = self.socket.sendmsg([head, view])
+            self.socket.sendall(view[sent - len(head) :])
             self.socket.recv(1)
+
+    @contextlib.contextmanager
+    def on_cores(self, cores: Cores) -> Iterator[None]:
+        """Keep all threads of both processes there.
+
+        Only what is inside is kept: afterwards the system moves them as it likes, which need not be
+        at once.
+        """
+        if cores == "any":
+            yield
+            return
+        free = os.sched_getaffinity(0)
+        first, second, *_ = sorted(free)
+        try:
+            _keep_on(os.getpid(), {first})
+            _keep_on(self.child.pid, {first if cores == "one" else second})
+            yield
+        finally:
+            _keep_on(os.getpid(), free)
+            _keep_on(self.child.pid, free)
 
     def close(self) -> None:
         """End the child."""
@@ -180,6 +213,12 @@ class _Pair:
         self.child.wait(10)
         assert self.child.stdout is not None
         self.child.stdout.close()
+
+
+def _keep_on(process_id: int, cores: set[int]) -> None:
+    for task in Path(f"/proc/{process_id}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # It has ended.
+            os.sched_setaffinity(int(task.name), cores)
 
 
 class _Rival:
@@ -324,9 +363,12 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             yield _make_call_case(pair, size)
         still = _Pair(QUICK_BUFFER_BYTES, has_polling=False)
         stack.callback(still.close)
-        for op in (Op.WRITE, Op.READ):
-            for size in POLLING_SIZES:
-                yield _make_case(still, peers, "tcp", op, size, 1, False, " polling=no")
+        num_cores = len(os.sched_getaffinity(0))
+        # Where the system likes comes first: being kept somewhere has an effect for a while.
+        for cores in ("any", "one", "two") if num_cores > 1 else ("any",):
+            for op in (Op.WRITE, Op.READ):
+                for size in POLLING_SIZES:
+                    yield _make_still_case(still, peers, op, size, cores)
 
 
 def _make_case(
@@ -337,14 +379,38 @@ def _make_case(
     size: int,
     count: int,
     walk: bool,
-    mode: str = "",
 ) -> BenchCase:
     total = size * count
     places = list(range(0, pair.buffer_bytes - total + 1, total))[:MAX_PREPARED] if walk else [0]
     batches = [[(at + i * size, size) for i in range(count)] for at in places]
     name = f"transport={transport} op={op.name.lower()} size={size} batch={count}"
-    name += f" walk={'yes' if walk else 'no'}{mode}"
+    name += f" walk={'yes' if walk else 'no'}"
     return _compare(name, pair, peers, transport, op, batches)
+
+
+def _make_still_case(
+    pair: _Pair, peers: _Peers | None, op: Op, size: int, cores: Cores
+) -> BenchCase:
+    """Ours and plain sockets, both asleep until an answer comes, on ``cores``."""
+    case = _Comparison(pair, "tcp", op, [[(0, size)]])
+
+    def measure(function: Callable[[], float]) -> float:
+        with pair.on_cores(cores):
+            return function()
+
+    at_sockets = partial(measure, case.at_ceiling_us)
+    name = f"transport=tcp op={op.name.lower()} size={size} batch=1 walk=no polling=no"
+    rivals = None if peers is None else _list_rivals(peers, "tcp", op, [[(0, size)]])
+    return BenchCase(
+        name=name if cores == "any" else f"{name} cores={cores}",
+        unit="us",
+        ours=partial(measure, case.ours_us),
+        check=case.check,
+        baseline=None if rivals else at_sockets,
+        baseline_name="blocking sockets",
+        rivals=rivals,
+        limits={"blocking sockets": at_sockets} if rivals else {},
+    )
 
 
 def _make_kv_case(
@@ -393,10 +459,7 @@ def _compare(
     rivals: dict[str, Callable[[], float]] = {}
     limits: dict[str, Callable[[], float]] = {}
     if peers is not None:
-        chosen = peers.over_tcp if transport == "tcp" else peers.on_host
-        rivals = {
-            rival: partial(process.measure_us, op, batches) for rival, process in chosen.items()
-        }
+        rivals = _list_rivals(peers, transport, op, batches)
         total = sum(size for _, size in batches[0])
         if transport == "tcp" and peers.iperf is not None and total >= IPERF_FROM_BYTES:
             ceiling = partial(peers.iperf.time_us, total)
@@ -412,6 +475,13 @@ def _compare(
         ceiling=ceiling,
         limits=limits,
     )
+
+
+def _list_rivals(
+    peers: _Peers, transport: TransportChoice, op: Op, batches: list[list[tuple[int, int]]]
+) -> dict[str, Callable[[], float]]:
+    chosen = peers.over_tcp if transport == "tcp" else peers.on_host
+    return {rival: partial(process.measure_us, op, batches) for rival, process in chosen.items()}
 
 
 class _Comparison:

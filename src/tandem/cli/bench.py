@@ -37,7 +37,9 @@ def bench(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JSON lines to a file; - is stdout.")
     ] = None,
-    cases: Annotated[str, typer.Option(metavar="GLOB", help="Cases to run.")] = "*",
+    cases: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Cases to run; may be repeated.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Fewer rounds; ends within 40 s.")] = False,
     with_peers: Annotated[
         bool, typer.Option(help="Install and measure rivals that are not dependencies.")
@@ -56,7 +58,7 @@ def bench(
     for record in run_cases(
         name,
         module.make_cases(quick=quick, **peers),
-        pattern=cases,
+        patterns=cases or ["*"],
         budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
         rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,
     ):

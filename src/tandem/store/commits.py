@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store import layout
-from tandem.store.eager import start_eagerly
 from tandem.store.index import NO_ROW, Replica, Staged
 from tandem.store.messages import (
     Ack,
@@ -30,8 +31,8 @@ __all__ = ["Commits"]
 
 logger = logging.getLogger(__name__)
 
-MANY = 8
-"""From so many objects on, columns cost less than rows."""
+LONG_BATCH = 8
+"""Objects whose staging takes longer than their host takes to begin."""
 
 
 class _Blob:
@@ -63,7 +64,7 @@ class Commits:
         """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
         # A caller that leaves must not leave objects half sealed.
         work = self._master.spawn(self._commit(caller.instance_id, request))
-        return KeyBytes(await asyncio.shield(work))
+        return KeyBytes(await shield(work))
 
     async def _commit(self, client: str, request: CommitPut) -> bytes:
         name = (client, request.first_put_id)
@@ -142,10 +143,17 @@ class Commits:
             staged = None
             if _can_stage(batch, checksums):
                 # The orders leave now, and what can be done meanwhile is.
-                orders = start_eagerly(orders)
+                orders = DirectTask(orders, asyncio.get_running_loop())
+                if len(batch.keys) >= LONG_BATCH:
+                    # With fewer cores than processes, the host may be waiting for ours.
+                    os.sched_yield()
                 staged = self._stage(batch, checksums, first_version)
             try:
                 sealed = await orders
+            except asyncio.CancelledError:
+                if isinstance(orders, DirectTask):
+                    orders.cancel()
+                raise
             except Exception:
                 if staged is not None:
                     self._master.directory.unstage_many(staged)
@@ -265,7 +273,7 @@ class Commits:
         if staged is not None:
             directory.show_many(staged, placed[0])
             rows = staged.rows
-        elif len(placed) == 1 and len(shown) >= MANY:
+        elif len(placed) == 1:
             rows = directory.insert_many(
                 keys,
                 sizes=[batch.sizes[i] for i in shown],
@@ -312,11 +320,10 @@ async def _gather(work: Sequence[Coroutine[Any, Any, Ack]]) -> "list[Ack | BaseE
 
 
 def _can_stage(batch: PutBatch, checksums: Sequence[int]) -> bool:
-    """Whether these are many objects, all on one host. What no checksum is, no host seals."""
+    """Whether all objects are on one host. What no checksum is, no host seals."""
     count = len(batch.keys)
     return (
-        count >= MANY
-        and [len(places) for places in batch.places.values() if places] == [count]
+        [len(places) for places in batch.places.values() if places] == [count]
         and min(checksums) >= 0
         and max(checksums) < 2**32
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tandem.core.direct import DirectTask
 from tandem.core.errors import (
     CancelledError,
     ConfigError,
@@ -27,7 +28,6 @@ from tandem.core.errors import (
 from tandem.rpc import Peer
 from tandem.rpc.frames import DECODE_ERRORS
 from tandem.store.client_edges import MasterChannel
-from tandem.store.eager import start_eagerly
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, PendingCall, Segment, SharedLoop, TransferEngine
@@ -129,10 +129,10 @@ class CallServer:
                 raise PeerLostError("store.call", "the caller has no session here")  # noqa: TRY301
             answer = handler(caller, request)
             if asyncio.iscoroutine(answer):
-                task = start_eagerly(answer)
+                task = DirectTask(answer, self._loop)
                 if not task.done():
                     self._tasks.add(task)
-                    task.add_done_callback(functools.partial(self._finish, call))
+                    task.when_done(functools.partial(self._finish, call, task))
                     return None
                 answer = task.result()
             return self._encoder.encode(answer)
@@ -154,11 +154,11 @@ class CallServer:
             # Of a master that is deposed or ends. An error of its own would be taken for a bug.
             _reply(call, PeerLostError("store.call", "the other side has ended"))
             return
-        error = task.exception()
-        if error is None:
-            _reply(call, self._encoder.encode(task.result()))
-        else:
-            _reply(call, _describe(error))
+        try:
+            answer: bytes | TandemError = self._encoder.encode(task.result())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
+            answer = _describe(error)
+        _reply(call, answer)
 
     async def aclose(self) -> None:
         """End what is under way; the engine is the caller's to close."""

@@ -7,7 +7,7 @@ The logic alone: what it does to the world goes through ``HostPort`` (the data p
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
 from tandem.core.errors import (
@@ -243,15 +243,16 @@ class StoreHost:
         num_pages = 0
         telling: asyncio.Task[Ack] | None = None
         try:
-            async for records, is_disk in self._list_inventory():
-                # The master takes one page while we read the next.
-                if telling is not None:
-                    await telling
-                page = InventoryPage(joined.session, num_pages, records, is_disk)
-                call = master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
-                telling = asyncio.get_running_loop().create_task(call)
-                await asyncio.sleep(0)  # For it to leave.
-                num_pages += 1
+            async with contextlib.aclosing(self._list_inventory()) as inventory:
+                async for records, is_disk in inventory:
+                    # The master takes one page while we read the next.
+                    if telling is not None:
+                        await telling
+                    page = InventoryPage(joined.session, num_pages, records, is_disk)
+                    call = master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
+                    telling = asyncio.get_running_loop().create_task(call)
+                    await asyncio.sleep(0)  # For it to leave.
+                    num_pages += 1
             if telling is not None:
                 await telling
         finally:
@@ -279,7 +280,7 @@ class StoreHost:
         newest = max((r.header.version for r in self.disk.index.list_records()), default=0)
         return max(self.segment.epoch, newest >> layout.VERSION_BITS)
 
-    async def _list_inventory(self) -> AsyncIterator[tuple[ExtentRecords, bool]]:
+    async def _list_inventory(self) -> AsyncGenerator[tuple[ExtentRecords, bool], None]:
         self.num_objects = 0
         on_disk: list[ExtentHeader] = []
         if self.disk is not None:

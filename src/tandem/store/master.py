@@ -6,17 +6,18 @@ when a caller goes away runs as a task of the master's own.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
+from tandem.core.direct import DirectTask
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
-from tandem.store.eager import start_eagerly
 from tandem.store.eviction import Eviction
 from tandem.store.index import NO_ROW, Directory, Passes
 from tandem.store.inline_puts import InlinePuts
@@ -345,12 +346,12 @@ class StoreMaster:
             self.drop_row(row)
             self.counters.objects_evicted += 1
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "DirectTask[T]":
         """Run a coroutine that its caller's going does not end; it begins at once."""
-        task = start_eagerly(work)
+        task = DirectTask(work, asyncio.get_running_loop())
         if not task.done():
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.when_done(functools.partial(self._tasks.discard, task))
         return task
 
     def schedule(self, work: Coroutine[Any, Any, Any]) -> None:

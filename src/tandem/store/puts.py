@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem._native import measure_extents
+from tandem.core.direct import DirectTask
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.store.config import StoreConfig
 from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
@@ -225,10 +226,11 @@ class Puts:
         # The loop's timer and the master's clock need not agree: what is left may be too little for
         # the one to go on by, and be something to the other for ever.
         timeout_s = max(timeout_s, MIN_WAIT_S)
+        freed = DirectTask(self._master.space_freed.wait(), asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(self._master.space_freed.wait(), timeout_s)
-        except TimeoutError:
-            return
+            await asyncio.wait([freed], timeout=timeout_s)
+        finally:
+            freed.cancel()
 
     def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
         """Take space for all objects, or none; the last attempt is content with one copy of each.

@@ -9,11 +9,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tandem._native import CallInbox, CoreCall, CoreIncomingCall, TransferCore
+from tandem.core.direct import DirectFuture
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
 from tandem.transfer.shared_loop import SharedLoop
 
@@ -21,6 +24,9 @@ __all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "PendingCall", "await_call",
 
 MAX_CALL_BYTES = 1 << 20
 """Of a request, and of its answer; what is larger is a transfer."""
+
+LOOK_GAP_S = 0.01
+"""Between two looks for awaited calls that have had their time."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +147,11 @@ class _LoopCalls:
 
     def __init__(self, core: TransferCore | None) -> None:
         self.inbox = CallInbox(core)
-        self.waiting: dict[int, asyncio.Future[None]] = {}
-        self.tags = itertools.count(1)
+        self.waiting: dict[int, _Waiting] = {}
+        self._tags = itertools.count(1)
+        self._looks_at_s = math.inf
+        """When the loop looks for calls that have had their time."""
+        self._timer: weakref.ref[asyncio.TimerHandle] | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop look after them, from now on."""
@@ -151,9 +160,47 @@ class _LoopCalls:
     def wake(self) -> None:
         """Let those go on whose calls have ended."""
         for tag in self.inbox.take():
-            ended = self.waiting.get(tag)
-            if ended is not None and not ended.done():
-                ended.set_result(None)
+            waiting = self.waiting.get(tag)
+            if waiting is not None and not waiting.ended.done():
+                waiting.ended.set_result(None)
+
+    def wait(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> "tuple[int, _Waiting]":
+        """Return the tag of a new call, and what ends with it, or ``deadline_s`` from now."""
+        tag, until_s = next(self._tags), loop.time() + deadline_s
+        waiting = self.waiting[tag] = _Waiting(DirectFuture(loop=loop), until_s)
+        # A timer for each call would cost more than the rest of this.
+        if until_s < self._looks_at_s:
+            self._look_at(until_s, loop)
+        return tag, waiting
+
+    def _look_at(self, when_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        timer = None if self._timer is None else self._timer()
+        if timer is not None:
+            timer.cancel()
+        self._looks_at_s = when_s
+        self._timer = weakref.ref(loop.call_at(when_s, self._expire, loop))
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the calls that have had their time, and look again when the next one has."""
+        now_s = loop.time()
+        late = [waiting.ended for waiting in self.waiting.values() if waiting.until_s <= now_s]
+        next_s = min((w.until_s for w in self.waiting.values() if w.until_s > now_s), default=None)
+        self._looks_at_s, self._timer = math.inf, None
+        if next_s is not None:
+            # Many peers that hang must not have all calls looked at for each of them.
+            self._look_at(max(next_s, now_s + LOOK_GAP_S), loop)
+        for ended in late:
+            if not ended.done():
+                ended.set_exception(
+                    DeadlineError("transfer.call", "no answer in time: executed once or not at all")
+                )
+
+
+class _Waiting(NamedTuple):
+    """A call that asyncio awaits."""
+
+    ended: DirectFuture[None]
+    until_s: float
 
 
 _loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls]" = (
@@ -186,24 +233,14 @@ async def await_call(
     if calls is None:
         calls = _loops[loop] = _LoopCalls(None)
         calls.watch(loop)
-    tag = next(calls.tags)
-    ended = calls.waiting[tag] = loop.create_future()
-    timer = loop.call_later(deadline_s, _expire, ended)
+    tag, waiting = calls.wait(loop, deadline_s)
     try:
         pending = core.begin_call(segment_id, payload, calls.inbox, tag)
         try:
-            await ended
+            await waiting.ended
         except BaseException:
             pending.abandon()
             raise
         return pending.take_answer()
     finally:
-        timer.cancel()
         del calls.waiting[tag]
-
-
-def _expire(ended: "asyncio.Future[None]") -> None:
-    if not ended.done():
-        ended.set_exception(
-            DeadlineError("transfer.call", "no answer in time: executed once or not at all")
-        )

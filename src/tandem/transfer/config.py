@@ -74,7 +74,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=0,
             le=1000,
-            description="Longest polling for an answer, and after the last operation; 0 = none.",
+            description="Longest polling for an answer, and after the last operation; three times "
+            "as long where that would just have paid. 0 = none.",
         ),
     ] = 200
     deadline_ms: Annotated[
