@@ -70,7 +70,7 @@ def find_nursery() -> Nursery:
 
 
 class Forked:
-    """What ``Popen`` is of children, of a grandchild: by a descriptor, which cannot mean another."""
+    """A grandchild, as ``Popen`` would be of it: by a descriptor, which means no other process."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid

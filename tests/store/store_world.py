@@ -169,7 +169,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             timer.cancel()
 
     def call_soon_threadsafe(self, callback, *args, context=None):
-        raise AssertionError("a thread would make a run depend on more than its seed")
+        """Of a finalizer, that is; there are no threads."""
+        self._calls.append(_Call(callback, args, contextvars.copy_context()))
 
     def _run_once(self) -> None:
         """Run until told to stop: what ``run_forever`` calls, again and again."""

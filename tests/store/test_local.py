@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -169,9 +170,24 @@ def test_values_beyond_the_limits_are_refused():
         assert not store.exists("key")
 
 
-def test_what_can_never_fit_is_refused_at_once(store):
+@pytest.mark.parametrize("size", [2**22 - 64, 2**22, 2**22 + 1, 2**23])
+def test_what_can_never_fit_is_refused_at_once(store, size):
+    """Also if only its table and header are too much; and nothing has to go for it."""
+    assert store.put("old", b"stays") is PutResult.CREATED
+    begin_s = time.monotonic()
     with pytest.raises(CapacityError, match="add a host"):
-        store.put("key", bytes(2**22))
+        store.put("key", bytes(size))
+    assert time.monotonic() - begin_s < FAST.put_wait_ms / 1e3
+    assert store.exists("old")
+
+
+def test_a_batch_that_can_never_fit_is_refused_at_once(store):
+    assert store.put("old", b"stays") is PutResult.CREATED
+    begin_s = time.monotonic()
+    with pytest.raises(CapacityError, match="add a host"):
+        store.put_many([f"k{i}" for i in range(9)], [bytes(2**19)] * 9)
+    assert time.monotonic() - begin_s < FAST.put_wait_ms / 1e3
+    assert store.exists("old")
 
 
 def test_a_full_store_evicts_the_least_recently_used(store):

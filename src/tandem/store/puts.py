@@ -203,7 +203,6 @@ class Puts:
             if is_last:
                 raise self._describe_full(batch)
             if left_s > 0:
-                self._check_possible(batch)
                 await self._wait_in_line(left_s)
             is_last = deadline_s - self._master.clock.now_s() <= 0
         batch.grant = self._master.next_version()
@@ -236,6 +235,8 @@ class Puts:
         """Take space for all objects, or none; the last attempt is content with one copy of each.
 
         Where a host is full, objects are evicted there, and their space is there a moment later.
+
+        Raises: CapacityError if it would never be enough; then nothing is evicted.
         """
         hosts = self._master.writable_hosts()
         if len(hosts) == 1:
@@ -249,6 +250,7 @@ class Puts:
         for number in batch.places:
             self._master.hosts[number].untake(*batch.list_extents(number))
         batch.places.clear()
+        self._check_possible(batch)
         for host in full[0]:
             self._master.eviction.evict_for(host, full[1])
         return False
@@ -286,7 +288,7 @@ class Puts:
         hosts = self._master.writable_hosts()
         largest = max((host.capacity_bytes for host in hosts), default=0)
         total = sum(host.capacity_bytes for host in hosts)
-        if hosts and (max(batch.sizes) > largest or sum(batch.sizes) > total):
+        if hosts and (max(batch.lengths) > largest or sum(batch.lengths) > total):
             raise self._describe_full(batch)
 
     def _describe_full(self, batch: PutBatch) -> CapacityError:
