@@ -14,7 +14,7 @@ CAPACITY = 2**18
 
 
 async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
-    """Remove, or pin, at a master that has not yet heard of the object; what is there after that."""
+    """Remove or pin at a master that has not yet heard of the object; returns the keys left."""
     world = World(seed, StoreConfig(), Faults())
     world.start_master()
     for name in HOSTS:

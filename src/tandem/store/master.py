@@ -386,7 +386,7 @@ class StoreMaster:
         return self.now_ms() - self._started_ms < self.config.recovery_ms
 
     async def ascertain(self, keys: Sequence[str]) -> None:
-        """Wait until those of the keys that are not found are not there, for all that hosts know."""
+        """Wait until those of the keys that are not found are not on any host that is there."""
         find = self.directory.find
         if any(find(key) == NO_ROW for key in keys):
             await self.recover()
