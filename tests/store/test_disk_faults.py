@@ -372,6 +372,57 @@ def test_a_disk_that_hangs_is_given_up_and_empty_after_a_restart():
     run_day(6, day)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_forget_that_comes_again_waits_for_the_first(is_cancelled):
+    """The answer to the first was lost, or its session; the note of it is not yet on the disk."""
+
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        bench.put("b", 1000)
+        await bench.settle()
+        assert len(bench.tier.index) == 2
+        disk.slow_s = 1.0
+        first = asyncio.ensure_future(bench.tier.forget(["a"], [bench.headers["a"].version]))
+        await asyncio.sleep(0.1)
+        if is_cancelled:
+            first.cancel()
+            await asyncio.wait([first])
+        await bench.forget("a")
+        disk.lose_process()
+        disk.slow_s = 0.0005
+        await bench.start()
+        await bench.check()
+        assert bench.tier.index.find("a") is None
+
+    run_day(8, day)
+
+
+def test_a_forget_waits_for_an_eviction_that_is_under_way():
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        await bench.settle()
+        (number,) = bench.tier.index.buckets
+        drop, life = disk.drop_bucket, disk.life
+
+        async def drop_late(number: int) -> None:
+            await asyncio.sleep(1)
+            if disk.life == life:
+                await drop(number)
+
+        disk.drop_bucket = drop_late
+        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        await asyncio.sleep(0.1)
+        assert bench.tier.index.find("a") is None
+        await bench.forget("a")
+        disk.lose_process()
+        await bench.start()
+        await bench.check(must_have=False)
+        assert bench.tier.index.find("a") is None
+        evicting.cancel()
+
+    run_day(9, day)
+
+
 def test_a_slow_disk_keeps_nobody_waiting():
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         disk.slow_s = 1.0

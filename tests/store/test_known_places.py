@@ -136,7 +136,7 @@ def test_over_real_transports_threads_share_what_is_known_until_the_session_ends
                     while len(cache):
                         await asyncio.sleep(0.01)
                 assert await asyncio.to_thread(client.get_many, keys) == values
-                assert counters.hits == 4
+                assert counters.hits >= 4  # More, if it asked before the host was back.
             finally:
                 await asyncio.to_thread(client.close)
 

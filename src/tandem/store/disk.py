@@ -8,8 +8,8 @@ a disk that fails, fills or hangs costs copies, never a put. See docs/design/sto
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class DiskTier:
         self._clock = clock
         self._graves: list[Grave] = []
         self._grave_lock = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
+        """See ``_end``."""
         self._num_listed = 0
         """Entries in the file of graves, those of buckets that are gone included."""
         self._next_number = 1
@@ -171,6 +173,9 @@ class DiskTier:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._io.aclose()
+        for task in self._ending:
+            task.cancel()  # What it waited for has ended, or hangs.
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     def status(self) -> DiskStatus:
         """Return what the master shows of this disk."""
@@ -313,13 +318,30 @@ class DiskTier:
             record = self._doubtful.get(key)
             if record is not None and record.header.version <= version:
                 gone.append(self._doubtful.pop(key))
+        # What is not found may be going, by an order of before whose answer was late, or otherwise.
+        earlier = list(self._ending)
         await self._bury(gone)
+        if earlier:
+            await asyncio.wait(earlier)
 
     async def _bury(self, records: Iterable[Record]) -> None:
         """Note durably that records are dead. A disk that cannot loses their buckets instead."""
         graves = [Grave(record.header.version, record.bucket) for record in records]
         if not graves or self.is_failed:
             return
+        await self._end(self._write_graves(graves))
+
+    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Carry out what keeps records from coming back that are not found any more.
+
+        Whoever forgets waits for it, also if nobody waits for it here any more.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        await asyncio.shield(task)
+
+    async def _write_graves(self, graves: Sequence[Grave]) -> None:
         self._graves += graves
         try:
             async with self._grave_lock:
@@ -577,6 +599,9 @@ class DiskTier:
 
     async def _evict(self, number: int) -> None:
         """Give up a bucket. What of it is in memory too is written anew: that is what is hot."""
+        await self._end(self._evict_records(number))
+
+    async def _evict_records(self, number: int) -> None:
         lost = self.index.drop_bucket(number)
         # A disk not much larger than the memory would do nothing but rewrite that.
         forwards = self.capacity_bytes >= 2 * self._segment.capacity_bytes
