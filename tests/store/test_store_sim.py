@@ -237,7 +237,7 @@ class Run:
         if result is PutResult.EXISTS:
             if upsert:
                 self.fail(f"upsert of {history.key} says EXISTS")
-            # What was there stays; or it is ours, by an attempt whose answer was lost. That may have
+            # What was there stays; or it is ours, by an attempt whose answer was lost. It may have
             # been created beside an older one, on a host that was away.
             self.loosen(history, all_there)
             history.change((before | history.limbo | {value}) - {None})
