@@ -88,8 +88,8 @@ class DirectTask(DirectFuture[T]):
         self._must_cancel = False
         self._step()
         if not self.done():
-            # For ``asyncio.all_tasks``, and so for the end of ``asyncio.run``; made for tasks of any
-            # kind, whatever its annotation says.
+            # For ``asyncio.all_tasks``, and so for the end of ``asyncio.run``. It takes tasks of
+            # any kind, whatever its annotation says.
             asyncio._register_task(self)  # pyright: ignore[reportArgumentType]
 
     def cancel(self, msg: Any = None) -> bool:
