@@ -382,6 +382,7 @@ class Session:
         except asyncio.CancelledError:
             return
         world.note_step()
+        world.num_answers[method] += 1
         world.note_answer(self.far, method, error=result[0], body=result[4])
         if world.random.random() < world.faults.lose or world.is_cut(self.near, self.far):
             return
@@ -539,6 +540,8 @@ class World:
         self.master: StoreMaster
         self.sessions: list[Session] = []
         self.steps = 0
+        self.num_answers: collections.Counter[str] = collections.Counter()
+        """By method."""
         self.crash_at: dict[int, Callable[[], None]] = {}
         self.clock = LoopClock()
         self._epochs = itertools.count(1)

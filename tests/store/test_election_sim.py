@@ -151,8 +151,8 @@ def test_many_seeds(first):
 class ElectionScenario(Scenario):
     """``Scenario`` under three masters: the leader dies, or is stopped, at one step."""
 
-    def __init__(self, victim: str, step: int) -> None:
-        super().__init__("master", step, inline=step % 2 == 0)
+    def __init__(self, victim: str, step: int, *, inline: bool) -> None:
+        super().__init__("master", step, inline=inline)
         self.world = MastersWorld(7, self.world.config, Faults())
         self.what = victim
 
@@ -176,12 +176,12 @@ class ElectionScenario(Scenario):
         await super().run(num_ops)
 
 
-def play_scenario(victim: str, step: int) -> ElectionScenario:
+def play_scenario(victim: str, step: int, *, inline: bool = False) -> ElectionScenario:
     scenario: ElectionScenario | None = None
 
     async def main() -> None:
         nonlocal scenario
-        scenario = ElectionScenario(victim, step)
+        scenario = ElectionScenario(victim, step, inline=inline)
         await scenario.run()
 
     run_virtual(main)
@@ -200,14 +200,15 @@ def test_a_strike_at_a_sample_of_steps(victim):
     assert whole.num_steps > 150
     assert whole.world.num_terms == 1
     for step in range(1, whole.num_steps, 29):
-        assert play_scenario(victim, step).world.num_terms >= 1
+        assert play_scenario(victim, step, inline=step % 2 == 0).world.num_terms >= 1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("victim", STRIKES)
-def test_a_strike_at_every_step(victim):
-    for step in range(1, play_scenario(victim, -1).num_steps + 1):
-        play_scenario(victim, step)
+def test_a_strike_at_every_step(victim, inline):
+    for step in range(1, play_scenario(victim, -1, inline=inline).num_steps + 1):
+        play_scenario(victim, step, inline=inline)
 
 
 def serve_for_ever(election: Election, now_s: float) -> bool:

@@ -22,7 +22,7 @@ from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.reading import ObjectRead
 from tandem.store.space import HostSpace
-from tandem.store.writing import PutOptions, PutResult
+from tandem.store.writing import MAX_INLINE_BATCH_BYTES, PutOptions, PutResult
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(
@@ -462,7 +462,8 @@ class Scenario(Run):
             for name in HOSTS[:2]:
                 self.world.add_disk(name)
         self.capacity = CAPACITY
-        limit = 8192 if inline else 0
+        # Its values are large, for something to be evicted.
+        limit = MAX_INLINE_BATCH_BYTES if inline else 0
         self.world.config = msgspec.structs.replace(STEP_CONFIG, inline_bytes=limit)
         self.victim, self.step = victim, step
 
@@ -544,6 +545,8 @@ def play_scenario(
 def test_a_crash_at_a_sample_of_steps(victim, inline):
     whole = play_scenario(victim, -1, inline=inline)
     counters, num_steps = whole.world.master.counters, whole.num_steps
+    assert (whole.world.num_answers["put_inline"] > 0) is inline
+    assert (whole.world.num_answers["commit_put"] > 0) is not inline
     assert num_steps > 150
     assert counters.objects_evicted > 0
     assert counters.replicas_copied > 0
