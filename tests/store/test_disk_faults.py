@@ -13,7 +13,13 @@ import pytest
 from disk_world import MemoryDisk, MemoryPort
 from store_world import LoopClock, run_virtual
 
-from tandem.core.errors import CorruptionError, NotFoundError, PeerLostError, TandemError
+from tandem.core.errors import (
+    CorruptionError,
+    InternalError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+)
 from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
@@ -422,6 +428,42 @@ def test_a_forget_waits_for_an_eviction_that_is_under_way():
         evicting.cancel()
 
     run_day(9, day)
+
+
+@pytest.mark.parametrize("num_failures", [2, 1000])
+def test_a_bucket_that_cannot_be_removed_never_comes_back(num_failures):
+    async def day(disk: MemoryDisk, bench: Bench) -> None:
+        bench.put("a", 30_000)
+        await bench.settle()
+        bench.wipe("a")
+        (number,) = bench.tier.index.buckets
+        drop, left = disk.drop_bucket, [num_failures]
+
+        async def drop_sometimes(number: int) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise InternalError("test.disk", "cannot remove")
+            await drop(number)
+
+        disk.drop_bucket = drop_sometimes
+        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        await asyncio.sleep(0.01)
+        assert not bench.tier.take_changes()[1]  # It could still come back.
+        await bench.forget("a")
+        if num_failures > 100:
+            with pytest.raises(InternalError):
+                await evicting
+            assert bench.tier.state is DiskState.FAILED
+        else:
+            await evicting
+            assert bench.tier.state is not DiskState.FAILED
+            assert bench.tier.take_changes()[1] == {"a": bench.headers["a"].version}
+        disk.lose_process()
+        await bench.start()
+        await bench.check(must_have=False)
+        assert bench.tier.index.find("a") is None
+
+    run_day(10, day)
 
 
 def test_a_slow_disk_keeps_nobody_waiting():

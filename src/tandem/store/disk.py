@@ -56,6 +56,8 @@ SCAN_PERIOD_S = 10.0
 SCAN_SLICE = 500
 FULL_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
+REMOVE_ATTEMPTS = 5
+REMOVE_PAUSE_S = 0.2
 COMPACT_GRAVES = 100_000
 GRAVES = "removed"
 COUNTS = (
@@ -295,8 +297,8 @@ class DiskTier:
     async def _forget_record(self, record: Record) -> None:
         if self.index.is_live(record):
             self.index.remove(record.header.key, record.header.version)
-            self._note_gone(record)
             await self._bury([record])
+            self._note_gone(record)
 
     # Forgetting.
 
@@ -366,10 +368,12 @@ class DiskTier:
         self._num_listed = len(self._graves)
 
     def _note_gone(self, record: Record) -> None:
-        self.stored.pop(record.header.key, None)
-        self._offsets.pop(record.header.key, None)
-        self.dropped[record.header.key] = record.header.version
-        self.on_change()
+        """Tell of a record that no start brings back, unless it has been written anew."""
+        if self.index.find(record.header.key) is None:
+            self.stored.pop(record.header.key, None)
+            self._offsets.pop(record.header.key, None)
+            self.dropped[record.header.key] = record.header.version
+            self.on_change()
 
     # Writing behind.
 
@@ -608,16 +612,31 @@ class DiskTier:
         for record in lost:
             offset = self._offsets.pop(record.header.key, -1)
             self.stored.pop(record.header.key, None)
-            self.dropped[record.header.key] = record.header.version
             if offset >= 0 and forwards:
                 self.on_sealed(offset, record.header)
         self.counts["evicted"] += len(lost)
-        await self._remove_files(number)
-        self.on_change()
+        await self._remove_surely(number)
+        for record in lost:
+            self._note_gone(record)
 
     async def _remove_bucket(self, number: int) -> None:
         assert not self.index.drop_bucket(number), number
         await self._remove_files(number)
+
+    async def _remove_surely(self, number: int) -> None:
+        """Remove a bucket, or give the disk up: a start would find what nobody knows any more."""
+        for attempt in range(1, REMOVE_ATTEMPTS + 1):
+            try:
+                await self._remove_files(number)
+                break
+            except TandemError:
+                if self.is_failed:
+                    raise
+                self.counts["errors"] += 1
+                if attempt == REMOVE_ATTEMPTS:
+                    self._fail()
+                    raise
+                await asyncio.sleep(REMOVE_PAUSE_S)
 
     async def _remove_files(self, number: int) -> None:
         await self._io.bounded(self._io.port.drop_bucket(number))
