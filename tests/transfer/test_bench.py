@@ -47,7 +47,7 @@ def test_cases_without_polling_run_where_they_say_and_nowhere_afterwards(
         (record,) = run_cases(
             "transfer",
             make_cases(quick=True),
-            pattern=f"transport=tcp op=read size=4096 * polling=no cores={cores}",
+            patterns=[f"transport=tcp op=read size=4096 * polling=no cores={cores}"],
             budget_s=0.05,
             rounds=1,
         )
