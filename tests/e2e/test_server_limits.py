@@ -97,7 +97,8 @@ def test_sigterm_drains_and_ends_with_status_0(serve_demo):
     with serve_demo("--server.drain-timeout-s", "30") as server:
         instance = server.instance_pid()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 400})
+            # Long enough to be seen running, also by who is slow to look.
+            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 1500})
             server.wait_until(lambda: server.stats()["num_running"] == 1)
             server.process.send_signal(signal.SIGTERM)
             server.wait_until(

@@ -61,8 +61,14 @@ def test_cases_without_polling_run_where_they_say_and_nowhere_afterwards(
 
 
 def _list_children() -> list[str]:
+    """Return the folders of this process's children, the youngest last."""
     text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return [f"/proc/{child}" for child in sorted(text.split(), key=int)]
+    folders = [f"/proc/{child}" for child in text.split()]
+    return sorted(folders, key=_begin_ticks)  # Numbers begin anew at some point.
+
+
+def _begin_ticks(process: str) -> int:
+    return int(Path(process, "stat").read_text().rsplit(")", 1)[1].split()[19])
 
 
 def _list_cores(process: str) -> set[tuple[int, ...]]:
