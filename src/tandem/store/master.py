@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
-from tandem.core.direct import DirectTask
+from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
@@ -130,6 +130,8 @@ class StoreMaster:
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._recovering: DirectTask[None] | None = None
+        """Ends when ``is_recovering`` does, for all who wait for that."""
         self.requests = Requests(self.spawn)
         self.puts = Puts(self)
         self.commits = Commits(self)
@@ -393,8 +395,17 @@ class StoreMaster:
 
     async def recover(self) -> None:
         """Wait until all hosts that are there, or should be, have told what they have."""
-        while self.is_recovering:
-            await asyncio.sleep(RECOVERY_LOOK_S)
+        if self.is_recovering:
+            if self._recovering is None:
+                self._recovering = self.spawn(self._look_until_recovered())
+            await shield(self._recovering)
+
+    async def _look_until_recovered(self) -> None:
+        try:
+            while self.is_recovering:
+                await asyncio.sleep(RECOVERY_LOOK_S)
+        finally:
+            self._recovering = None
 
     async def _run(self) -> None:
         while True:
