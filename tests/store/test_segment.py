@@ -275,7 +275,8 @@ def test_pages_are_mapped_before_they_are_used(path):
         assert mapped_bytes() < capacity // 2
         segment.reserve_rest(lambda usable_bytes: None)
         segment._reserving.join(30)
-        assert mapped_bytes() >= capacity
+        # The kernel may take single pages of a file back; without this, none would be there.
+        assert mapped_bytes() >= capacity * 3 // 4
         assert segment.data[:6].tolist() == [7] * 5 + [0]
     finally:
         segment.close(remove=True)
