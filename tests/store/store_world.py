@@ -451,11 +451,11 @@ class SimClientPort:
         if world.random.random() < world.faults.stall:
             world.stall(self.process)
         slices = []
-        for piece in pieces:
-            data = bytes(piece.memory[piece.local_offset : piece.local_offset + piece.length])
-            for begin, end in world.cut(piece.length):
+        for memory, local_offset, offset, length in pieces:
+            data = bytes(memory[local_offset : local_offset + length])
+            for begin, end in world.cut(length):
                 slices.append(world.spawn_slice(
-                    self.process, endpoint, piece.offset + begin, data[begin:end]
+                    self.process, endpoint, offset + begin, data[begin:end]
                 ))  # fmt: skip
         _, pending = await asyncio.wait(slices, timeout=timeout_s)
         await self.process.pass_stall()
@@ -469,16 +469,16 @@ class SimClientPort:
         world = self.world
         try:
             async with asyncio.timeout(timeout_s):
-                for piece in pieces:
-                    base = piece.offset // BASE_STEP * BASE_STEP
-                    for begin, end in world.cut(piece.length):
+                for memory, local_offset, offset, length in pieces:
+                    base = offset // BASE_STEP * BASE_STEP
+                    for begin, end in world.cut(length):
                         await world.travel()
                         if world.random.random() < world.faults.drag:
                             await asyncio.sleep(world.random.uniform(0, 1))
-                        at = piece.offset - base + begin
+                        at = offset - base + begin
                         data = world.peek(endpoint.address, base, at, at + end - begin)
-                        target = piece.local_offset + begin
-                        piece.memory[target : target + end - begin] = data
+                        target = local_offset + begin
+                        memory[target : target + end - begin] = data
         except TimeoutError:
             raise DeadlineError("world.read", "too slow") from None
         await self.process.pass_stall()

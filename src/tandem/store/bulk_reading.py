@@ -127,9 +127,9 @@ class BulkReader:
             self._scratch.lend(scratch_bytes) as scratch,
             self._results.lend(lengths) if direct else NO_RESULTS as results,
         ):
-            pieces = [Piece(scratch.handle, *row) for row in rows]
+            pieces = [(scratch.handle, *row) for row in rows]
             pieces += [
-                Piece(result.buffer.handle, 0, at, length)
+                (result.buffer.handle, 0, at, length)
                 for result, (_, at, length) in zip(results, direct, strict=True)
             ]
             if not await self._read(number, pieces, min(lease_end_s, deadline_s)):
@@ -155,9 +155,9 @@ class BulkReader:
         cache, buffer = self._places.cache, targets[0][0].buffer
         scratch_bytes, lease_end_s, rows, direct = batch.plan(number)
         with self._scratch.lend(scratch_bytes) as scratch:
-            pieces = [Piece(scratch.handle, *row) for row in rows]
+            pieces = [(scratch.handle, *row) for row in rows]
             pieces += [
-                Piece(buffer.handle, targets[index][0].offset, at, length)
+                (buffer.handle, targets[index][0].offset, at, length)
                 for index, at, length in direct
             ]
             if not await self._read(number, pieces, min(lease_end_s, deadline_s)):

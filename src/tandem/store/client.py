@@ -6,7 +6,7 @@ simulator runs this very class. How a put goes is in ``writing``, how a get goes
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, TandemError
@@ -148,7 +148,7 @@ class AsyncStoreClient:
             staging = Staging(self._port, lent)
             parts = [staging.add(views) for views in views_of]
             staging.close()
-            return await self._writer.put_items(Items(keys, parts, sizes), options)
+            return await self._writer.put_items(Items.of(keys, sizes, parts), options)
         finally:
             for buffer in lent:
                 self._port.unregister(buffer.handle)
@@ -168,15 +168,16 @@ class AsyncStoreClient:
         """Store objects out of registered buffers. As ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
-        parts_of = [[given] if isinstance(given, Part) else given for given in parts]
-        if all(len(given) == 1 for given in parts_of):
-            sizes = measure_parts([given[0] for given in parts_of])
+        if set(map(type, parts)) == {Part}:
+            singles = cast("Sequence[Part]", parts)
+            items = Items(keys, measure_parts(singles), singles)
         else:
-            sizes = [sum(measure_parts(given)) for given in parts_of]
-        if is_inline(sizes, self.config):
-            views_of = [[part.view for part in given] for given in parts_of]
+            parts_of = [[given] if isinstance(given, Part) else given for given in parts]
+            items = Items.of(keys, [sum(measure_parts(given)) for given in parts_of], parts_of)
+        if is_inline(items.sizes, self.config):
+            views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
             return await self._writer.put_inline(keys, views_of, options)
-        return await self._writer.put_items(Items(keys, parts_of, sizes), options)
+        return await self._writer.put_items(items, options)
 
     # Reading.
 

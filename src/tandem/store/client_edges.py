@@ -1,7 +1,7 @@
 """What a client asks of the world: a way to the master, and a way for bytes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,9 @@ __all__ = ["ClientPort", "MasterChannel", "Piece"]
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
-    """One contiguous range to move."""
-
-    memory: Any
-    """A handle that ``ClientPort.register`` returned."""
-    local_offset: int
-    offset: int
-    """In the address space of the host."""
-    length: int
+Piece = tuple[Any, int, int, int]
+"""One contiguous range to move: memory (a handle that ``ClientPort.register`` returned), where in
+it, where in the address space of the host, and how many bytes. A plain tuple: batches have many."""
 
 
 class ClientPort(Protocol):

@@ -102,7 +102,7 @@ class Commits:
         if not request.checksums:
             self._master.puts.release(batch)
             return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
-        table_sizes = [4 * layout.count_chunks(size) for size in batch.sizes]
+        table_sizes = [4 * count for count in layout.count_chunks_each(batch.sizes)]
         if sum(table_sizes) != len(request.tables):
             self._master.puts.release(batch)
             raise ConfigError("store.commit", "tables that do not fit the values")

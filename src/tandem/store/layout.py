@@ -5,6 +5,8 @@ key is written by the client. The table holds the CRC-32C of each chunk of the v
 range can be checked by reading the chunks it touches; the object's checksum is that of the table.
 """
 
+from collections.abc import Sequence
+
 from tandem.core.errors import ConfigError
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "HEADER_BYTES",
     "VERSION_BITS",
     "count_chunks",
+    "count_chunks_each",
     "extent_bytes",
     "table_bytes",
     "table_offset",
@@ -37,6 +40,12 @@ def _align(size_bytes: int) -> int:
 def count_chunks(value_bytes: int) -> int:
     """Return how many chunks a value has; an empty one has none."""
     return (value_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+
+
+def count_chunks_each(values_bytes: Sequence[int]) -> list[int]:
+    """As ``count_chunks``, for each; many are alike."""
+    counts = {size: count_chunks(size) for size in set(values_bytes)}
+    return [counts[size] for size in values_bytes]
 
 
 def table_bytes(value_bytes: int) -> int:

@@ -92,16 +92,16 @@ class MemoryPort:
     async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
         """See ``ClientPort``."""
         host = self._peers[endpoint.address]
-        for piece in pieces:
-            target = host.view(piece.offset, piece.length, is_write=True)
-            target[:] = piece.memory[piece.local_offset : piece.local_offset + piece.length]
+        for memory, local_offset, offset, length in pieces:
+            target = host.view(offset, length, is_write=True)
+            target[:] = memory[local_offset : local_offset + length]
 
     async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
         """See ``ClientPort``."""
         host = self._peers[endpoint.address]
-        for piece in pieces:
-            source = host.view(piece.offset, piece.length, is_write=False)
-            piece.memory[piece.local_offset : piece.local_offset + piece.length] = source
+        for memory, local_offset, offset, length in pieces:
+            source = host.view(offset, length, is_write=False)
+            memory[local_offset : local_offset + length] = source
 
 
 class LocalCaller:

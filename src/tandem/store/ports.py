@@ -168,7 +168,7 @@ class TransferHostPort:
     ) -> None:
         """See ``HostPort``."""
         if length:
-            piece = Piece(self._reader, offset, source.read_base + source_offset, length)
+            piece = (self._reader, offset, source.read_base + source_offset, length)
             await self._peers.move(Op.READ, source, [piece], timeout_s)
 
 

@@ -125,16 +125,16 @@ class ObjectRead:
         value_at = extent_at + layout.value_offset(key_bytes, self.size) + self._begin
         if self._views is None and self._begin == 0:
             # Table and value lie side by side there and here.
-            return [Piece(scratch, self._scratch_at, table_at, self.scratch_bytes)]
-        pieces = [Piece(scratch, self._scratch_at, table_at, self.table_length)]
+            return [(scratch, self._scratch_at, table_at, self.scratch_bytes)]
+        pieces = [(scratch, self._scratch_at, table_at, self.table_length)]
         if self._views is None:
             local = self._scratch_at + self.table_length
-            return [*pieces, Piece(scratch, local, value_at, self.num_bytes)]
+            return [*pieces, (scratch, local, value_at, self.num_bytes)]
         left = self.size
         for part, view in zip(self._parts, self._views, strict=True):
             length = min(left, view.size)
             if length:
-                pieces.append(Piece(part.buffer.handle, part.offset, value_at, length))
+                pieces.append((part.buffer.handle, part.offset, value_at, length))
             value_at += length
             left -= length
         return pieces

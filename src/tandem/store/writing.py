@@ -88,8 +88,24 @@ class Items(NamedTuple):
     """Objects to put: columns."""
 
     keys: Sequence[str]
-    parts: Sequence[Sequence[Part]]
     sizes: Sequence[int]
+    singles: Sequence[Part] = ()
+    """The only part of each; empty if some have several, or none."""
+    several: Sequence[Sequence[Part]] = ()
+    """The parts of each, unless they are ``singles``."""
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[str], sizes: Sequence[int], parts: Sequence[Sequence[Part]]
+    ) -> "Items":
+        """Return objects of any number of parts."""
+        if set(map(len, parts)) == {1}:
+            return cls(keys, sizes, [part for (part,) in parts])
+        return cls(keys, sizes, several=parts)
+
+    def list_parts(self, i: int) -> Sequence[Part]:
+        """Return those of one object."""
+        return [self.singles[i]] if self.singles else self.several[i]
 
 
 @dataclass(slots=True)
@@ -110,7 +126,7 @@ class Sources:
         """Return checksums and tables of some; ``sizes`` of all."""
         if len(chosen) == len(self.checksums):
             return self.checksums, self.tables
-        ends = list(itertools.accumulate(4 * layout.count_chunks(size) for size in sizes))
+        ends = list(itertools.accumulate(4 * n for n in layout.count_chunks_each(sizes)))
         begins = [0, *ends]
         tables = b"".join(self.tables[begins[i] : ends[i]] for i in chosen)
         return [self.checksums[i] for i in chosen], tables
@@ -214,34 +230,35 @@ class ObjectWriter:
         deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items.keys)
         sources = Sources()  # Made while the master is asked for the first time.
+        left: Sequence[int] = range(len(results))
         for _ in range(MAX_ATTEMPTS):
-            left = [i for i, result in enumerate(results) if result is None]
             if not left:
                 break
             await self._put_once(items, sources, left, options, results, deadline_s)
+            left = [i for i, result in enumerate(results) if result is None]
         return [_lost() if result is None else result for result in results]
 
     async def _prepare(self, items: Items, sources: Sources) -> None:
         """Compute what is to be known of the objects, unless that is done."""
         if sources.checksums:
             return
-        keys, parts_of, sizes = items
-        singles = [parts[0] for parts in parts_of if len(parts) == 1]
-        is_single = len(singles) == len(parts_of)
-        first = singles[0].buffer if singles else None
+        keys, sizes, singles, _ = items
         places = [part.offset for part in singles]
+        buffers = {part.buffer for part in singles}
 
         def compute() -> tuple[list[int], bytes]:
-            if first is None or not is_single or any(part.buffer is not first for part in singles):
-                tables = [make_table([part.view for part in parts]) for parts in parts_of]
+            if len(buffers) != 1:
+                views_of = ([part.view for part in items.list_parts(i)] for i in range(len(keys)))
+                tables = [make_table(views) for views in views_of]
                 return [checksum_table(table) for table in tables], b"".join(tables)
+            (buffer,) = buffers
             offsets, lengths = (np.array(column, dtype=np.uint64) for column in (places, sizes))
-            return checksum_values(first.array, offsets, lengths, layout.CHUNK_BYTES)
+            return checksum_values(buffer.array, offsets, lengths, layout.CHUNK_BYTES)
 
         made = await self._calls.compute(compute) if sum(sizes) > OFF_LOOP_BYTES else compute()
         sources.checksums, sources.tables = made
         sources.value_at = locate_values(keys, sizes)
-        if is_single and all(sizes):
+        if singles and all(sizes):
             sources.handles = [part.buffer.handle for part in singles]
             sources.local_at = places
 
@@ -276,8 +293,9 @@ class ObjectWriter:
         )
         if len(started.statuses) != len(left):
             raise InternalError("store.put", "an answer for another number of objects")
-        granted = [i for i, status in zip(left, started.statuses, strict=True) if not status]
-        if len(granted) < len(left):
+        granted = left
+        if any(started.statuses):
+            granted = [i for i, status in zip(left, started.statuses, strict=True) if not status]
             for i, status in zip(left, started.statuses, strict=True):
                 if status == StartStatus.EXISTS:
                     results[i] = PutResult.EXISTS
@@ -346,15 +364,14 @@ def _list_pieces(
     """Return what is to be written to one host."""
     if sources.handles and place.objects == list(range(len(items.keys))):
         at = [base + n + m for n, m in zip(place.offsets, sources.value_at, strict=True)]
-        rows = zip(sources.handles, sources.local_at, at, items.sizes, strict=True)
-        return list(map(Piece._make, rows))
+        return list(zip(sources.handles, sources.local_at, at, items.sizes, strict=True))
     pieces: list[Piece] = []
     for position, extent_at in zip(place.objects, place.offsets, strict=True):
         i = left[position]
         at = base + extent_at + sources.value_at[i]
-        for part in items.parts[i]:
+        for part in items.list_parts(i):
             length = part.nbytes
             if length:
-                pieces.append(Piece(part.buffer.handle, part.offset, at, length))
+                pieces.append((part.buffer.handle, part.offset, at, length))
                 at += length
     return pieces

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Generator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -59,28 +59,9 @@ class Transfer:
         self.local_offset = local_offset
 
 
-class Range(Protocol):
-    """One range of a segment and the local bytes that go with it; a tuple with names is one."""
-
-    @property
-    def memory(self) -> Buffer:
-        """A buffer registered with the submitting engine."""
-        ...
-
-    @property
-    def local_offset(self) -> int:
-        """Where in that buffer."""
-        ...
-
-    @property
-    def offset(self) -> int:
-        """Where in the segment's address space."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        ...
+Range = tuple[Buffer, int, int, int]
+"""One range of a segment and the local bytes that go with it: a buffer registered with the
+submitting engine, where in it, where in the segment's address space, and how many bytes."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True):

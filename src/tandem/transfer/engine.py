@@ -306,16 +306,18 @@ class TransferEngine:
         Raises: as ``submit``; numbers that are none of 64 bits are a TypeError.
         """
         segment_id = self._id_of(segment)
-        for local in {each.memory for each in ranges}:
+        starts: dict[Buffer, int] = {}
+        for local in {each[0] for each in ranges}:
             if local._engine is not self:
                 raise NotFoundError("transfer.submit", f"{local!r} belongs to another engine")
+            starts[local] = local.offset
         number = int(op)
         requests = [
-            (number, each.memory.offset, each.local_offset, segment_id, each.offset, each.length)
-            for each in ranges
+            (number, starts[local], local_offset, segment_id, offset, length)
+            for local, local_offset, offset, length in ranges
         ]
         core = self.core.submit(requests, self._deadline(deadline_s), transport)
-        return Batch(self, core, [each.length for each in ranges])
+        return Batch(self, core, [each[3] for each in ranges])
 
     def prepare(
         self, transfers: Iterable[Transfer], *, transport: TransportName | None = None
