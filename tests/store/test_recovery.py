@@ -1,4 +1,4 @@
-"""Goal: a new master takes nothing for absent, or for gone, before its hosts have told what they have.
+"""Goal: a new master takes nothing for absent, or gone, before its hosts have told what they have.
 
 What is removed then is what was there when that was asked for, and nothing that came since.
 """
@@ -78,7 +78,9 @@ async def kill_a_master_that_has_removed(seed: int) -> tuple[bool, list[str]]:
 
 def test_no_host_brings_back_what_a_new_master_has_removed():
     """Not one, either, that tells of its copy only to the next master."""
-    seen = [run_virtual(lambda seed=seed: kill_a_master_that_has_removed(seed)) for seed in range(9)]
+    seen = [
+        run_virtual(lambda seed=seed: kill_a_master_that_has_removed(seed)) for seed in range(9)
+    ]
     assert any(was_early for was_early, _ in seen)
     assert all(keys == [] for _, keys in seen)
 
