@@ -9,6 +9,7 @@ import contextlib
 import pytest
 from store_world import Faults, World, run_virtual
 
+from tandem.core.errors import CapacityError
 from tandem.store.client import PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.index import NO_ROW
@@ -106,3 +107,31 @@ async def give_up_a_removal(seed: int, kind: str) -> bytes:
 def test_a_removal_takes_nothing_that_was_put_after_it_was_given_up(kind):
     for seed in range(3):
         assert run_virtual(lambda seed=seed: give_up_a_removal(seed, kind)) == b"value"
+
+
+async def put_what_one_host_can_hold(delay_s: float) -> tuple[object, int]:
+    """Put it while that host is away; returns the result, and what of the other is left."""
+    world = World(1, StoreConfig(put_wait_ms=3000), Faults())
+    world.start_master()
+    world.start_host("small", CAPACITY)
+    await asyncio.sleep(2)
+    _, client = world.start_client("c")
+    for i in range(10):
+        await client.put(f"key{i}", bytes(20_000))
+    world.start_host("large", 16 * CAPACITY)
+    await asyncio.sleep(2)
+    world.kill_host("large")
+    putting = asyncio.ensure_future(client.put("large", bytes(4 * CAPACITY)))
+    await asyncio.sleep(delay_s)
+    if delay_s < 3:
+        world.start_host("large", 16 * CAPACITY)
+    (result,) = await asyncio.gather(putting, return_exceptions=True)
+    return result, len((await client.list_keys()).keys)
+
+
+def test_a_put_waits_for_a_host_that_could_hold_it_and_evicts_nothing_meanwhile():
+    result, num_keys = run_virtual(lambda: put_what_one_host_can_hold(1))
+    assert (result, num_keys) == (PutResult.CREATED, 11)
+    result, num_keys = run_virtual(lambda: put_what_one_host_can_hold(5))
+    assert isinstance(result, CapacityError)
+    assert num_keys == 10

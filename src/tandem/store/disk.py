@@ -106,7 +106,7 @@ class DiskTier:
         self._ending: set[asyncio.Task[None]] = set()
         """See ``_end``."""
         self._going: dict[int, asyncio.Event] = {}
-        """Buckets that are given up, and whose files may still be there; set when that has ended."""
+        """Buckets that are given up, whose files may still be there; set when that has ended."""
         self._leaving: dict[str, Record] = {}
         """What is evicted with them: not found any more, but a start would find it."""
         self._num_listed = 0
