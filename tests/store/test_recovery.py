@@ -5,6 +5,8 @@ What is removed then is what was there when that was asked for, and nothing that
 
 import asyncio
 import contextlib
+import itertools
+from types import SimpleNamespace
 
 import pytest
 from store_world import Faults, World, run_virtual
@@ -13,7 +15,8 @@ from tandem.core.errors import CapacityError
 from tandem.store.client import PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.index import NO_ROW
-from tandem.store.messages import PinObjects
+from tandem.store.master import StoreMaster
+from tandem.store.messages import HostStage, PinObjects
 from tandem.store.writing import PutOptions
 
 HOSTS = ("h0", "h1", "h2")
@@ -135,3 +138,28 @@ def test_a_put_waits_for_a_host_that_could_hold_it_and_evicts_nothing_meanwhile(
     result, num_keys = run_virtual(lambda: put_what_one_host_can_hold(5))
     assert isinstance(result, CapacityError)
     assert num_keys == 10
+
+
+class Ticking:
+    """A clock that goes on by a millisecond whenever it is read."""
+
+    def __init__(self) -> None:
+        self._now_ms = itertools.count(1)
+
+    def now_s(self) -> float:
+        return next(self._now_ms) / 1e3
+
+
+def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
+    async def main() -> None:
+        for recovery_ms in range(1, 6):
+            config = StoreConfig(recovery_ms=recovery_ms)
+            master = StoreMaster(config, clock=Ticking(), epoch=1, draw=lambda _: 0)
+            await master.recover()
+            master.hosts[0] = SimpleNamespace(stage=HostStage.JOINING)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(master.recover(), 1)
+            master.hosts.clear()
+            await master.aclose()
+
+    run_virtual(main)

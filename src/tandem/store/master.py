@@ -398,7 +398,8 @@ class StoreMaster:
     async def recover(self) -> None:
         """Wait until all hosts that are there, or should be, have told what they have."""
         if self.is_recovering:
-            if self._recovering is None:
+            # It may be over before it has begun: time passes between two looks.
+            if self._recovering is None or self._recovering.done():
                 self._recovering = self.spawn(self._look_until_recovered())
             await shield(self._recovering)
 
