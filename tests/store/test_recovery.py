@@ -156,10 +156,40 @@ def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
             config = StoreConfig(recovery_ms=recovery_ms)
             master = StoreMaster(config, clock=Ticking(), epoch=1, draw=lambda _: 0)
             await master.recover()
-            master.hosts[0] = SimpleNamespace(stage=HostStage.JOINING)
+            master.hosts[0] = SimpleNamespace(stage=HostStage.JOINING, is_all_known=False)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(master.recover(), 1)
             master.hosts.clear()
             await master.aclose()
 
     run_virtual(main)
+
+
+async def remove_beside_a_host_that_comes_back(seed: int) -> bool:
+    """Remove while a host that this master knows joins anew; returns whether it still did then."""
+    world = World(seed, StoreConfig(), Faults())
+    world.start_master()
+    world.start_host("h0", CAPACITY)
+    _, client = world.start_client("c")
+    await asyncio.sleep(2)
+    await client.put("key", b"value")
+    world.kill_host("h0")
+    world.start_host("h0", CAPACITY)
+    (host,) = world.master.hosts.values()
+    while host.stage is not HostStage.JOINING:
+        await asyncio.sleep(0.0005)
+    removal = world.master.removals._remove_keys(["key"], world.master.newest_version)
+    assert await removal == b"\x01"
+    was_joining = host.stage is HostStage.JOINING
+    await asyncio.sleep(3)
+    assert (await client.list_keys()).keys == []
+    return was_joining
+
+
+def test_a_removal_does_not_wait_for_a_host_that_comes_back():
+    """The master knows what it has, and that takes long where it is much."""
+    seen = [
+        run_virtual(lambda seed=seed: remove_beside_a_host_that_comes_back(seed))
+        for seed in range(9)
+    ]
+    assert any(seen)

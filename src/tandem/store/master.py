@@ -133,7 +133,7 @@ class StoreMaster:
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
         self._recovering: DirectTask[None] | None = None
-        """Ends when ``is_recovering`` does, for all who wait for that."""
+        """Ends when ``is_learning`` does, for all who wait for that."""
         self.requests = Requests(self.spawn)
         self.puts = Puts(self)
         self.commits = Commits(self)
@@ -395,17 +395,24 @@ class StoreMaster:
             return True
         return self.now_ms() - self._started_ms < self.config.recovery_ms
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether a host may have what this master has never heard of: not one that comes back."""
+        if any(h.stage is HostStage.JOINING and not h.is_all_known for h in self.hosts.values()):
+            return True
+        return self.now_ms() - self._started_ms < self.config.recovery_ms
+
     async def recover(self) -> None:
         """Wait until all hosts that are there, or should be, have told what they have."""
-        if self.is_recovering:
+        if self.is_learning:
             # It may be over before it has begun: time passes between two looks.
             if self._recovering is None or self._recovering.done():
-                self._recovering = self.spawn(self._look_until_recovered())
+                self._recovering = self.spawn(self._look_until_learnt())
             await shield(self._recovering)
 
-    async def _look_until_recovered(self) -> None:
+    async def _look_until_learnt(self) -> None:
         try:
-            while self.is_recovering:
+            while self.is_learning:
                 await asyncio.sleep(RECOVERY_LOOK_S)
         finally:
             self._recovering = None
