@@ -1,6 +1,7 @@
 // Goal: memory is reached within its bounds and rights only, and stays while it is in use.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -160,6 +161,20 @@ TEST(process_id_knows_the_living) {
   CHECK(is_same_host(own, own) || own.host_id.empty());
   own.start_time += 1;  // The pid of another life.
   CHECK(!is_alive(own));
+}
+
+TEST(process_id_takes_no_want_of_descriptors_for_a_death) {
+  const ProcessId own = read_own_process();
+  ProcessId other = own;
+  other.pid = 0;
+  rlimit before{};
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{0, before.rlim_max};
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const bool is_own_alive = is_alive(own), is_other_alive = is_alive(other);
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK(is_own_alive);
+  CHECK(!is_other_alive);
 }
 
 TEST(registry_checks_bounds_rights_and_generations) {

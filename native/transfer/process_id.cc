@@ -1,8 +1,10 @@
 #include "transfer/process_id.h"
 
 #include <sys/random.h>
+#include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <climits>
 #include <cstdlib>
 #include <optional>
@@ -12,13 +14,16 @@
 namespace tandem::transfer {
 namespace {
 
-// Field 22 of /proc/PID/stat. The second field is the command's name, which may hold anything.
-std::optional<uint64_t> read_start_time(uint32_t pid) {
-  const auto text = Root().read_text("/proc/" + std::to_string(pid) + "/stat");
-  if (!text) return std::nullopt;
-  const size_t close = text->rfind(')');
-  if (close == std::string::npos || close + 2 > text->size()) return std::nullopt;
-  const std::vector<std::string> fields = split(std::string_view(*text).substr(close + 2), ' ');
+std::optional<std::string> read_stat(uint32_t pid) {
+  return Root().read_text("/proc/" + std::to_string(pid) + "/stat");
+}
+
+// Field 22 of /proc/PID/stat, of a process that lives. The second field is the command's name, which
+// may hold anything.
+std::optional<uint64_t> parse_start_time(std::string_view text) {
+  const size_t close = text.rfind(')');
+  if (close == std::string::npos || close + 2 > text.size()) return std::nullopt;
+  const std::vector<std::string> fields = split(text.substr(close + 2), ' ');
   constexpr size_t kStartTime = 22 - 3;
   if (fields.size() <= kStartTime || fields[0] == "Z" || fields[0] == "X") return std::nullopt;
   return static_cast<uint64_t>(parse_int(fields[kStartTime]).value_or(0));
@@ -29,7 +34,8 @@ std::optional<uint64_t> read_start_time(uint32_t pid) {
 ProcessId read_own_process() {
   ProcessId process;
   process.pid = static_cast<uint32_t>(getpid());
-  process.start_time = read_start_time(process.pid).value_or(0);
+  const auto stat = read_stat(process.pid);
+  process.start_time = stat ? parse_start_time(*stat).value_or(0) : 0;
   const auto boot = Root().read_text("/proc/sys/kernel/random/boot_id");
   char space[64];
   const ssize_t size = readlink("/proc/self/ns/pid", space, sizeof space);
@@ -43,7 +49,11 @@ bool is_same_host(const ProcessId& a, const ProcessId& b) {
 }
 
 bool is_alive(const ProcessId& process) {
-  return read_start_time(process.pid) == process.start_time;
+  const auto stat = read_stat(process.pid);
+  if (stat) return parse_start_time(*stat) == process.start_time;
+  // Not readable is no proof of death: we may have no descriptor left. This takes none.
+  if (process.pid == 0 || process.pid > INT_MAX) return false;
+  return kill(static_cast<pid_t>(process.pid), 0) == 0 || errno != ESRCH;
 }
 
 std::string random_bytes(size_t size) {

@@ -2,10 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <limits>
 
@@ -19,10 +22,21 @@ constexpr size_t kMaxSessions = 4096;
 constexpr size_t kCookieBytes = 16;
 // How often a waiting unregister looks whether a silent peer has died.
 constexpr int64_t kAlivePollNs = 20'000'000;
+// For how long nobody is accepted when that failed: a listening socket stays ready until then.
+constexpr int64_t kAcceptPauseNs = 100'000'000;
+
+// Whether a descriptor is one of the last that the process may have: those are left to what it opens
+// for itself. As tandem.core.descriptors.
+bool is_scarce(int fd) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return false;
+  const rlim_t reserve = std::clamp<rlim_t>(limit.rlim_cur / 4, 16, 256);
+  return static_cast<rlim_t>(fd) + reserve >= limit.rlim_cur;
+}
 
 }  // namespace
 
-class Server::Listener : public EventHandler {
+class Server::Listener : public EventHandler, public std::enable_shared_from_this<Listener> {
  public:
   Listener(std::weak_ptr<Server> server, EventLoop* loop, int fd)
       : server_(std::move(server)), loop_(loop), fd_(fd) {}
@@ -34,14 +48,20 @@ class Server::Listener : public EventHandler {
     // A bounded number, so that a flood of connections does not starve the loop.
     for (int i = 0; i < 16; ++i) {
       const int fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-      if (fd < 0) return;
-      server->admit(fd);
+      if (fd >= 0) {
+        server->admit(fd);
+      } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        server->pause(shared_from_this());
+        return;
+      } else if (errno != ECONNABORTED && errno != EINTR) {
+        return;
+      }
     }
   }
 
   EventLoop* loop() const { return loop_; }
   int fd() const { return fd_; }
-  uint64_t key = 0;
+  std::atomic<uint64_t> key{0};  // Of the loop; 0: it has none yet.
 
  private:
   const std::weak_ptr<Server> server_;
@@ -98,6 +118,7 @@ void Server::close() {
     const std::lock_guard lock(mutex_);
     is_closed_ = true;
     connections.swap(connections_);
+    paused_.clear();
     changed_.notify_all();
   }
   for (const auto& connection : connections)
@@ -105,7 +126,24 @@ void Server::close() {
   calls_->close();
 }
 
+void Server::pause(const std::shared_ptr<Listener>& listener) {
+  if (listener->key == 0) return;
+  listener->loop()->modify(listener->key, listener->fd(), 0);
+  int64_t until_ns;
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) return;
+    paused_.push_back(listener);
+    until_ns = paused_until_ns_ = now_ns() + kAcceptPauseNs;
+  }
+  schedule_(until_ns);
+}
+
 void Server::admit(int fd) {
+  if (is_scarce(fd)) {
+    ::close(fd);
+    return;
+  }
   tune_stream(fd, remote_address_of(fd), options_.socket_buffer_bytes);
   std::shared_ptr<ServerConnection> connection;
   {
@@ -182,9 +220,14 @@ bool Server::may_reach(const Session& session) const {
 
 int64_t Server::tick(int64_t now_ns) {
   std::vector<std::shared_ptr<ServerConnection>> late;
+  std::vector<std::shared_ptr<Listener>> resumed;
   int64_t next = std::numeric_limits<int64_t>::max();
   {
     const std::lock_guard lock(mutex_);
+    if (paused_until_ns_ <= now_ns)
+      resumed.swap(paused_);
+    else if (!paused_.empty())
+      next = paused_until_ns_;
     for (const auto& connection : connections_) {
       if (connection->is_ready()) continue;
       const int64_t due = connection->begin_ns() + options_.handshake_timeout_ns;
@@ -194,6 +237,8 @@ int64_t Server::tick(int64_t now_ns) {
         next = std::min(next, due);
     }
   }
+  for (const auto& listener : resumed)
+    listener->loop()->modify(listener->key, listener->fd(), EPOLLIN);
   for (const auto& connection : late) {
     connection->shut({Code::kDeadline, "transfer.accept", "no handshake in time", ""});
     leave(*connection);

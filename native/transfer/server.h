@@ -62,7 +62,8 @@ class Server : public std::enable_shared_from_this<Server> {
   Status revoke(uint64_t base, int64_t deadline_ns);
   // What came since the last call; waits for something until the deadline.
   std::vector<Notification> take_notifications(int64_t deadline_ns);
-  // Ends connections that do not get through the handshake; returns when to call again.
+  // Ends connections that do not get through the handshake, and pauses of listeners; returns when to
+  // call again.
   int64_t tick(int64_t now_ns);
   size_t num_connections() const;
   const std::shared_ptr<CallQueue>& calls() const { return calls_; }
@@ -85,6 +86,8 @@ class Server : public std::enable_shared_from_this<Server> {
          Schedule schedule);
   Status open_listener(const std::string& address);
   void admit(int fd);
+  // There is no descriptor for another connection: nobody is accepted for a while.
+  void pause(const std::shared_ptr<Listener>& listener);
   // The proof was right: the connection joins its session. Errors: kCapacity.
   Status join(const std::shared_ptr<ServerConnection>& connection, const Hello& hello);
   void leave(ServerConnection& connection);
@@ -112,6 +115,8 @@ class Server : public std::enable_shared_from_this<Server> {
   std::condition_variable changed_;
   bool is_closed_ = false;                                       // GUARDED_BY(mutex_)
   std::set<std::shared_ptr<ServerConnection>> connections_;      // GUARDED_BY(mutex_)
+  std::vector<std::shared_ptr<Listener>> paused_;                // GUARDED_BY(mutex_)
+  int64_t paused_until_ns_ = 0;                                  // GUARDED_BY(mutex_)
   std::map<std::string, Session> sessions_;                      // GUARDED_BY(mutex_)
   std::set<uint64_t> revoking_;                                  // GUARDED_BY(mutex_)
   std::vector<Notification> notifications_;                      // GUARDED_BY(mutex_)

@@ -67,6 +67,8 @@ class RawClient:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        # Before it connects: a refusal may come at once, and comes but once.
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         self.socket.connect(endpoint)
 
     def send(self, *parts: bytes) -> None:
@@ -91,6 +93,8 @@ class RawClient:
         raise AssertionError("nothing arrived in 10 s")
 
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self.events.close()
         self.socket.close()
         self._context.term()
 

@@ -30,6 +30,8 @@ class RpcCounters:
     notices_received: int = 0
     """One-way messages of ours that the other side refused."""
     handshakes_refused: int = 0
+    connections_shed: int = 0
+    """Connections ended at once, since this process has few descriptors left."""
     peers_joined: int = 0
     peers_lost: int = 0
     peers_overflowed: int = 0

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 import zmq
 
 from tandem.core.clock import Clock, MonotonicClock
+from tandem.core.descriptors import is_scarce, shut
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -218,7 +219,8 @@ class RpcServer:
         self._socket = open_socket(self._context, zmq.ROUTER, self._config)
         opening.callback(self._socket.close)
         self._auth.secure_server(self._socket)
-        self._monitor = SocketMonitor(self._socket, self._note_connection)
+        events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = SocketMonitor(self._socket, self._note_connection, events)
         opening.callback(self._monitor.close)
         self._bind()
         self._pump = SocketPump(self._socket, self._receive)
@@ -352,6 +354,8 @@ class RpcServer:
     # Loss.
 
     def _note_connection(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED and is_scarce(value):
+            self._shed(value)
         if event != zmq.EVENT_DISCONNECTED:
             return
         routing_id = self._by_descriptor.pop(value, None)
@@ -362,6 +366,16 @@ class RpcServer:
         self._drop(
             routing_id, PeerLostError("rpc.session", f"connection to {name} is gone"), tell=False
         )
+
+    def _shed(self, descriptor: int) -> None:
+        """End a connection that takes one of the last descriptors; its client tries again."""
+        shut(descriptor)
+        self.counters.connections_shed += 1
+        if self.counters.connections_shed.bit_count() == 1:  # A few lines for any number of them.
+            logger.warning(
+                "event=connections_shed count=%d reason=few descriptors left, raise RLIMIT_NOFILE",
+                self.counters.connections_shed,
+            )
 
     def _drop(self, routing_id: bytes, error: TandemError, *, tell: bool) -> None:
         entry = self._peers.pop(routing_id, None)

@@ -84,7 +84,7 @@ class ClientSession:
         self._greeted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self._socket = open_socket(context, zmq.DEALER, peer_context.config)
         auth.secure_client(self._socket)
-        self._monitor = SocketMonitor(self._socket, self._note_connection)
+        self._monitor = SocketMonitor(self._socket, self._note_connection, int(zmq.EVENT_ALL))
         self._pump = SocketPump(self._socket, self._receive)
 
     async def open(self, timeout_s: float) -> Peer:

@@ -71,12 +71,16 @@ class SocketMonitor:
     Args:
         socket: to watch; borrowed.
         callback: called with each event and its value (a descriptor or an error number).
+        events: those to be told of. ZeroMQ's thread waits for who is behind with them, and there
+            is no end to some: ``EVENT_ACCEPT_FAILED`` while there are no descriptors.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], callback: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], callback: Callable[[int, int], None], events: int
+    ) -> None:
         self._watched = socket
         self._callback = callback
-        self._socket = socket.get_monitor_socket()
+        self._socket = socket.get_monitor_socket(events)
         self._pump = SocketPump(self._socket, self._receive)
 
     def drain(self) -> None:

@@ -105,6 +105,10 @@ class DiskTier:
         self._grave_lock = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         """See ``_end``."""
+        self._going: dict[int, asyncio.Event] = {}
+        """Buckets that are given up, whose files may still be there; set when that has ended."""
+        self._leaving: dict[str, Record] = {}
+        """What is evicted with them: not found any more, but a start would find it."""
         self._num_listed = 0
         """Entries in the file of graves, those of buckets that are gone included."""
         self._next_number = 1
@@ -235,6 +239,11 @@ class DiskTier:
         self.stored, self.dropped = {}, {}
         return changes
 
+    def list_records(self) -> list[Record]:
+        """Return what a start would find, but for what is forgotten."""
+        leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
+        return [*self.index.list_records(), *leaving]
+
     # Reading.
 
     async def load(self, header: ExtentHeader, offset: int) -> None:
@@ -243,10 +252,12 @@ class DiskTier:
         Raises: NotFoundError if this version is not here; CorruptionError if it is damaged, or
             the disk cannot read it: it is forgotten then.
         """
-        record = self.index.find(header.key)
-        # Size, version and checksum.
-        is_same = record is not None and record.header[1:4] == header[1:4]
-        if record is None or not is_same or self.is_failed:
+        record = self._find(header)
+        if record is None and self._ending:
+            # It may be going, and is not to be taken for gone while a start would find it.
+            await asyncio.wait(list(self._ending))
+            record = self._find(header)
+        if record is None or self.is_failed:
             raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
         begin_s = self._clock.now_s()
         self.index.touch(record.bucket)
@@ -267,6 +278,12 @@ class DiskTier:
         self.load_latency.observe(self._clock.now_s() - begin_s)
         self.counts["loaded"] += 1
         self.counts["loaded_bytes"] += header.size
+
+    def _find(self, header: ExtentHeader) -> Record | None:
+        """Return the record of this very object."""
+        record = self.index.find(header.key)
+        # Size, version and checksum.
+        return record if record is not None and record.header[1:4] == header[1:4] else None
 
     async def _read_record(self, record: Record, offset: int) -> None:
         key_bytes = len(record.header.key.encode())
@@ -350,20 +367,29 @@ class DiskTier:
                 await self._io.bounded(self._io.port.append_note(GRAVES, form.pack_graves(graves)))
                 self._num_listed += len(graves)
                 if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
-                    await self._compact_graves()
+                    await self._shorten_graves()
         except TandemError as error:
             if self.is_failed:
                 return
             self.counts["errors"] += 1
             logger.warning("event=graves_unwritten reason=%s", error)
             # Removing a file needs no space.
-            for number in {grave.bucket for grave in graves} & set(self.index.buckets):
+            for number in sorted({grave.bucket for grave in graves}):
                 await self._give_up_bucket(number)
         finally:
             self._work.set()  # A bucket may be dead altogether.
 
+    async def _shorten_graves(self) -> None:
+        """Compact them behind what has been noted: that holds, whatever becomes of this."""
+        try:
+            await self._io.bounded(self._compact_graves())
+        except TandemError as error:
+            if not self.is_failed:
+                self.counts["errors"] += 1
+                logger.warning("event=graves_not_compacted reason=%s", error)
+
     async def _compact_graves(self) -> None:
-        self._graves = self.index.keep_graves(self._graves)
+        self._graves = self.index.keep_graves(self._graves, self._going)
         await self._io.port.write_note(GRAVES, form.pack_graves(self._graves))
         self._num_listed = len(self._graves)
 
@@ -607,6 +633,8 @@ class DiskTier:
 
     async def _evict_records(self, number: int) -> None:
         lost = self.index.drop_bucket(number)
+        self._leaving |= {record.header.key: record for record in lost}
+        ended = self._going[number] = asyncio.Event()
         # A disk not much larger than the memory would do nothing but rewrite that.
         forwards = self.capacity_bytes >= 2 * self._segment.capacity_bytes
         for record in lost:
@@ -615,13 +643,28 @@ class DiskTier:
             if offset >= 0 and forwards:
                 self.on_sealed(offset, record.header)
         self.counts["evicted"] += len(lost)
-        await self._remove_surely(number)
+        try:
+            await self._remove_surely(number)
+        except TandemError:
+            self._end_eviction(lost)  # No start believes a disk that was given up.
+            raise
+        else:
+            self._end_eviction(lost)
+        finally:
+            del self._going[number]
+            ended.set()
+
+    def _end_eviction(self, lost: Sequence[Record]) -> None:
         for record in lost:
+            if self._leaving.get(record.header.key) is record:
+                del self._leaving[record.header.key]
             self._note_gone(record)
 
     async def _remove_bucket(self, number: int) -> None:
-        assert not self.index.drop_bucket(number), number
-        await self._remove_files(number)
+        """Remove a bucket of which nothing is alive; it counts until its files are gone."""
+        await self._remove_surely(number)
+        if number in self.index.buckets:  # Or it was given up meanwhile.
+            assert not self.index.drop_bucket(number), number
 
     async def _remove_surely(self, number: int) -> None:
         """Remove a bucket, or give the disk up: a start would find what nobody knows any more."""
@@ -639,15 +682,20 @@ class DiskTier:
                 await asyncio.sleep(REMOVE_PAUSE_S)
 
     async def _remove_files(self, number: int) -> None:
-        await self._io.bounded(self._io.port.drop_bucket(number))
+        # In this order: the index of a bucket that is gone would be taken for that of the next one
+        # of its number, which a start may give again.
         await self._io.bounded(self._io.port.drop_note(index_name(number)))
+        await self._io.bounded(self._io.port.drop_bucket(number))
         for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
             del self._doubtful[key]
         self._graves = [grave for grave in self._graves if grave.bucket != number]
 
     async def _give_up_bucket(self, number: int) -> None:
+        if number in self._going:  # Somebody else does: if that fails, the disk is given up.
+            await self._going[number].wait()
+            return
         if number not in self.index.buckets:
-            return  # Somebody else has, meanwhile.
+            return
         if self._open is not None and self._open.number == number:
             self._open = None
         try:
@@ -659,7 +707,10 @@ class DiskTier:
         """Give the disk up: nothing of it is believed any more, now or after a restart."""
         if self.is_failed:
             return
-        self._io.port.condemn()
+        try:
+            self._io.port.condemn()
+        except OSError:
+            logger.exception("event=disk_not_condemned")
         for record in self.index.list_records():
             self.dropped[record.header.key] = record.header.version
         self.stored.clear()

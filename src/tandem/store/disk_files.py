@@ -13,7 +13,7 @@ import secrets
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ FOLDER_MAGIC = b"TANDSSD1"
 ID_BYTES = 16
 LOCK_NAME = "folder"
 SUFFIX = ".bucket"
+BELIEVED = ".ssd-believed"
 MAX_OPEN = 64
 """Bucket files open at a time, two descriptors each."""
 IO_TIMEOUT_S = 600.0
@@ -97,6 +98,9 @@ class DiskFolder:
         try:
             folder_id = _lock(path, descriptor)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
+            # Renamed to be the mark: that takes neither a descriptor nor space.
+            with suppress(OSError):  # ``condemn`` tries again.
+                mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
         except BaseException:
             os.close(descriptor)
@@ -115,6 +119,7 @@ class DiskFolder:
         for number in list(self._opened):
             self._forget(number)
         if self._descriptor >= 0:
+            self._mark.with_suffix(BELIEVED).unlink(missing_ok=True)
             os.close(self._folder)
             os.close(self._descriptor)
             self._descriptor = -1
@@ -319,7 +324,10 @@ class DiskFolder:
 
     def condemn(self) -> None:
         """See ``DiskPort``: leaves the mark."""
-        self._mark.touch(mode=0o600)
+        try:
+            self._mark.with_suffix(BELIEVED).rename(self._mark)
+        except FileNotFoundError:  # Again, or somebody has cleaned up.
+            self._mark.touch(mode=0o600)
 
 
 def _open_file(path: Path, flags: int) -> int:

@@ -1,6 +1,6 @@
 """What lies on a host's disk: records by key, bytes by bucket, and which bucket goes. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tandem.store.bucket import HEAD_BYTES, Grave, Record
@@ -125,6 +125,11 @@ class DiskIndex:
             return min(sparse, key=lambda bucket: bucket.live_bytes).number
         return min(able, key=lambda bucket: bucket.used_tick).number if able else None
 
-    def keep_graves(self, graves: Iterable[Grave]) -> list[Grave]:
-        """Return the graves of buckets that are there: the others have nothing to hold down."""
-        return [grave for grave in graves if grave.bucket in self.buckets]
+    def keep_graves(self, graves: Iterable[Grave], going: Collection[int] = ()) -> list[Grave]:
+        """Return the graves of buckets that are there: the others have nothing to hold down.
+
+        Args:
+            graves: to choose from.
+            going: buckets that are dropped here, but whose files may be there.
+        """
+        return [grave for grave in graves if grave.bucket in self.buckets or grave.bucket in going]

@@ -285,7 +285,7 @@ class StoreHost:
         on_disk: list[ExtentHeader] = []
         if self.disk is not None:
             # What changes from here on is told after the inventory.
-            on_disk = [record.header for record in self.disk.index.list_records()]
+            on_disk = [record.header for record in self.disk.list_records()]
             self.disk.take_changes()
         records = ExtentRecords()
         for offset, header in self.segment.scan():

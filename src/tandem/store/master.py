@@ -125,13 +125,15 @@ class StoreMaster:
         self._draw = draw
         self.open_way = open_way
         self._counter = 0
+        self._outbid: list[tuple[int, int]] = []
+        """What this master gave in earlier epochs: above the first version, up to the second."""
         self.space_freed = asyncio.Event()
         self._started_ms = self.now_ms()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
         self._recovering: DirectTask[None] | None = None
-        """Ends when ``is_recovering`` does, for all who wait for that."""
+        """Ends when ``is_learning`` does, for all who wait for that."""
         self.requests = Requests(self.spawn)
         self.puts = Puts(self)
         self.commits = Commits(self)
@@ -217,6 +219,11 @@ class StoreMaster:
         """The highest that this master gave, or could have found given."""
         return self.epoch << layout.VERSION_BITS | self._counter
 
+    def has_given(self, version: int, *, since: int) -> bool:
+        """Whether this master gave a version after ``newest_version`` was ``since``."""
+        in_epoch = version > self.epoch << layout.VERSION_BITS
+        return version > since and (in_epoch or any(a < version <= b for a, b in self._outbid))
+
     def outbid(self, epoch: int) -> None:
         """A host has obeyed a master of ``epoch``: go above it.
 
@@ -225,6 +232,7 @@ class StoreMaster:
         if self._term is not None:
             self._term.resign(min_epoch=epoch)
             raise PeerLostError("store.join", f"{epoch} was obeyed: elected anew above it")
+        self._outbid.append((self.epoch << layout.VERSION_BITS, self.newest_version))
         self.epoch = epoch + 1
         self._counter = 0
         logger.info("event=epoch_raised epoch=%d", self.epoch)
@@ -387,22 +395,24 @@ class StoreMaster:
             return True
         return self.now_ms() - self._started_ms < self.config.recovery_ms
 
-    async def ascertain(self, keys: Sequence[str]) -> None:
-        """Wait until those of the keys that are not found are not on any host that is there."""
-        find = self.directory.find
-        if any(find(key) == NO_ROW for key in keys):
-            await self.recover()
+    @property
+    def is_learning(self) -> bool:
+        """Whether a host may have what this master has never heard of: not one that comes back."""
+        if any(h.stage is HostStage.JOINING and not h.is_all_known for h in self.hosts.values()):
+            return True
+        return self.now_ms() - self._started_ms < self.config.recovery_ms
 
     async def recover(self) -> None:
         """Wait until all hosts that are there, or should be, have told what they have."""
-        if self.is_recovering:
-            if self._recovering is None:
-                self._recovering = self.spawn(self._look_until_recovered())
+        if self.is_learning:
+            # It may be over before it has begun: time passes between two looks.
+            if self._recovering is None or self._recovering.done():
+                self._recovering = self.spawn(self._look_until_learnt())
             await shield(self._recovering)
 
-    async def _look_until_recovered(self) -> None:
+    async def _look_until_learnt(self) -> None:
         try:
-            while self.is_recovering:
+            while self.is_learning:
                 await asyncio.sleep(RECOVERY_LOOK_S)
         finally:
             self._recovering = None
@@ -429,7 +439,7 @@ class StoreMaster:
 
     async def _pin_objects(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)
-        await self.ascertain(request.keys)
+        await self.recover()  # Or a copy would come that does not know of the pin.
         flags = bytearray(len(request.keys))
         until_ms = self.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
         orders: dict[int, list[int]] = {}

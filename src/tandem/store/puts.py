@@ -236,7 +236,8 @@ class Puts:
 
         Where a host is full, objects are evicted there, and their space is there a moment later.
 
-        Raises: CapacityError if it would never be enough; then nothing is evicted.
+        Raises: CapacityError if it would never be enough. Nothing is evicted then, nor while only
+            a host that may come would be.
         """
         hosts = self._master.writable_hosts()
         if len(hosts) == 1:
@@ -250,9 +251,9 @@ class Puts:
         for number in batch.places:
             self._master.hosts[number].untake(*batch.list_extents(number))
         batch.places.clear()
-        self._check_possible(batch)
-        for host in full[0]:
-            self._master.eviction.evict_for(host, full[1])
+        if self._is_possible(batch):
+            for host in full[0]:
+                self._master.eviction.evict_for(host, full[1])
         return False
 
     def _allocate_on(self, host: HostSpace, batch: PutBatch) -> bool:
@@ -284,12 +285,18 @@ class Puts:
                 return [self._master.hosts[number] for number in order], length
         return None
 
-    def _check_possible(self, batch: PutBatch) -> None:
+    def _is_possible(self, batch: PutBatch) -> bool:
+        """Whether the hosts that are active now could hold it, were they empty.
+
+        Raises: CapacityError if not even those could that may be soon.
+        """
         hosts = self._master.writable_hosts()
-        largest = max((host.capacity_bytes for host in hosts), default=0)
-        total = sum(host.capacity_bytes for host in hosts)
-        if hosts and (max(batch.lengths) > largest or sum(batch.lengths) > total):
+        if not hosts or _can_hold(hosts, batch.lengths):
+            return True
+        able = [host for host in self._master.hosts.values() if not host.is_leaving]
+        if not self._master.is_recovering and not _can_hold(able, batch.lengths):
             raise self._describe_full(batch)
+        return False
 
     def _describe_full(self, batch: PutBatch) -> CapacityError:
         hosts = self._master.writable_hosts()
@@ -393,6 +400,12 @@ class Puts:
             for number in list(batch.places):
                 self.fence(self._master.hosts[number], batch.client)
             del self.unfinished[name]
+
+
+def _can_hold(hosts: Sequence[HostSpace], lengths: Sequence[int]) -> bool:
+    """Whether empty hosts could have room for extents; no means that they never will."""
+    capacities = [host.capacity_bytes for host in hosts]
+    return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
 
 
 def check_pin(soft_pin_ms: int) -> None:

@@ -29,17 +29,26 @@ class Removals:
         """Remove objects; answers when their headers are gone."""
         return KeyBytes(
             await self._master.requests.change(
-                caller, request, lambda: self._remove_keys(request.keys)
+                caller, request, lambda: self._remove_keys(request.keys, self._begin())
             )
         )
 
-    async def _remove_keys(self, keys: Sequence[str]) -> bytes:
-        await self._master.ascertain(keys)
+    def _begin(self) -> int:
+        """Return what tells what is there now from what comes while a removal waits.
+
+        Its caller may have given up, and put anew: that is not to go.
+        """
+        return self._master.newest_version
+
+    async def _remove_keys(self, keys: Sequence[str], begin: int) -> bytes:
+        # Whether they are found or not: a host that has not told yet may have a copy.
+        await self._master.recover()
         flags = bytearray(len(keys))
         pending: list[asyncio.Future[Any]] = []
+        directory = self._master.directory
         for i, key in enumerate(keys):
-            row = self._master.directory.find(key)
-            if row != NO_ROW:
+            row = directory.find(key)
+            if row != NO_ROW and not self._master.has_given(directory.version(row), since=begin):
                 self._master.drop_row(row, wait=True)
                 self._master.counters.objects_removed += 1
                 flags[i] = 1
@@ -101,15 +110,15 @@ class Removals:
         """Remove all objects whose keys begin so."""
         return PrefixRemoval(
             await self._master.requests.change(
-                caller, request, lambda: self._remove_matches(request.prefix)
+                caller, request, lambda: self._remove_matches(request.prefix, self._begin())
             )
         )
 
-    async def _remove_matches(self, prefix: str) -> int:
+    async def _remove_matches(self, prefix: str, begin: int) -> int:
         matches = await self._master.lookups.match_prefix(prefix)
         count = 0
-        for begin in range(0, len(matches), SCAN_KEYS):
-            count += sum(await self._remove_keys(matches[begin : begin + SCAN_KEYS]))
+        for at in range(0, len(matches), SCAN_KEYS):
+            count += sum(await self._remove_keys(matches[at : at + SCAN_KEYS], begin))
         # What others are removing is not gone before its headers are.
         for gone in [gone for key, gone in self._removing.items() if key.startswith(prefix)]:
             await asyncio.shield(gone)

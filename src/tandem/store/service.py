@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from tandem.core.clock import BootClock, MonotonicClock
+from tandem.core.descriptors import is_scarce
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -71,6 +72,8 @@ MAX_RECONNECT_MS = 250
 """A master that is restarted should find its hosts again at once."""
 MAX_HTTP_HEAD_BYTES = 8192
 HTTP_TIMEOUT_S = 5.0
+HTTP_BACKLOG = 4
+"""So many connections asyncio accepts before anybody looks at one of them."""
 
 
 def default_folder() -> Path:
@@ -231,7 +234,7 @@ class MasterService:
             await self._start_campaign(opening)
         if config.metrics_port:
             self._http = await asyncio.start_server(
-                self._serve_http, "127.0.0.1", config.metrics_port
+                self._serve_http, "127.0.0.1", config.metrics_port, backlog=HTTP_BACKLOG
             )
             opening.push_async_callback(self._http.wait_closed)
             opening.callback(self._http.close)
@@ -286,6 +289,9 @@ class MasterService:
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer ``GET /metrics``; a page of text needs no web framework."""
+        if is_scarce(writer.get_extra_info("socket").fileno()):
+            writer.transport.abort()
+            return
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -164,6 +164,11 @@ class HostSpace:
         return self.stage is HostStage.ACTIVE and self.allocator is not None
 
     @property
+    def is_all_known(self) -> bool:
+        """Whether what it has, and this master does not know of, is stale on each of its tiers."""
+        return self.is_known and (self.disk is None or self.is_disk_known)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes that are not free, whatever they are."""
         return self.capacity_bytes if self.allocator is None else self.allocator.used_bytes

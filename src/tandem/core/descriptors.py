@@ -1,0 +1,37 @@
+"""The last descriptors of a process are its own: no connection of others takes them.
+
+Where none is left, a process cannot write a file or accept: ZeroMQ's thread, which accepts for
+``tandem.rpc``, then spins (tcp) or aborts the process (ipc). So whoever accepts shuts what comes by
+one of the last. As ``is_scarce`` in ``native/transfer/server.cc``.
+"""
+
+import contextlib
+import resource
+import socket
+
+__all__ = ["is_scarce", "shut"]
+
+RESERVE_SHARE = 4
+MIN_RESERVE = 16
+MAX_RESERVE = 256
+
+
+def is_scarce(descriptor: int) -> bool:
+    """Whether a descriptor is one of the last that this process may have.
+
+    The kernel gives the lowest that is free, so its number tells.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    return descriptor + min(max(limit // RESERVE_SHARE, MIN_RESERVE), MAX_RESERVE) >= limit
+
+
+def shut(descriptor: int) -> None:
+    """End the connection of a descriptor that somebody else owns, and will close."""
+    with contextlib.suppress(OSError):  # It is gone already.
+        connection = socket.socket(fileno=descriptor)
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            connection.detach()
