@@ -84,8 +84,9 @@ class Masters(Cluster):
         return found
 
     def wait_leader(self, among=range(3)) -> int:
-        self.wait_for(lambda: self.leaders(among), "a leader")
-        (leader,) = self.leaders(among)
+        found: list[int] = []
+        self.wait_for(lambda: found.extend(self.leaders(among)) or found, "a leader")
+        (leader,) = found
         return leader
 
 
