@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -75,17 +76,18 @@ model = load_model(
     sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
 )
 batch = PagedBatch.build([SequenceChunk(list(range(3, 40)), 0, [0, 1, 2], "all")], 16)
-model.forward(batch, model.allocate_kv(3, block_size=16))
-sizes = {"Rss": 0, "Pss": 0}
-inside = False
-for line in Path("/proc/self/smaps").read_text().splitlines():
-    key, _, value = line.partition(":")
-    if "-" in key.split()[0]:
-        inside = line.endswith(".packed")
-        assert not inside or " r--s " in line, line
-    elif inside and key in sizes:
-        sizes[key] += int(value.split()[0])
-print(sizes["Rss"], sizes["Pss"])
+for _ in sys.stdin:
+    model.forward(batch, model.allocate_kv(3, block_size=16))
+    sizes = {"Rss": 0, "Pss": 0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:
+            inside = line.endswith(".packed")
+            assert not inside or " r--s " in line, line
+        elif inside and key in sizes:
+            sizes[key] += int(value.split()[0])
+    print(sizes["Rss"], sizes["Pss"], flush=True)
 """
 
 
@@ -93,14 +95,33 @@ def test_two_processes_share_the_memory(folder, cache_root, open_session):
     """What both have touched counts half for each of them."""
     load(folder, cache_root)
     model = load(folder, cache_root)
-    open_session(model).run(IDS)
-    command = [sys.executable, "-c", SECOND_PROCESS, str(folder), str(cache_root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    resident, proportional = map(int, done.stdout.split())
     packed = sum(path.stat().st_size for path in find_files(cache_root)) >> 10
-    assert resident >= packed / 2
-    assert proportional <= 0.75 * resident
+    seen: list[tuple[int, int]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", SECOND_PROCESS, str(folder), str(cache_root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        try:
+            # A kernel that is short of memory takes pages of files back between two looks.
+            while len(seen) < 5:
+                open_session(model).run(IDS)
+                process.stdin.write("look\n")
+                process.stdin.flush()
+                resident, proportional = map(int, process.stdout.readline().split())
+                seen.append((resident, proportional))
+                if resident >= packed / 2 and proportional <= 0.75 * resident:
+                    break
+            else:
+                pytest.fail(f"of {packed} KiB never half resident and shared: {seen}")
+        finally:
+            process.stdin.close()
+            process.wait()
+            watchdog.cancel()
+            watchdog.join()
 
 
 def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_session, monkeypatch):

@@ -47,3 +47,34 @@ def test_checked_in_time_no_silence_of_ours_reaches_the_interval():
             lease.note_said(now_s)
             said.append(now_s)
     assert max(b - a for a, b in itertools.pairwise(said)) < lease.beat_s
+
+
+def test_time_that_we_slept_through_is_nobodys_silence():
+    lease = Lease(lease_s=10.0, beat_s=1.0, now_s=0.0)
+    lease.note_look(0.5)
+    lease.note_look(70.0)  # The whole machine stood still, it may be.
+    assert lease.silence_s(70.0) == 1.0
+    for now_s in range(71, 80):
+        lease.note_look(float(now_s))
+    assert not lease.is_expired(79.0)
+    assert lease.is_expired(79.1)
+
+
+def test_looks_that_come_late_do_not_keep_a_peer_alive():
+    lease = Lease(lease_s=10.0, beat_s=1.0, now_s=0.0)
+    for now_s in (5.0, 10.0):
+        lease.note_look(now_s)
+    assert lease.silence_s(10.0) == 10.0
+    # A lease is slept through between any two looks: it takes longer, not for ever.
+    lease.note_heard(10.0)
+    for step in range(1, 22):
+        assert not lease.is_expired(10.0 * step)
+        lease.note_look(10.0 + 10.0 * step)
+    assert lease.is_expired(220.0)
+
+
+def test_what_was_heard_after_a_sleep_is_not_heard_in_the_future():
+    lease = Lease(lease_s=10.0, beat_s=1.0, now_s=0.0)
+    lease.note_heard(69.0)
+    lease.note_look(70.0)
+    assert lease.silence_s(70.0) == 0.0

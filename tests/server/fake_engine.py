@@ -65,6 +65,7 @@ class FakeEngine:
     max_running: int = 1 << 20
     die_after: int | None = None
     hang: bool = False
+    is_paused: bool = False
     cached_len: int = 0
     stop_token_id: int | None = None
     requests: list[AddRequest] = field(default_factory=list)
@@ -148,6 +149,8 @@ class FakeStream:
 
     async def _pause(self) -> bool:
         """Wait for the next step; returns whether the request was cancelled."""
+        while self._engine.is_paused and not self._cancelled.is_set():
+            await asyncio.sleep(0.005)
         timeout_s = None if self._engine.hang else self._engine.step_s
         if timeout_s == 0:
             await asyncio.sleep(0)

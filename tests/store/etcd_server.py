@@ -1,5 +1,7 @@
 """A real etcd of one member on loopback, in a folder of its own."""
 
+import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -18,9 +20,13 @@ needs_etcd = pytest.mark.skipif(
 
 
 def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free and that the kernel gives to nobody who asks for any."""
+    for _ in range(100):
+        port = 20_000 + secrets.randbelow(12_000)  # From 32,768 on it gives them out.
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 class EtcdServer:

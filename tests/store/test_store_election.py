@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from etcd_server import EtcdServer, find_free_port, needs_etcd
-from store_cluster import RPC, Child, Cluster
+from store_cluster import RPC, Child, Cluster, measure_share
 
 import tandem
 from tandem.core.errors import PeerLostError, TandemError
@@ -84,8 +84,9 @@ class Masters(Cluster):
         return found
 
     def wait_leader(self, among=range(3)) -> int:
-        self.wait_for(lambda: self.leaders(among), "a leader")
-        (leader,) = self.leaders(among)
+        found: list[int] = []
+        self.wait_for(lambda: found.extend(self.leaders(among)) or found, "a leader")
+        (leader,) = found
         return leader
 
 
@@ -164,6 +165,16 @@ class Writer:
         return self.acked
 
 
+def check_longest(longest_s: float, share: float) -> None:
+    """Check the five seconds, of which the lease is waited out by the clock.
+
+    The rest is work, which takes longer where others work as well: ``share`` is what part of a core
+    there was for it.
+    """
+    worked_s = max(0.0, longest_s - TTL_S) * share
+    assert TTL_S + worked_s < LIMIT_S, f"{longest_s:.2f} s with {share:.2f} of a core"
+
+
 def check_all(client, acked: dict[str, bytes]) -> None:
     keys = list(acked)
     assert len(keys) > 50
@@ -180,6 +191,7 @@ def test_writes_go_on_when_the_leader_is_killed(masters):
     client = masters.client()
     masters.wait_hosts(client, 2)
     epochs = [client.status().epoch]
+    share = measure_share()
     writer = Writer(masters)
     for _ in range(2):
         wait_written(masters, writer)
@@ -190,7 +202,7 @@ def test_writes_go_on_when_the_leader_is_killed(masters):
         masters.restart(leader)
     acked = writer.end()
     assert epochs == sorted(set(epochs))
-    assert writer.longest_s < LIMIT_S, f"a put took {writer.longest_s:.2f} s"
+    check_longest(writer.longest_s, min(share, measure_share()))
     check_all(client, acked)
 
 
@@ -198,13 +210,14 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
     client = masters.client()
     masters.wait_hosts(client, 2)
     client.put("precious", b"gold", PutOptions(replicas=2))
+    share = measure_share()
     writer = Writer(masters)
     wait_written(masters, writer)
     old = masters.wait_leader()
     epoch = client.status().epoch
     masters.masters[old].signal(signal.SIGSTOP)
     wait_written(masters, writer)
-    assert writer.longest_s < LIMIT_S, f"a put took {writer.longest_s:.2f} s"
+    longest_s = writer.longest_s
     others = [i for i in range(3) if i != old]
     new = masters.wait_leader(others)
     assert client.status().epoch > epoch
@@ -234,6 +247,7 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
     assert not masters.ask(old).is_leader
     wait_written(masters, writer)
     acked = writer.end()
+    check_longest(longest_s, min(share, measure_share()))
     assert client.get("precious") == b"gold"
     check_all(client, acked)
     assert masters.leaders() == [new]
@@ -264,11 +278,12 @@ def test_an_etcd_that_hangs_is_not_waited_for(masters_own):
     masters.wait_hosts(client, 2)
     client.put("key", b"value")
     epoch = client.status().epoch
+    share = measure_share()
     begin_s = time.monotonic()
     masters.etcd.stop()
     masters.wait_for(lambda: not masters.leaders(), "the leader to stop")
     # It stops before its lease can have ended, by its own clock; asking takes time as well.
-    assert time.monotonic() - begin_s < TTL_S + 2.0
+    check_longest(time.monotonic() - begin_s, min(share, measure_share()))
     with pytest.raises(PeerLostError):
         masters.ask(0, "exists", KeyList(["key"]), KeyBytes)
     masters.etcd.go_on()

@@ -5,6 +5,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from etcd_server import find_free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.core.errors import UnsupportedError
@@ -43,16 +44,8 @@ async def test_the_page_counts_what_was_done(tmp_path):
         ssd_bytes=2**22,
         recovery_ms=0,
         known_places=0,
-        metrics_port=1,
+        metrics_port=find_free_port(),
     )
-    import socket
-
-    import msgspec
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = msgspec.structs.replace(config, metrics_port=port)
     async with MasterService(config) as master, HostService(config) as host:
         await asyncio.wait_for(host.host.is_joined.wait(), 20)
         async with ClientService(config) as service:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from store_cluster import Cluster
+from store_cluster import Cluster, measure_share
 
 from tandem.core.errors import CapacityError, ConflictError, PermissionDeniedError
 from tandem.rpc import make_runtime_dir
@@ -91,14 +91,6 @@ def test_a_restarted_host_brings_its_objects_back(cluster):
     cluster.start("host", name="h1")
     cluster.wait_hosts(client, 1)
     assert client.get_many(list(values)) == list(values.values())
-
-
-def measure_share() -> float:
-    """Return what part of a core a thread gets here: 1 on a machine that does nothing else."""
-    wall_s, cpu_s = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall_s < 0.3:
-        pass
-    return (time.thread_time() - cpu_s) / (time.perf_counter() - wall_s)
 
 
 def test_a_new_master_learns_of_100_000_objects_in_three_seconds(cluster):

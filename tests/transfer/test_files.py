@@ -214,19 +214,19 @@ def test_a_disk_that_hangs_holds_up_no_batch(engine, world, tmp_path):
     move(engine, file, Op.WRITE, ours, 0, 4 * MIB)
     target = np.zeros(4 * MIB, np.uint8)
     buffer = engine.register(target)
-    with inject_faults(engine, "file", delay=1.0, delay_s=0.7):
+    with inject_faults(engine, "file", delay=1.0, delay_s=1.0):
         begin = time.monotonic()
         with pytest.raises(DeadlineError):
             move(engine, file, Op.READ, buffer, 0, 4 * MIB, deadline_s=0.1)
         engine.unregister(buffer)
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 0.9  # Before the disk has answered.
         seen = target.copy()
         stale = engine.submit([Transfer(Op.WRITE, ours, file, 0, 4 * MIB)], deadline_s=0.1)
         with pytest.raises(DeadlineError):
             stale.wait()
     # What was left behind may still reach the file: this one waits for it, and comes after.
     move(engine, file, Op.WRITE, engine.register(second), 0, 4 * MIB)
-    assert time.monotonic() - begin > 0.6
+    assert time.monotonic() - begin > 0.9
     assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), second)
     assert np.array_equal(target, seen)
 
@@ -239,7 +239,7 @@ from tandem.transfer.faults import inject_faults
 engine = TransferEngine(TransferConfig(file_backend=sys.argv[2]))
 file = engine.open_file(sys.argv[1], length=1 << 20, writable=True)
 local = engine.register(bytearray(1 << 20))
-with inject_faults(engine, "file", delay=1.0, delay_s=8.0):
+with inject_faults(engine, "file", delay=1.0, delay_s=40.0):
     try:
         engine.submit([Transfer(Op.READ, local, file, 0, 1 << 20)], deadline_s=0.1).wait()
     except DeadlineError:
@@ -254,15 +254,13 @@ print(time.monotonic() - begin)
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 def test_a_disk_that_hangs_keeps_no_process(tmp_path, backend):
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", HUNG, str(tmp_path / "f"), backend],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=30,  # Less than the disk takes.
         check=True,
     )
     late, closed_s = done.stdout.split()
     assert late == "late"
-    assert float(closed_s) < 3
-    assert time.monotonic() - begin < 7
+    assert float(closed_s) < 10

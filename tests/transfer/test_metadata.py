@@ -150,8 +150,20 @@ def test_a_lost_server_is_named_and_a_new_one_is_used():
     client.close()
 
 
+class CountingMetadata(MemoryMetadata):
+    """Tells how often a record was put or renewed."""
+
+    num_puts = 0
+
+    def put(self, record: SegmentRecord, lease_s: float) -> None:
+        super().put(record, lease_s)
+        self.num_puts += 1
+
+
 def test_directory_finds_segments_by_name_and_notices_a_new_run(world):
-    with MetadataServer(SECRET) as server:
+    clock = ManualClock(100.0)
+    records = CountingMetadata(clock)
+    with MetadataServer(SECRET, store=records) as server:
         store = HttpMetadata(server.address, SECRET)
         first = world.engine(name="store-1")
         taker = world.engine(name="taker")
@@ -162,10 +174,13 @@ def test_directory_finds_segments_by_name_and_notices_a_new_run(world):
             place.publish()
             with pytest.raises(ConflictError):
                 place.publish()
-            limit = time.monotonic() + 0.8
-            while time.monotonic() < limit:  # Longer than the lease: it is renewed.
+            for _ in range(8):  # Longer than the lease: it is renewed.
+                seen, limit = records.num_puts, time.monotonic() + 20
+                while records.num_puts == seen:
+                    assert time.monotonic() < limit, "it is not renewed"
+                    time.sleep(0.005)
+                clock.advance(0.25)
                 assert store.names() == ["store-1"]
-                time.sleep(0.02)
             segment = finder.open("store-1")
             remote = first.allocate(100)
             data = np.arange(100, dtype=np.uint8)

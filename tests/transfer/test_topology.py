@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hgx_host import build_hgx_host
 from tests_transfer_world import move
+from two_hosts import BENCHMARK_BLOCKS
 
 from tandem._native import RailSet, RailState, list_interfaces
 from tandem.core.errors import ConfigError
@@ -154,7 +155,10 @@ def test_every_transport_that_the_field_names_is_listed(tmp_path):
 def test_memory_goes_over_the_nic_near_it(world, tmp_path):
     """From the location of a buffer to the rail that carries it, through the engine."""
     others = [
-        (name, address) for name, address in list_interfaces() if name != "lo" and "." in address
+        (name, address)
+        for name, address in list_interfaces()
+        # Not the shaped links of two hosts that another run of these tests may be cutting.
+        if name != "lo" and "." in address and not address.startswith(BENCHMARK_BLOCKS)
     ]
     if not others:
         pytest.skip("no second interface with an IPv4 address")
@@ -173,25 +177,28 @@ def test_memory_goes_over_the_nic_near_it(world, tmp_path):
         transports=("tcp",), topology_file=str(path), local_addresses=("127.0.0.1", address)
     )
     remote = giver.allocate(65536)
-    segment = taker.open(giver.address)
-    limit = time.monotonic() + 10
-    while not all(rail.state == RailState.HEALTHY for rail in segment.rails):
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    for _ in range(150):  # Both become known.
-        move(taker, segment, 1, taker.register(bytearray(65536)), remote.offset, 65536)
-    for near, far, location in ((0, 1, "cpu:0"), (1, 0, "cpu:1")):
-        local = taker.register(bytearray(65536), location=location)
+    anywhere = taker.register(bytearray(65536))
 
-        def goes_near(local=local, near=near, far=far) -> bool:
-            before = [rail.bytes_moved for rail in segment.rails]
-            for _ in range(40):
-                move(taker, segment, 1, local, remote.offset, 65536)
-            moved = [r.bytes_moved - b for r, b in zip(segment.rails, before, strict=True)]
-            return moved[near] > 2 * moved[far]
+    ours = [taker.register(bytearray(65536), location=f"cpu:{node}") for node in (0, 1)]
 
-        # A busy machine may make a rail look slow until a probe tells otherwise. Without the
-        # ranking one of the two locations would never have its way.
-        limit = time.monotonic() + 20
-        while not goes_near():
-            assert time.monotonic() < limit
+    def goes_near() -> bool:
+        with taker.open(giver.address) as segment:  # Its rails have no past.
+            limit = time.monotonic() + 10
+            while not all(rail.state == RailState.HEALTHY for rail in segment.rails):
+                assert time.monotonic() < limit
+                time.sleep(0.001)
+            for _ in range(150):  # Both become known.
+                move(taker, segment, 1, anywhere, remote.offset, 65536)
+            for near in (0, 1, 0, 1):  # By chance it would not change with the location.
+                before = [rail.bytes_moved for rail in segment.rails]
+                for _ in range(40):
+                    move(taker, segment, 1, ours[near], remote.offset, 65536)
+                moved = [r.bytes_moved - b for r, b in zip(segment.rails, before, strict=True)]
+                if moved[near] <= 2 * moved[1 - near]:
+                    return False
+            return True
+
+    # A busy machine may make a rail look slow, and that for seconds: the next try has fresh ones.
+    limit = time.monotonic() + 30
+    while not goes_near():
+        assert time.monotonic() < limit, "no run of moves followed the locations"

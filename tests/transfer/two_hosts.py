@@ -26,6 +26,8 @@ from tandem.transfer import Op, Segment, Transfer, TransferConfig, TransferEngin
 PLAIN_PORT = 7001
 _numbers = itertools.count()
 IPERF_PORT = 7002
+BENCHMARK_BLOCKS = ("198.18.", "198.19.")
+"""Set aside for benchmarks by RFC 2544."""
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
 

@@ -12,12 +12,13 @@ class Lease:
         now_s: time of the handshake, which counts as heard and said.
     """
 
-    __slots__ = ("_heard_s", "_said_s", "beat_s", "lease_s")
+    __slots__ = ("_heard_s", "_looked_s", "_said_s", "beat_s", "lease_s")
 
     def __init__(self, lease_s: float, beat_s: float, now_s: float) -> None:
         self.lease_s = lease_s
         self.beat_s = beat_s
         self._heard_s = now_s
+        self._looked_s = now_s
         self._said_s = now_s
 
     @property
@@ -33,8 +34,19 @@ class Lease:
         """Something was sent to the peer."""
         self._said_s = now_s
 
+    def note_look(self, now_s: float) -> None:
+        """All that has arrived was read, as is to be done every ``check_interval_s``.
+
+        A look that comes more than half a lease late means that we were not scheduled, and often
+        that the whole machine stood still with its peers: that time is nobody's silence.
+        """
+        slept_s = now_s - self._looked_s - self.check_interval_s
+        self._looked_s = now_s
+        if slept_s > self.lease_s / 2:
+            self._heard_s = min(now_s, self._heard_s + slept_s)
+
     def silence_s(self, now_s: float) -> float:
-        """Return for how long nothing of the peer was read."""
+        """Return for how long nothing of the peer was read, less what we slept through."""
         return now_s - self._heard_s
 
     def is_expired(self, now_s: float) -> bool:

@@ -418,12 +418,14 @@ class Peer:
 
     def _check_lease(self) -> None:
         # What has arrived counts as heard, however long *we* were not scheduled: a process that
-        # was stopped for longer than the lease must not blame its peers for it.
+        # was stopped for longer than the lease must not blame its peers for it. Nor where nothing
+        # has: they may have been stopped as well, and wake a moment later.
         if self._lease.is_expired(self._context.clock.now_s()):
             self._transport.drain()
         if self.is_lost:
             return
         now_s = self._context.clock.now_s()
+        self._lease.note_look(now_s)
         if self._lease.is_expired(now_s):
             self._transport.drop(
                 PeerLostError(
