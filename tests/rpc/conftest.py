@@ -93,6 +93,9 @@ class RawClient:
         raise AssertionError("nothing arrived in 10 s")
 
     def close(self) -> None:
+        """Idempotent: a test may end a client before its fixture does."""
+        if self.socket.closed:
+            return
         self.socket.disable_monitor()
         self.events.close()
         self.socket.close()
