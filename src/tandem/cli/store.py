@@ -13,6 +13,7 @@ import typer
 
 from tandem.cli.config import Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.logs import configure_logging
 
@@ -221,6 +222,7 @@ def drain(
 
 def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:
     configure_logging(process, log_level)
+    raise_limit()
     return load_config(config, flags).config
 
 

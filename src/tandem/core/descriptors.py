@@ -9,11 +9,21 @@ import contextlib
 import resource
 import socket
 
-__all__ = ["is_scarce", "shut"]
+__all__ = ["is_scarce", "raise_limit", "shut"]
 
 RESERVE_SHARE = 4
 MIN_RESERVE = 16
 MAX_RESERVE = 256
+WANTED = 2**20
+"""What no process here comes near to."""
+
+
+def raise_limit() -> None:
+    """Let this process have as many as it may: the usual limit of 1,024 is one for shells."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def is_scarce(descriptor: int) -> bool:
