@@ -2,7 +2,9 @@
 
 Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
 batch, beside a memcpy of as many bytes; gets by a client that asks its master each time where the
-objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``);
+objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``); puts also
+with ``cores=near``: our client and host on one core, our master on another, where otherwise the
+system places all processes, and always those of rivals;
 ``op=exists`` over the wire and in the directory, keys a second; the memory of a directory;
 ``op=allocate``, nanoseconds for a put and its eviction;
 ``op=find clients=8``, the 99th percentile of a metadata call with a million objects;
@@ -13,6 +15,7 @@ curve of the allocator over a million puts. Segments are touched before anything
 """
 
 import contextlib
+import os
 import random
 import shutil
 import subprocess
@@ -28,6 +31,7 @@ import numpy as np
 
 from tandem._native import SegmentAllocator, fill_rows, locate_rows
 from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.placement import on_cores
 from tandem.bench.store_peers import MooncakeStore, Redis, Rival
 from tandem.core.errors import PeerLostError
 from tandem.rpc import make_runtime_dir
@@ -213,14 +217,16 @@ class _ObjectCase:
         """Yield a case for putting and two for getting."""
         against = "" if rival is None or rival.name == "mooncake tcp" else rival.name
         suffix = f" against={against.replace(' ', '-')}" if against else ""
-        for op, cache, ours in (
+        near = [("put", " cores=near", self._measure_near_put)]
+        for op, more, ours in (
             ("put", "", self._measure_put),
+            *(near if len(os.sched_getaffinity(0)) > 1 and not against else []),
             ("get", " cache=no", lambda: _measure_us(self._get_asking)),
             ("get", " cache=yes", lambda: _measure_us(self._get)),
         ):
             yield BenchCase(
                 name=f"path={self._path} op={op} api={self._api} size={self._size} "
-                f"batch={self._batch}{cache}{suffix}",
+                f"batch={self._batch}{more}{suffix}",
                 unit="us",
                 ours=ours,
                 check=lambda: self._check(rival),
@@ -255,6 +261,12 @@ class _ObjectCase:
     def _measure_put(self) -> float:
         # Puts of new keys: the removal between two is not timed.
         return _measure_us(self._put, before=lambda: self._store.client.remove_many(self._keys))
+
+    def _measure_near_put(self) -> float:
+        master, host = (child.pid for child in self._store.children)
+        first, second, *_ = sorted(os.sched_getaffinity(0))
+        with on_cores({os.getpid(): first, host: first, master: second}):
+            return self._measure_put()
 
     def _copy(self) -> None:
         np.copyto(self._target, self._source)

@@ -46,6 +46,7 @@ import zmq
 
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.peers import PeerProcess, install_peer
+from tandem.bench.placement import on_cores
 from tandem.core.errors import PeerLostError
 from tandem.transfer import Op, PreparedBatch, Transfer, TransferConfig, TransferEngine
 
@@ -184,25 +185,12 @@ class _Pair:
             self.socket.sendall(view[sent - len(head) :])
             self.socket.recv(1)
 
-    @contextlib.contextmanager
-    def on_cores(self, cores: Cores) -> Iterator[None]:
-        """Keep all threads of both processes there.
-
-        Only what is inside is kept: afterwards the system moves them as it likes, which need not be
-        at once.
-        """
+    def on_cores(self, cores: Cores) -> contextlib.AbstractContextManager[None]:
+        """Keep both processes there."""
         if cores == "any":
-            yield
-            return
-        free = os.sched_getaffinity(0)
-        first, second, *_ = sorted(free)
-        try:
-            _keep_on(os.getpid(), {first})
-            _keep_on(self.child.pid, {first if cores == "one" else second})
-            yield
-        finally:
-            _keep_on(os.getpid(), free)
-            _keep_on(self.child.pid, free)
+            return contextlib.nullcontext()
+        first, second, *_ = sorted(os.sched_getaffinity(0))
+        return on_cores({os.getpid(): first, self.child.pid: first if cores == "one" else second})
 
     def close(self) -> None:
         """End the child."""
@@ -213,12 +201,6 @@ class _Pair:
         self.child.wait(10)
         assert self.child.stdout is not None
         self.child.stdout.close()
-
-
-def _keep_on(process_id: int, cores: set[int]) -> None:
-    for task in Path(f"/proc/{process_id}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # It has ended.
-            os.sched_setaffinity(int(task.name), cores)
 
 
 class _Rival:
