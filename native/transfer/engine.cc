@@ -619,7 +619,7 @@ void Engine::schedule(int64_t due_ns) {
   timer_changed_.notify_one();
 }
 
-int64_t Engine::tick(int64_t now) {
+int64_t Engine::tick(int64_t now, int64_t late_ns) {
   std::vector<std::shared_ptr<Peer>> peers;
   std::vector<std::shared_ptr<Batch>> late;
   int64_t due = kNever;
@@ -633,7 +633,7 @@ int64_t Engine::tick(int64_t now) {
   }
   for (const auto& batch : late)
     abort(batch, {Code::kDeadline, "transfer.watch", "the transfer did not end in time", ""});
-  for (const auto& peer : peers) due = std::min(due, peer->tick(now));
+  for (const auto& peer : peers) due = std::min(due, peer->tick(now, late_ns));
   if (server_) due = std::min(due, server_->tick(now));
   return due;
 }
@@ -651,9 +651,9 @@ void Engine::run_timer() {
       continue;
     }
     // Whatever is scheduled during the tick is earlier than never, so it is not missed.
-    timer_due_ns_ = kNever;
+    const int64_t late_ns = now - std::exchange(timer_due_ns_, kNever);
     lock.unlock();
-    const int64_t due = tick(now);
+    const int64_t due = tick(now, late_ns);
     lock.lock();
     timer_due_ns_ = std::min(timer_due_ns_, due);
   }

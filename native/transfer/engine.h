@@ -152,7 +152,7 @@ class Engine {
   void unwatch(const Batch& batch);
   void schedule(int64_t due_ns);
   void run_timer();
-  int64_t tick(int64_t now_ns);
+  int64_t tick(int64_t now_ns, int64_t late_ns);
   std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
   void copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping);
 

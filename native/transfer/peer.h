@@ -102,8 +102,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // After it returns, no byte of the batch's local buffers is touched. REQUIRES: it is not open.
   void drop(const Batch& batch);
 
-  // Does what is due; returns when to call again.
-  int64_t tick(int64_t now_ns);
+  // Does what is due; returns when to call again. `late_ns`: how long ago this was to be called.
+  int64_t tick(int64_t now_ns, int64_t late_ns);
   std::vector<RailStatus> rails() const;
   // Why a transport is not used, by its name; empty where it is or was not tried.
   std::map<std::string, std::string> refusals() const;
@@ -223,6 +223,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   uint64_t num_descriptions_ = 0;
   Description description_;
   int64_t heard_ns_ = 0;
+  int64_t awake_since_ns_ = 0;  // No silence counts from before: we slept.
   int64_t pinged_ns_ = 0;
   RailHealth control_health_;
   std::shared_ptr<ClientConnection> control_;

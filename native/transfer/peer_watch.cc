@@ -59,7 +59,8 @@ bool Peer::is_calls_connect_due(int64_t now) const {
 void Peer::check_calls(int64_t now, Work& work) {
   const int64_t since_ns = calls_.owed_since_ns();
   if (since_ns == 0 || !calls_connection_ || !calls_connection_->is_ready()) return;
-  const int64_t silent_ns = now - std::max(since_ns, calls_connection_->heard_ns());
+  const int64_t silent_ns =
+      now - std::max({since_ns, calls_connection_->heard_ns(), awake_since_ns_});
   const int64_t ping_ns = options_.lease_ns / 3;
   if (silent_ns >= options_.lease_ns)
     return take_back(calls_connection_,
@@ -166,7 +167,8 @@ int64_t Peer::next_due() const {
     due = std::min(due, calls_health_.due_ns());
   const int64_t ping_ns = options_.lease_ns / 3;
   if (calls_connection_ && owed_since_ns > 0) {
-    const int64_t heard_ns = std::max(owed_since_ns, calls_connection_->heard_ns());
+    const int64_t heard_ns =
+        std::max({owed_since_ns, calls_connection_->heard_ns(), awake_since_ns_});
     due = std::min({due, std::max(heard_ns, calls_pinged_ns_) + ping_ns,
                     heard_ns + options_.lease_ns});
   }
@@ -179,12 +181,14 @@ int64_t Peer::next_due() const {
   return due;
 }
 
-int64_t Peer::tick(int64_t now) {
+int64_t Peer::tick(int64_t now, int64_t late_ns) {
   Work work;
   int64_t due;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::kLost || state_ == State::kClosed) return kNever;
+    // The whole machine stood still, it may be, and the peer with us: it speaks in a moment.
+    if (late_ns > options_.lease_ns / 2) heard_ns_ = awake_since_ns_ = now;
     const Error late{Code::kDeadline, "transfer.connect", "no handshake in time", ""};
     if (!control_ && control_health_.is_connect_due(now)) connect_control(now, work);
     if (control_ && !control_->is_ready() &&

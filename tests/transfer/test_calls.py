@@ -379,6 +379,59 @@ def test_a_peer_that_dies_in_a_call_is_lost(world, how):
             os.kill(process.pid, signal.SIGCONT)
 
 
+KEEPER = """
+import queue, sys
+from tandem.transfer import TransferConfig, TransferEngine
+kept = queue.Queue()
+def handler(calls):
+    for call in calls:
+        kept.put(call)
+    return [None] * len(calls)
+engine = TransferEngine(TransferConfig(secret=sys.argv[1]))
+engine.serve_calls(handler)
+print(engine.address, flush=True)
+for line in sys.stdin:
+    call = kept.get(timeout=20)
+    print("kept", flush=True)
+    sys.stdin.readline()
+    call.reply(b"at last")
+"""
+WAITER = """
+import sys
+from tandem.transfer import TransferConfig, TransferEngine
+engine = TransferEngine(TransferConfig(secret=sys.argv[1], lease_ms=600))
+segment = engine.open(sys.argv[2])
+print("open", flush=True)
+while sys.stdin.readline():
+    try:
+        print(engine.call(segment, b"x", deadline_s=30).decode(), flush=True)
+    except Exception as error:
+        print(repr(error), flush=True)
+"""
+
+
+def test_a_machine_that_stood_still_loses_nobody(world):
+    """Who wakes first has heard nothing for longer than the lease, and has slept itself."""
+    with (
+        child(KEEPER) as (keeper, address),
+        child(WAITER, address) as (waiter, _),
+    ):
+        for _ in range(3):
+            for process in (waiter, keeper):
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            assert keeper.stdout.readline() == "kept\n"
+            for process in (keeper, waiter):
+                os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(1.5)
+            os.kill(waiter.pid, signal.SIGCONT)
+            time.sleep(0.05)  # Time enough to give the other one up.
+            os.kill(keeper.pid, signal.SIGCONT)
+            keeper.stdin.write("answer\n")
+            keeper.stdin.flush()
+            assert waiter.stdout.readline() == "at last\n"
+
+
 def test_a_slow_handler_is_no_lost_peer(world):
     """The lease is about the peer's process: an answer may take longer."""
     keeper = Keeper()
