@@ -23,18 +23,24 @@ HOSTS = ("h0", "h1", "h2")
 CAPACITY = 2**18
 
 
-async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
-    """Remove or pin at a master that has not yet heard of the object; returns the keys left."""
+async def begin_anew(seed: int, replicas: int):
+    """Return a world with an object and a new master, and a client."""
     world = World(seed, StoreConfig(), Faults())
     world.start_master()
     for name in HOSTS:
         world.start_host(name, CAPACITY)
     await asyncio.sleep(2)
     _, client = world.start_client("c")
-    await client.put("key", b"value", PutOptions(replicas=2))
+    await client.put("key", b"value", PutOptions(replicas=replicas))
     world.kill_master()
     await asyncio.sleep(0.5)
     world.start_master()
+    return world, client
+
+
+async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
+    """Remove or pin at a master that has not yet heard of the object; returns the keys left."""
+    world, client = await begin_anew(seed, replicas=2)
     while not world.master.hosts:  # The first one joins.
         await asyncio.sleep(0.001)
     removals = world.master.removals
@@ -58,16 +64,7 @@ def test_a_new_master_hears_its_hosts_before_it_says_that_nothing_is_there(kind,
 
 async def kill_a_master_that_has_removed(seed: int) -> tuple[bool, list[str]]:
     """Remove what one of two hosts has told of; return whether that was so, and the keys left."""
-    world = World(seed, StoreConfig(), Faults())
-    world.start_master()
-    for name in HOSTS:
-        world.start_host(name, CAPACITY)
-    await asyncio.sleep(2)
-    _, client = world.start_client("c")
-    await client.put("key", b"value", PutOptions(replicas=3))
-    world.kill_master()
-    await asyncio.sleep(0.5)
-    world.start_master()
+    world, client = await begin_anew(seed, replicas=3)
     directory = world.master.directory
     while (row := directory.find("key")) == NO_ROW:
         await asyncio.sleep(0.0005)
