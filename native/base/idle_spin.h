@@ -25,11 +25,18 @@ inline void pause_cpu() {
 #endif
 }
 
-class IdleSpin {
+// What passes while a thread polls, and to whom it yields; tests have their own.
+struct SystemTime {
+  static int64_t now() { return now_ns(); }
+  static void yield() { sched_yield(); }
+};
+
+template <class Time>
+class BasicIdleSpin {
  public:
   // A poll that does not run for `interrupted_ns` has let another thread in. A round takes 1 to 3 us
   // undisturbed.
-  explicit IdleSpin(int64_t limit_ns, int64_t interrupted_ns = 15'000)
+  explicit BasicIdleSpin(int64_t limit_ns, int64_t interrupted_ns = 15'000)
       : limit_ns_(limit_ns), interrupted_ns_(interrupted_ns) {}
 
   void set_limit_ns(int64_t limit_ns) { limit_ns_ = limit_ns; }
@@ -37,7 +44,7 @@ class IdleSpin {
   // Polls `is_done` for at most the limit. True if it came true.
   template <class Predicate>
   bool wait(Predicate is_done) {
-    int64_t last = now_ns();
+    int64_t last = Time::now();
     if (limit_ns_ == 0 || last < barred_until_ns_) return is_done();
     const int64_t deadline = last + limit_ns_;
     while (true) {
@@ -45,8 +52,8 @@ class IdleSpin {
         if (is_done()) return true;
         pause_cpu();
       }
-      sched_yield();
-      const int64_t now = now_ns();
+      Time::yield();
+      const int64_t now = Time::now();
       if (now - last > interrupted_ns_) {
         barred_until_ns_ = now + kBarredNs;
         return is_done();
@@ -65,6 +72,8 @@ class IdleSpin {
   int64_t interrupted_ns_;
   int64_t barred_until_ns_ = 0;
 };
+
+using IdleSpin = BasicIdleSpin<SystemTime>;
 
 // A running guess of how long a worker stays idle between jobs, so that it does not poll at the end
 // of each job of a slow stream of jobs, where the poll would always be in vain.

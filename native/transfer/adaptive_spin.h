@@ -12,9 +12,10 @@
 
 namespace tandem::transfer {
 
-class AdaptiveSpin {
+template <class Time>
+class BasicAdaptiveSpin {
  public:
-  explicit AdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
+  explicit BasicAdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
 
   int64_t limit_ns() const { return limit_ns_; }
   // The longest that the next poll takes.
@@ -23,12 +24,12 @@ class AdaptiveSpin {
   // Polls `is_done` for at most `reach_ns`. True if it came true.
   template <class Predicate>
   bool wait(Predicate is_done) {
-    const int64_t begin = now_ns();
+    const int64_t begin = Time::now();
     given_up_since_ns_ = 0;
     if (limit_ns_ == 0 || begin < barred_until_ns_) return is_done();
     spin_.set_limit_ns(reach_ns());
     const bool is_success = spin_.wait(is_done);
-    const int64_t end = now_ns();
+    const int64_t end = Time::now();
     if (end - begin > reach_ns() + kInterruptedNs) {
       barred_until_ns_ = end + bar_ns_;
       bar_ns_ = std::min(2 * bar_ns_, kMaxBarNs);
@@ -42,7 +43,7 @@ class AdaptiveSpin {
   // What was polled for has come now, to whoever slept for it instead.
   void came() {
     if (given_up_since_ns_ == 0) return;
-    is_stretched_ = now_ns() - given_up_since_ns_ < kStretch * limit_ns_;
+    is_stretched_ = Time::now() - given_up_since_ns_ < kStretch * limit_ns_;
     given_up_since_ns_ = 0;
   }
 
@@ -55,11 +56,13 @@ class AdaptiveSpin {
   static constexpr int64_t kStretch = 3;
 
   int64_t limit_ns_;
-  IdleSpin spin_;
+  BasicIdleSpin<Time> spin_;
   bool is_stretched_ = false;
   int64_t given_up_since_ns_ = 0;
   int64_t barred_until_ns_ = 0;
   int64_t bar_ns_ = kMinBarNs;
 };
+
+using AdaptiveSpin = BasicAdaptiveSpin<SystemTime>;
 
 }  // namespace tandem::transfer

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "transfer/adaptive_spin.h"
 #include "transfer/batch.h"
 #include "transfer/copier.h"
 #include "transfer/event_loop.h"
@@ -56,8 +57,6 @@ struct BatchCounters {
   std::array<uint64_t, kCodeNames.size()> num_failed{};  // By code.
   LatencyHistogram latencies;                            // Of those done, submit to end.
 };
-
-class AdaptiveSpin;
 
 class Engine {
  public:
