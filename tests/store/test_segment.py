@@ -10,8 +10,10 @@ import mmap
 import os
 import random
 import re
+import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,15 @@ from tandem.core.errors import (
     CorruptionError,
     UnsupportedError,
 )
-from tandem.store import ClientService, HostService, MasterService, StoreConfig, layout
+from tandem.rpc import make_runtime_dir
+from tandem.store import (
+    ClientService,
+    HostService,
+    MasterService,
+    PutResult,
+    StoreConfig,
+    layout,
+)
 from tandem.store import segment as segment_module
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.messages import ExtentRecords
@@ -365,3 +375,39 @@ def test_a_segment_on_huge_pages_survives_and_is_reached_by_its_peers(huge_folde
 
     for is_first in (True, False):
         asyncio.run(asyncio.wait_for(live(is_first), 30))
+
+
+@pytest.mark.asyncio
+async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypatch):
+    """A host serves before all of its memory is reserved: what it will hold is not refused."""
+    monkeypatch.setattr(segment_module, "FIRST_RESERVE_BYTES", 2**16)
+    may_grow = threading.Event()
+    reserve = segment_module._reserve
+
+    def reserve_later(path, descriptor, begin, length):
+        if begin > 0:  # Behind what is taken at once.
+            assert may_grow.wait(30)
+        reserve(path, descriptor, begin, length)
+
+    monkeypatch.setattr(segment_module, "_reserve", reserve_later)
+    folder = make_runtime_dir()
+    config = StoreConfig(
+        master=f"ipc://{folder}/m.sock",
+        segment_dir=str(tmp_path / "segments"),
+        segment_bytes=2**22,
+        recovery_ms=0,
+    )
+    try:
+        async with MasterService(config), HostService(config) as host:
+            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            async with ClientService(config) as service:
+                with pytest.raises(CapacityError):
+                    await service.client.put("never", bytes(2**23))
+                putting = asyncio.ensure_future(service.client.put("later", bytes(2**20)))
+                await asyncio.wait([putting], timeout=0.3)
+                assert not putting.done()
+                may_grow.set()
+                assert await asyncio.wait_for(putting, 20) is PutResult.CREATED
+    finally:
+        may_grow.set()
+        shutil.rmtree(folder)

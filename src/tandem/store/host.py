@@ -228,6 +228,7 @@ class StoreHost:
                 disk_id="" if self.disk is None else self.disk.disk_id,
                 disk=None if self.disk is None else self.disk.status(),
                 call_token=self._call_token,
+                final_bytes=self.segment.capacity_bytes,
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,

@@ -406,6 +406,8 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     disk: DiskStatus | None = None
     call_token: str = ""
     """What orders over the transfer engine at ``address`` must name; empty: it takes none."""
+    final_bytes: int = 0
+    """What the segment is to hold when all of it is reserved; 0: it does not say."""
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -291,9 +291,9 @@ class Puts:
         Raises: CapacityError if not even those could that may be soon.
         """
         hosts = self._master.writable_hosts()
-        if not hosts or _can_hold(hosts, batch.lengths):
+        if not hosts or _can_hold([host.capacity_bytes for host in hosts], batch.lengths):
             return True
-        able = [host for host in self._master.hosts.values() if not host.is_leaving]
+        able = [host.final_bytes for host in self._master.hosts.values() if not host.is_leaving]
         if not self._master.is_recovering and not _can_hold(able, batch.lengths):
             raise self._describe_full(batch)
         return False
@@ -402,9 +402,8 @@ class Puts:
             del self.unfinished[name]
 
 
-def _can_hold(hosts: Sequence[HostSpace], lengths: Sequence[int]) -> bool:
+def _can_hold(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether empty hosts could have room for extents; no means that they never will."""
-    capacities = [host.capacity_bytes for host in hosts]
     return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
 
 

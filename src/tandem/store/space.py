@@ -107,6 +107,8 @@ class HostSpace:
         self.address = ""
         self.read_base = 0
         self.capacity_bytes = 0
+        self.final_bytes = 0
+        """What it will hold once its segment has grown, if that succeeds."""
         self.stage = HostStage.LOST
         self.is_leaving = False
         """To be drained, now or when it has joined again."""
@@ -220,6 +222,7 @@ class HostSpace:
         self.machine, self.segment_id = join.machine, join.segment_id
         self.address, self.read_base = join.address, join.read_base
         self.capacity_bytes = join.capacity_bytes
+        self.final_bytes = max(join.final_bytes, join.capacity_bytes)
         self.stage = HostStage.JOINING
         self.num_pages = 0
         self.confirmed.clear()
