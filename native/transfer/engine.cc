@@ -615,7 +615,7 @@ void Engine::unwatch(const Batch& batch) {
 void Engine::schedule(int64_t due_ns) {
   const std::lock_guard lock(timer_mutex_);
   if (due_ns >= timer_due_ns_) return;
-  timer_due_ns_ = due_ns;
+  timer_due_ns_ = std::max(due_ns, now_ns());  // What is due already is not late yet.
   timer_changed_.notify_one();
 }
 
@@ -655,7 +655,7 @@ void Engine::run_timer() {
     lock.unlock();
     const int64_t due = tick(now, late_ns);
     lock.lock();
-    timer_due_ns_ = std::min(timer_due_ns_, due);
+    timer_due_ns_ = std::min(timer_due_ns_, std::max(due, now_ns()));
   }
 }
 

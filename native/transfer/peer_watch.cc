@@ -166,7 +166,7 @@ int64_t Peer::next_due() const {
   else if (!calls_connection_ && calls_.has_unsent())
     due = std::min(due, calls_health_.due_ns());
   const int64_t ping_ns = options_.lease_ns / 3;
-  if (calls_connection_ && owed_since_ns > 0) {
+  if (calls_connection_ && calls_connection_->is_ready() && owed_since_ns > 0) {
     const int64_t heard_ns =
         std::max({owed_since_ns, calls_connection_->heard_ns(), awake_since_ns_});
     due = std::min({due, std::max(heard_ns, calls_pinged_ns_) + ping_ns,

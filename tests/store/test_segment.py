@@ -378,7 +378,8 @@ def test_a_segment_on_huge_pages_survives_and_is_reached_by_its_peers(huge_folde
 
 
 @pytest.mark.asyncio
-async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("does_grow", [True, False])
+async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypatch, does_grow):
     """A host serves before all of its memory is reserved: what it will hold is not refused."""
     monkeypatch.setattr(segment_module, "FIRST_RESERVE_BYTES", 2**16)
     may_grow = threading.Event()
@@ -387,6 +388,8 @@ async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypat
     def reserve_later(path, descriptor, begin, length):
         if begin > 0:  # Behind what is taken at once.
             assert may_grow.wait(30)
+            if not does_grow:
+                raise CapacityError("test.reserve", "others have filled the file system")
         reserve(path, descriptor, begin, length)
 
     monkeypatch.setattr(segment_module, "_reserve", reserve_later)
@@ -407,7 +410,11 @@ async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypat
                 await asyncio.wait([putting], timeout=0.3)
                 assert not putting.done()
                 may_grow.set()
-                assert await asyncio.wait_for(putting, 20) is PutResult.CREATED
+                if does_grow:
+                    assert await asyncio.wait_for(putting, 20) is PutResult.CREATED
+                else:
+                    with pytest.raises(CapacityError):
+                        await asyncio.wait_for(putting, config.put_wait_ms / 1e3 - 1)
     finally:
         may_grow.set()
         shutil.rmtree(folder)

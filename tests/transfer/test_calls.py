@@ -379,6 +379,21 @@ def test_a_peer_that_dies_in_a_call_is_lost(world, how):
             os.kill(process.pid, signal.SIGCONT)
 
 
+def test_a_peer_that_stops_before_the_first_call_is_lost(world):
+    """Its connection for calls is never ready; nobody watches that in a busy loop, either."""
+    taker = world.engine(lease_ms=600)
+    with child(SERVER) as (process, address):
+        segment = taker.open(address)
+        os.kill(process.pid, signal.SIGSTOP)
+        cpu_s = time.process_time()
+        begin = time.monotonic()
+        with pytest.raises(PeerLostError):
+            taker.call(segment, b"hello", deadline_s=20)
+        assert time.monotonic() - begin < 0.6 + 5  # The lease, and what a busy machine takes.
+        assert time.process_time() - cpu_s < 0.25
+        os.kill(process.pid, signal.SIGCONT)
+
+
 KEEPER = """
 import queue, sys
 from tandem.transfer import TransferConfig, TransferEngine

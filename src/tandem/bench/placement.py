@@ -26,6 +26,7 @@ def on_cores(places: Mapping[int, int]) -> Iterator[None]:
 
 
 def _keep_on(process_id: int, cores: set[int]) -> None:
-    for task in Path(f"/proc/{process_id}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # It has ended.
-            os.sched_setaffinity(int(task.name), cores)
+    with contextlib.suppress(FileNotFoundError):  # The process has ended,
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # or the thread.
+                os.sched_setaffinity(int(task.name), cores)

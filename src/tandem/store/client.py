@@ -169,7 +169,7 @@ class AsyncStoreClient:
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         if set(map(type, parts)) == {Part}:
-            singles = cast("Sequence[Part]", parts)
+            singles = list(cast("Sequence[Part]", parts))  # Ours, whatever becomes of theirs.
             items = Items(keys, measure_parts(singles), singles)
         else:
             parts_of = [[given] if isinstance(given, Part) else given for given in parts]

@@ -174,12 +174,15 @@ class StoreHost:
             self._reporting.cancel()
             self._reporting = None
 
-    def on_grown(self, usable_bytes: int) -> None:
-        """Tell the master that more of the segment is usable; call on the loop."""
+    def on_grown(self) -> None:
+        """Tell the master that more of the segment is usable, or all is; call on the loop."""
         if self.master is None or not self.is_joined.is_set():
             return  # The join will tell.
-        message = SegmentGrown(self._session, usable_bytes)
+        message = self._describe_growth()
         self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
+
+    def _describe_growth(self) -> SegmentGrown:
+        return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
 
     async def aclose(self) -> None:
         """Stop joining, pulling and reporting."""
@@ -212,7 +215,7 @@ class StoreHost:
         for task in list(self._pulls.values()):
             task.cancel()
         await asyncio.gather(*self._pulls.values(), return_exceptions=True)
-        capacity_bytes = self.segment.usable_bytes
+        told = self.segment.usable_bytes, self.segment.final_bytes
         self._num_attempts += 1
         joined = await master.call(
             "join",
@@ -220,7 +223,7 @@ class StoreHost:
                 name=self.name,
                 machine=self.machine,
                 segment_id=self.segment.segment_id,
-                capacity_bytes=capacity_bytes,
+                capacity_bytes=told[0],
                 address=self.port.address,
                 read_base=self.port.read_base,
                 epoch_seen=self._epoch_seen(),
@@ -228,7 +231,7 @@ class StoreHost:
                 disk_id="" if self.disk is None else self.disk.disk_id,
                 disk=None if self.disk is None else self.disk.status(),
                 call_token=self._call_token,
-                final_bytes=self.segment.capacity_bytes,
+                final_bytes=told[1],
             ),
             Joined,
             timeout_s=CALL_TIMEOUT_S,
@@ -271,8 +274,8 @@ class StoreHost:
                 break
             await asyncio.sleep(RETRY_S)
             can_write = await self._close_writers(old_writers)
-        if self.segment.usable_bytes > capacity_bytes:
-            await self._tell_grown(SegmentGrown(joined.session, self.segment.usable_bytes))
+        if (self.segment.usable_bytes, self.segment.final_bytes) != told:
+            await self._tell_grown(self._describe_growth())
 
     def _epoch_seen(self) -> int:
         """Return an epoch that no master must be below: the disk may be older than the segment."""

@@ -300,7 +300,8 @@ class Membership:
 
     async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
         """More of a host's segment is usable."""
-        self._joining(caller, request.session).grow(request.capacity_bytes)
+        host = self._joining(caller, request.session)
+        host.grow(request.capacity_bytes, request.final_bytes)
         return Ack()
 
     def lose_host(self, host: HostSpace) -> None:

@@ -464,10 +464,12 @@ class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentGrown(msgspec.Struct, frozen=True):
-    """More of the segment is backed by memory."""
+    """More of the segment is backed by memory, or all that ever will be."""
 
     session: int
     capacity_bytes: int
+    final_bytes: int = 0
+    """As ``JoinHost``."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

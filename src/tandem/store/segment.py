@@ -108,6 +108,8 @@ class Segment:
         self.capacity_bytes = capacity_bytes
         """Bytes for extents when all is reserved."""
         self.usable_bytes = capacity_bytes
+        self.final_bytes = capacity_bytes
+        """What will be usable, as far as is known."""
         """Bytes for extents that are backed by memory now."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
@@ -198,7 +200,8 @@ class Segment:
     def reserve_rest(self, on_grown: Callable[[int], None]) -> None:
         """Reserve what is left, in a thread of its own; ``on_grown(usable_bytes)`` comes from it.
 
-        A file system that fills up meanwhile ends it: the segment stays as large as it got. Pages
+        A file system that fills up meanwhile ends it: the segment stays as large as it got, which
+        ``final_bytes`` says then, and ``on_grown`` is called once more. Pages
         that are reserved are mapped then, too: the first touch of each costs a microsecond, which
         is most of the time that it takes to seal a small object.
         """
@@ -229,6 +232,8 @@ class Segment:
                 logger.warning(
                     "event=segment_short usable_bytes=%d reason=%s", self.usable_bytes, error
                 )
+                self.final_bytes = self.usable_bytes
+                on_grown(self.usable_bytes)
                 return
             self.usable_bytes = until
             on_grown(until)

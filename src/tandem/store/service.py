@@ -364,8 +364,8 @@ class HostService:
         self._channel.start()
         loop = asyncio.get_running_loop()
 
-        def tell_grown(usable_bytes: int) -> None:
-            loop.call_soon_threadsafe(self.host.on_grown, usable_bytes)
+        def tell_grown(_: int) -> None:
+            loop.call_soon_threadsafe(self.host.on_grown)
 
         opened.reserve_rest(tell_grown)
         return self

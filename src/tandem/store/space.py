@@ -277,13 +277,14 @@ class HostSpace:
         self.allocator = allocator
         self._on_space()
 
-    def grow(self, capacity_bytes: int) -> None:
-        """More of the segment is usable."""
+    def grow(self, capacity_bytes: int, final_bytes: int) -> None:
+        """More of the segment is usable, or it is known how much ever will be (0: it is not)."""
+        self.final_bytes = final_bytes or max(self.final_bytes, capacity_bytes)
         if capacity_bytes > self.capacity_bytes:
             if self.allocator is not None:
                 self.allocator.grow(capacity_bytes)
             self.capacity_bytes = capacity_bytes
-            self._on_space()
+        self._on_space()  # Also for who waits for what will not come.
 
     async def order(
         self,
