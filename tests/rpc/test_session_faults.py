@@ -247,7 +247,8 @@ def let_sockets_work():
     time.sleep(0.02)
 
 
-def test_what_has_arrived_counts_as_heard_before_the_lease_is_judged(endpoint, raw_client):
+def judge_by_hand(endpoint, raw_client, play):
+    """Run ``play(clock, server, raw, peer)``: the lease is judged when the test says so."""
     clock = ManualClock()
 
     async def scenario():
@@ -255,47 +256,50 @@ def test_what_has_arrived_counts_as_heard_before_the_lease_is_judged(endpoint, r
             raw = raw_client(endpoint)
             raw.say_hello()
             await until(lambda: server.peers)
-            peer = server.peers[0]
-            raw.send(encode_frame(Beat(0, 0)))
-            # Holds the loop until the beat is there, unread.
-            assert server._socket.poll(TEST_TIMEOUT_S * 1000)
-            clock.advance(61.0)
-            peer._check_lease()  # As the timer does when the loop wakes after a minute's sleep.
-            assert not peer.is_lost
-            for _ in range(3):
-                assert not peer.is_lost
-                clock.advance(20.5)
-                peer._check_lease()
-            assert peer.is_lost
+            play(clock, server, raw, server.peers[0])
 
     run(scenario())
+
+
+def beat(server, raw):
+    """Return when a beat is there, unread; holds the loop until then."""
+    raw.send(encode_frame(Beat(0, 0)))
+    assert server._socket.poll(TEST_TIMEOUT_S * 1000)
+
+
+def check_silence_is_loss(clock, peer, num_looks):
+    """So many looks in time, of which the last finds the lease over."""
+    for _ in range(num_looks):
+        assert not peer.is_lost
+        clock.advance(20.5)
+        peer._check_lease()
+    assert peer.is_lost
+
+
+def test_what_has_arrived_counts_as_heard_before_the_lease_is_judged(endpoint, raw_client):
+    def play(clock, server, raw, peer):
+        beat(server, raw)
+        clock.advance(61.0)
+        peer._check_lease()  # As the timer does when the loop wakes after a minute's sleep.
+        check_silence_is_loss(clock, peer, 3)
+
+    judge_by_hand(endpoint, raw_client, play)
 
 
 def test_a_machine_that_stood_still_loses_nobody(endpoint, raw_client):
     """Who wakes first finds nothing of the others, who slept as well, and waits for them."""
-    clock = ManualClock()
 
-    async def scenario():
-        async with make_server(endpoint, PATIENT, clock=clock) as server:
-            raw = raw_client(endpoint)
-            raw.say_hello()
-            await until(lambda: server.peers)
-            peer = server.peers[0]
-            for _ in range(2):
-                clock.advance(3600.0)
-                peer._check_lease()
-                assert not peer.is_lost
-                raw.send(encode_frame(Beat(0, 0)))
-                assert server._socket.poll(TEST_TIMEOUT_S * 1000)
-                server._pump.drain()
+    def play(clock, server, raw, peer):
+        for _ in range(2):
             clock.advance(3600.0)
-            for _ in range(4):
-                assert not peer.is_lost
-                clock.advance(20.5)
-                peer._check_lease()
-            assert peer.is_lost, "who stays silent is lost all the same"
+            peer._check_lease()
+            assert not peer.is_lost
+            beat(server, raw)
+            server._pump.drain()
+        clock.advance(3600.0)
+        check_silence_is_loss(clock, peer, 4)
 
-    run(scenario())
+    judge_by_hand(endpoint, raw_client, play)
 
 
 def test_a_descriptor_used_again_is_not_taken_for_its_former_owner(endpoint, raw_client):
