@@ -140,7 +140,7 @@ async def upsert_at_a_new_master(seed: int) -> None:
     world.kill_host("h1")
     change_master(world)
     await joined(world, 1)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(TimeoutError):
         await asyncio.wait_for(client.get("key"), 5)  # And not the old one.
 
 
@@ -182,7 +182,7 @@ async def lose_a_host(seed: int) -> None:
     await asyncio.sleep(9)
     assert world.master.is_learning
     assert await client.put("key", b"second", on("h0")) is PutResult.CREATED
-    assert [host.name for host in (await client.status()).hosts] == list(HOSTS)
+    assert {host.name for host in (await client.status()).hosts} == set(HOSTS)
     loop = asyncio.get_running_loop()
     change_master(world)
     await joined(world, 2)
@@ -407,10 +407,12 @@ async def move_disks(seed: int) -> None:
         world.start_host(name, CAPACITY)
     await asyncio.sleep(2)
     _, client = world.start_client("c")
-    await client.put("key", b"value" * 1000, on("h2"))
+    options = PutOptions(preferred=["h2"], upsert=True)
     async with asyncio.timeout(30):
+        # A report of the disk that overtakes the commit has it forgotten there.
         while not len(world.hosts["h2"][1].disk.index):
-            await asyncio.sleep(0.1)
+            await client.put("key", b"value" * 1000, options)
+            await asyncio.sleep(1)
     world.kill_host("h2")
     await asyncio.sleep(0.1)
     await client.remove("key")
@@ -482,9 +484,11 @@ class Traffic:
 
     async def check(self) -> None:
         keys = list(self.present)
-        for key, value in zip(keys, await self._client.get_many(keys), strict=True):
-            if value != self.present[key]:
-                self._violations.append(f"{key} is {value!r} in the end")
+        for begin in range(0, len(keys), 20):
+            some = keys[begin : begin + 20]
+            for key, value in zip(some, await self._client.get_many(some), strict=True):
+                if value != self.present[key]:
+                    self._violations.append(f"{key} is {value!r} in the end")
         found = await self._client.exists_many(self.removed)
         self._violations += [
             f"{key} was removed and is there in the end"

@@ -39,6 +39,7 @@ from tandem.store.messages import (
     KeyBytes,
     KeyList,
     KeyPage,
+    LeaveStore,
     ListKeys,
     Located,
     LocateObjects,
@@ -168,6 +169,7 @@ class StoreMaster:
             ("join", self.membership.join, JoinHost, Joined),
             ("inventory", self.membership.inventory, InventoryPage, Ack),
             ("inventory_done", self.membership.inventory_done, InventoryDone, Ack),
+            ("leave", self.membership.leave, LeaveStore, Ack),
             ("grown", self.membership.grown, SegmentGrown, Ack),
             ("disk_report", self.membership.disk_report, DiskReport, KeyBytes),
         ]

@@ -30,6 +30,7 @@ from tandem.store.messages import (
     Joined,
     JoinHost,
     KeyBytes,
+    LeaveStore,
     RetireHost,
     SegmentGrown,
 )
@@ -192,6 +193,14 @@ class Membership:
             raise ConflictError(
                 "store.retire", f"{request.name} is connected: drain and stop it", field="name"
             )
+        self._retire(host)
+        await self._writer.save()
+        return Ack()
+
+    async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
+        """A host ends, and what it has with it. Answered when no later master waits for it."""
+        host = self._joining(caller, request.session)
+        self.lose_host(host)
         self._retire(host)
         await self._writer.save()
         return Ack()

@@ -36,6 +36,7 @@ __all__ = [
     "KeyList",
     "KeyPage",
     "LeaderAnswer",
+    "LeaveStore",
     "ListKeys",
     "LoadObject",
     "LocateObjects",
@@ -456,6 +457,12 @@ class InventoryDone(msgspec.Struct, frozen=True):
     session: int
     num_pages: int
     can_write: bool
+
+
+class LeaveStore(msgspec.Struct, frozen=True):
+    """The host ends and removes what it has: nobody needs to wait for it."""
+
+    session: int
 
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):

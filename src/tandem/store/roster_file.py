@@ -130,10 +130,10 @@ def _check_lines(path: Path, lines: Sequence[bytes]) -> Iterable[bytes]:
         if not line:
             continue
         head, _, body = line.partition(b" ")
-        if head == b"%08x" % zlib.crc32(body) and i < len(lines) - 1:
+        if head == b"%08x" % zlib.crc32(body):
             yield body
         else:
-            # The last one: whoever wrote it had no answer, and neither had its client.
+            # Torn, if it is the last one: whoever wrote it had no answer, nor had its client.
             logger.error("event=roster_line_damaged path=%s line=%d", path, i + 1)
 
 

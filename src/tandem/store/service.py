@@ -422,6 +422,8 @@ class HostService:
         return disk
 
     async def __aexit__(self, *_: object) -> None:
+        if not self._is_kept and self.host.disk is None:
+            await self.host.leave()
         await self.host.aclose()
         await self._calls.aclose()
         await self._channel.aclose()
