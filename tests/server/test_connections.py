@@ -187,7 +187,11 @@ def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
         "done": 3,
         "total": 48,
     }
-    assert live.get("/health").status_code == 200
+    for probe in ("/health", "/ping"):
+        refused = live.get(probe)
+        assert (refused.status_code, refused.json()) == (503, {"status": "loading"})
+        assert refused.headers["Retry-After"]
+    assert live.get("/live").status_code == 200
     for path, body in (("/v1/completions", BODY), ("/generate", {"text": "a"})):
         refused = live.post(path, body)
         assert refused.status_code == 503
@@ -197,9 +201,11 @@ def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
     assert "tandem:engine_up{" in live.get("/metrics").text
     engine.stage = StageChanged(InstanceStage.FAILED, "out of memory")
     assert live.get("/health").status_code == 503
+    assert live.get("/live").status_code == 503
     engine.info, engine.stage = make_info(), StageChanged(InstanceStage.READY)
-    assert live.get("/ready").status_code == 200
-    assert live.get("/health").status_code == 200
+    for probe in ("/ready", "/health", "/ping", "/live"):
+        assert live.get(probe).status_code == 200
+    assert live.post("/ping").status_code == 200
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tandem.server.protocol.openai import (
     ChatRequest,
 )
 from tandem.server.sse import DONE, EventStream, encode_event
-from tandem.server.usage import count_usage, make_chat_logprobs
+from tandem.server.usage import count_piece_usage, count_usage, make_chat_logprobs
 
 __all__ = ["answer_chat"]
 
@@ -196,7 +196,7 @@ async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[byt
                 yield encode_event(_encode(answer.make_chunk([first])))
             chunk = answer.make_chunk([_make_choice(answer, generation, piece)])
             if is_continuous:
-                chunk.usage = count_usage([generation])
+                chunk.usage = count_piece_usage(generation, piece)
             elif has_usage:
                 # OpenAI sends null until the last event.
                 chunk.usage = None
