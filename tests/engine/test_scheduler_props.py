@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, SamplingParams
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
-from tandem.engine.prefix_index import PrefixIndex, PrefixMatch, root_digest
+from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.request import Request, RequestState
 from tandem.engine.scheduler import Scheduler, StepPlan
 
@@ -256,7 +257,7 @@ class World:
             assert start == 0
             return
         tokens = request.get_tokens(0, request.num_tokens - 1)
-        root = root_digest("toy", request.cache_salt)
+        root = make_root_key(b"toy", request.cache_salt)
         best = max(
             (count_shared(tokens, path) for key, path in list_paths(self.index) if key == root),
             default=0,

@@ -8,7 +8,7 @@ instances may share blocks; docs/design/kv_identity.md says the same in prose.
 
 import hashlib
 import struct
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -329,7 +329,7 @@ def _flatten(identity: KvIdentity) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(identity).items():
         if isinstance(value, dict):
-            facts |= {f"{name}.{key}": item for key, item in value.items()}
+            facts |= {f"{name}.{key}": item for key, item in cast("dict[str, Any]", value).items()}
         else:
             facts[name] = value
     return facts
