@@ -130,7 +130,7 @@ def test_api_key_guards_all_but_health(serve_demo):
         (["/nonexistent"], ["/nonexistent"]),
         (["demo", "--max-model-len", "100000"], ["max_model_len", "2048"]),
         (["demo", "--host", "0.0.0.0"], ["api_key"]),
-        (["demo", "--prefill", "1"], ["prefill"]),
+        (["demo", "--prefill", "1"], ["No such option", "--prefill"]),
         (["demo", "--engine.blok-size", "1"], ["blok-size"]),
         (["demo", "--engine.num-kv-blocks", "2"], ["blocks"]),
     ],
