@@ -24,7 +24,7 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
-from tandem.engine.config import EngineConfig, InstancesConfig
+from tandem.engine.config import EngineConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
@@ -45,9 +45,6 @@ SHORT_NAMES = {
     "server.api_key": "--api-key",
     "server.served_model_name": "--served-model-name",
     "engine.max_model_len": "--max-model-len",
-    "instances.prefill": "--prefill",
-    "instances.decode": "--decode",
-    "model.adapter": "--adapter",
     "store.election.backend": "--election",
     "store.election.endpoints": "--etcd-endpoints",
 }
@@ -93,7 +90,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
-    instances: InstancesConfig = msgspec.field(default_factory=InstancesConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
     store: StoreConfig = msgspec.field(default_factory=StoreConfig)

@@ -192,7 +192,7 @@ class Instance:
         except TandemError as error:
             # The server reports the failure; an ERROR line here would print it twice.
             logger.info("event=instance_failed error=%s", error)
-            self.set_stage(StageChanged(InstanceStage.FAILED, str(error)))
+            self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
             # The stage says why; a restart would fail alike, so the server decides.
             self._stopping.wait()
             return 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, KVLayout, ModelSpec
+from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, GqaLayout, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
@@ -258,7 +258,7 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
-    return KVLayout(
+    return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
