@@ -24,6 +24,12 @@ class Shelf:
             self.index.evict(1)
         return self.pool.allocate()
 
+    def evict(self, num_blocks):
+        """Evict, and return how many blocks that freed."""
+        num_free = self.pool.num_free
+        self.index.evict(num_blocks)
+        return self.pool.num_free - num_free
+
     def compute(self, token_ids, salt=""):
         """Allocate, fill and index blocks as a request would; return them, still referenced."""
         root_key = self.index.make_root_key(salt)
@@ -198,14 +204,31 @@ def test_least_recently_used_leaf_goes_first_and_parents_follow():
     shelf = Shelf(4)
     old = shelf.put(tokens_of("abcdefgh"))
     young = shelf.put(tokens_of("ijkl"))
-    assert shelf.index.evict(1) == 1
+    assert shelf.evict(1) == 1
     assert shelf.find(tokens_of("abcdefgh")).num_tokens == 4, "the leaf went, its parent stays"
-    assert shelf.index.evict(1) == 1
+    assert shelf.evict(1) == 1
     assert shelf.find(tokens_of("abcdefgh")).num_tokens == 0
     assert shelf.find(tokens_of("ijkl")).nodes[0].block_id == young[0]
-    assert shelf.index.evict(5) == 1, "no more than there is"
+    assert shelf.evict(5) == 1, "no more than there is"
     assert shelf.pool.num_free == 4
     assert set(old).isdisjoint(young)
+
+
+def test_evicting_tells_key_and_block_of_full_blocks():
+    shelf = Shelf(4)
+    blocks = shelf.put(tokens_of("abcdefghi"))
+    keys = []
+    shelf.index.extend_keys(shelf.index.make_root_key(""), keys, tokens_of("abcdefgh"))
+    evicted = shelf.index.evict(3)
+    assert [(b.key, b.block_id) for b in evicted] == [(keys[1], blocks[1]), (keys[0], blocks[0])]
+    assert [shelf.pool.get_generation(b.block_id) for b in evicted] == [
+        b.generation for b in evicted
+    ]
+    assert shelf.pool.num_free == 4, "the tail has no key and is evicted all the same"
+    while shelf.pool.num_free:
+        shelf.pool.allocate()
+    for block in evicted:
+        assert shelf.pool.get_generation(block.block_id) == block.generation + 1
 
 
 def test_use_makes_a_path_young():
@@ -224,11 +247,11 @@ def test_referenced_blocks_are_never_evicted():
     shelf.put(tokens_of("abcdefghij"))
     found = shelf.find(tokens_of("abcdefghij"))
     shared = shelf.index.acquire(found)
-    assert shelf.index.evict(16) == 0, "two shared blocks and the source of the copy"
+    assert shelf.evict(16) == 0, "two shared blocks and the source of the copy"
     shelf.index.release((found.source.block_id,))
-    assert shelf.index.evict(16) == 1
+    assert shelf.evict(16) == 1
     shelf.index.release(shared)
-    assert shelf.index.evict(16) == 2
+    assert shelf.evict(16) == 2
 
 
 def test_count_evictable_is_what_acquire_takes():

@@ -11,8 +11,8 @@ Invariants (``check``): whoever references a node's block references its parent'
 (unreferenced) subtree is evictable as a whole; the LRU order lists a node only after its cached
 children, so its front is always a leaf, and evicting is O(1) and never takes a referenced block.
 
-Pure and single-threaded. Lower tiers will be asked with the same keys from where ``match`` ends;
-per-block side data would be carried by ``PrefixNode``. Neither is built here.
+Pure and single-threaded. Lower tiers are asked with the same keys from where ``match`` ends
+(``tandem.engine.loads``); per-block side data would be carried by ``PrefixNode`` and is not built.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from tandem.core.spec import make_root_key
-from tandem.engine.blocks import BlockPool
+from tandem.engine.blocks import BlockPool, KeyedBlock
 
 __all__ = [
     "TOKEN_BYTES",
@@ -261,16 +261,28 @@ class PrefixIndex:
         if position == len(siblings) or not siblings[position].startswith(tokens):
             self._link(parent, None, tokens, block_id)
 
-    def evict(self, num_blocks: int) -> int:
-        """Free up to ``num_blocks`` cached blocks, least recently used first; return how many."""
+    def describe(self, node: PrefixNode) -> KeyedBlock:
+        """Return a full node's key and block, for a lower tier."""
+        assert node.key is not None, f"block {node.block_id} is partial"
+        return KeyedBlock(node.key, node.block_id, self._pool.get_generation(node.block_id))
+
+    def evict(self, num_blocks: int) -> list[KeyedBlock]:
+        """Free up to ``num_blocks`` cached blocks, least recently used first.
+
+        Returns: the full ones among them; their memory still holds them until it is reused. The
+        tail of a prompt has no key: no lower tier holds it.
+        """
+        evicted: list[KeyedBlock] = []
         count = 0
         while count < num_blocks and self._lru:
             node, _ = self._lru.popitem(last=False)
             assert not node.children, f"block {node.block_id} is evicted before its children"
+            if node.key is not None:
+                evicted.append(self.describe(node))
             self._unlink(node)
             count += 1
         self.stats.num_evicted_blocks += count
-        return count
+        return evicted
 
     def clear(self) -> int:
         """Forget everything; return how many blocks became free at once.

@@ -1,6 +1,7 @@
 """From a checkpoint to a model that runs paged batches."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,18 @@ class CausalModel:
         return PagedKvCache(layout, num_blocks, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: PagedBatch, kv_cache: PagedKvCache) -> Tensor:
+    def forward(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
+            on_layer: called with each layer's index once its KV of this step is in the blocks.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
 
@@ -154,7 +161,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = PagedStep(batch, kv_cache, self._rope, self.dtype)
+        step = PagedStep(batch, kv_cache, self._rope, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
