@@ -90,7 +90,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     options = read_options(request, "chatcmpl")
     group = await context.start(plans, options, arrived_s)
     answer = _Answer(
-        context, request, options.name, model, info.fingerprint[:16], context.now_unix_s(), n
+        context, request, options.name, model, info.system_fingerprint, context.now_unix_s(), n
     )
     if request.stream is True:
         return EventStream(group, _events(answer, group), context.config.send_timeout_s)

@@ -125,7 +125,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         request,
         options.name,
         model,
-        info.fingerprint[:16],
+        info.system_fingerprint,
         context.now_unix_s(),
         n,
         _make_echoes(context, prompts) if request.echo is True else None,

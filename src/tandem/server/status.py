@@ -119,7 +119,7 @@ async def get_model_info(context: ServerContext, _: Request) -> Response:
             model_type=info.architecture,
             max_model_len=info.max_model_len,
             num_parameters=info.num_parameters,
-            weight_version=info.fingerprint,
+            weight_version=info.weight_version,
         )
     )
 
