@@ -30,6 +30,7 @@ from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
 from tandem.store.ports import FORMER_WRITERS
+from tandem.store.roster import MemoryRosterStore
 from tandem.store.segment import Segment
 
 BASE_STEP = 2**40
@@ -183,6 +184,7 @@ class StoreWorld(World):
         self.master_process: Process | None = None
         self.master: StoreMaster
         self._epochs = itertools.count(1)
+        self.roster = MemoryRosterStore()
 
     @property
     def has_master(self) -> bool:
@@ -270,7 +272,11 @@ class StoreWorld(World):
     def start_master(self) -> None:
         process = Process(self, "master")
         self.master = StoreMaster(
-            self.config, clock=self.clock, epoch=next(self._epochs), draw=self.random.randrange
+            self.config,
+            clock=self.clock,
+            epoch=next(self._epochs),
+            draw=self.random.randrange,
+            roster=self.roster,
         )
         process.serve(self.master.methods())
         self.master_process = process
