@@ -1,5 +1,6 @@
 #include "transfer/connection.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -50,8 +51,7 @@ Connection::~Connection() {
 Status Connection::attach() {
   const std::lock_guard lock(mutex_);
   wants_output_ = is_connecting_;
-  const uint32_t events = EPOLLIN | (wants_output_ ? EPOLLOUT : 0u);
-  Result<uint64_t> key = loop_->add(fd_, events, weak_from_this(), kind_);
+  Result<uint64_t> key = loop_->add(fd_, wanted_events(), weak_from_this(), kind_);
   if (!key.is_ok()) return key.error();
   loop_key_ = key.value();
   return {};
@@ -76,6 +76,8 @@ void Connection::on_events(uint32_t events) {
     if (has_connected) on_connected();
     flush();
   }
+  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) && is_void_once_hung_up())
+    return fail(lost("the peer hung up"));
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) do_read();
 }
 
@@ -185,7 +187,17 @@ bool Connection::flush_locked(Error* error) {
 void Connection::want_output(bool is_wanted) {
   if (is_wanted == wants_output_) return;
   wants_output_ = is_wanted;
-  loop_->modify(loop_key_, fd_, EPOLLIN | (is_wanted ? EPOLLOUT : 0u));
+  loop_->modify(loop_key_, fd_, wanted_events());
+}
+
+uint32_t Connection::wanted_events() const {
+  const uint32_t hang_up = kind_ == EventLoop::Kind::kRequests ? EPOLLRDHUP : 0u;
+  return EPOLLIN | hang_up | (wants_output_ ? EPOLLOUT : 0u);
+}
+
+bool Connection::has_hung_up() const {
+  pollfd state{fd_, POLLRDHUP, 0};
+  return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 void Connection::do_read() {
@@ -199,7 +211,13 @@ void Connection::do_read() {
     {
       const std::lock_guard lock(mutex_);
       if (fd_ < 0) return;
-      result = read_step(&frame, &payload, &error);
+      // It may have hung up since the event. A single request never comes to a second step.
+      if (step > 0 && is_void_once_hung_up() && has_hung_up()) {
+        error = lost("the peer hung up");
+        result = ReadStep::kFailed;
+      } else {
+        result = read_step(&frame, &payload, &error);
+      }
     }
     if (result == ReadStep::kWait) break;
     if (result == ReadStep::kAgain) continue;

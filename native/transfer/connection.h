@@ -81,6 +81,8 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   virtual void on_connected() {}
   // Refuses a frame before its payload is read. Under mutex_.
   virtual Status check_header(const Frame& frame) = 0;
+  // Whether what was not read when the peer hung up is dropped instead of acted on.
+  virtual bool is_void_once_hung_up() const { return false; }
   // The connection is shut: give back what is pinned. Under mutex_.
   virtual void on_shut() {}
   // A slice begins to arrive. Under mutex_.
@@ -117,6 +119,10 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   bool has_whole_frame() const;
   bool flush_locked(Error* error);
   void want_output(bool is_wanted);
+  // What epoll is to tell of. REQUIRES: mutex_ held.
+  uint32_t wanted_events() const;
+  // REQUIRES: mutex_ held.
+  bool has_hung_up() const;
   void fail(Error error);
 
   std::atomic<bool> is_shut_{false};

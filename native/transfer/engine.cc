@@ -46,6 +46,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     options.peer.quotas.push_back(std::move(quota.value()));
   }
   options.peer.mapped_files = std::make_shared<MappedFiles>();
+  if (!options.peer.fences) options.peer.fences = process_fences();
   options.peer.penalties.emplace_back();  // Location 0: unknown.
   for (const auto& [location, penalties] : options.penalties)
     options.peer.penalties.push_back(penalties);
@@ -168,6 +169,11 @@ Status Engine::unregister(uint64_t base, int64_t deadline_ns) {
 
 Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
   if (Status status = check_open(); !status.is_ok()) return status.error();
+  constexpr size_t kMaxDebts = 1 << 20;
+  if (const size_t count = options_.peer.fences->size(); count >= kMaxDebts)
+    return Error{Code::kCapacity, "transfer.open",
+                 std::to_string(count) + " connections with unconfirmed WRITEs wait for their peers "
+                 "to confirm that they are closed", ""};
   Result<SocketAddress> address = parse_address(text);
   if (!address.is_ok()) return address.error();
   Peer::Owner owner{
@@ -270,9 +276,19 @@ std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
 
 void Engine::copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping) {
   if (pieces.empty()) return;
+  if (mapping == own_segment_) fence_own();
   if (std::shared_ptr<FaultPlan> plan = faults(mapping->kind()))
     mapping = make_faulty_mapping(std::move(mapping), std::move(plan));
   copier_->submit(std::move(pieces), mapping);
+}
+
+// What we owe to ourselves, as a peer that reached itself over tcp.
+void Engine::fence_own() {
+  FenceLedger& fences = *options_.peer.fences;
+  if (fences.is_empty()) return;
+  const std::vector<FenceDebt> debts = fences.debts(epoch());
+  server_->fence(debts);
+  fences.settle(epoch(), debts);
 }
 
 std::vector<double> Engine::quota_rates() const {

@@ -153,6 +153,7 @@ class Engine {
   void run_timer();
   int64_t tick(int64_t now_ns, int64_t late_ns);
   std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
+  void fence_own();
   void copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping);
 
   const EngineOptions options_;

@@ -50,6 +50,11 @@ void ServerConnection::on_slice_end(const Frame&, bool is_intact) {
     write_status_ = {Code::kCorruption, "transfer.write", "a slice with a wrong check sum", ""};
 }
 
+// Who closes a rail has given its slices up. On the other roles a good-bye may come last.
+bool ServerConnection::is_void_once_hung_up() const {
+  return is_ready() && hello_.role == Role::kRail;
+}
+
 void ServerConnection::on_shut() { write_pin_.reset(); }
 
 void ServerConnection::drop_buffer(uint64_t base) {
@@ -97,11 +102,19 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
       break;
     case FrameType::kFence: {
       PayloadReader in(payload);
-      std::vector<uint32_t> ids;
-      for (size_t i = 0; i < payload.size() / 4; ++i) ids.push_back(in.get_u32());
+      std::vector<FenceDebt> debts;
+      for (size_t i = 0; i < payload.size() / 4; ++i)
+        debts.push_back({hello_.session, in.get_u32()});
       // Before any later frame of this connection is read: that is the whole point.
-      server_->fence(hello_.session, ids);
+      server_->fence(debts);
       send({.type = FrameType::kFenced, .id = frame.id}, std::move(payload));
+      break;
+    }
+    case FrameType::kFenceDebts: {
+      Result<std::vector<FenceDebt>> debts = decode_debts(payload);
+      if (!debts.is_ok()) return debts.error();
+      server_->fence(debts.value());
+      send({.type = FrameType::kDebtsFenced, .id = frame.id}, std::move(payload));
       break;
     }
     case FrameType::kCall: {
