@@ -90,6 +90,7 @@ bool ClientConnection::drop_write(uint64_t ticket) {
   for (auto output = outputs_.begin(); output != outputs_.end(); ++output) {
     if (output->id != ticket || output->borrowed == nullptr) continue;
     if (is_begun(*output)) return false;
+    uncount(*output);
     outputs_.erase(output);
     return true;
   }

@@ -55,6 +55,7 @@ Status Peer::open(int64_t deadline_ns) {
   Work work;
   {
     const std::lock_guard lock(mutex_);
+    if (state_ != State::kOpening) return lost_reason_;  // The engine was closed meanwhile.
     connect_control(now_ns(), work);
     work.due_ns = next_due();
   }

@@ -315,7 +315,11 @@ Status Server::revoke(uint64_t base, int64_t deadline_ns) {
   revoking_.insert(base);
   const std::set<std::shared_ptr<ServerConnection>> connections = connections_;
   lock.unlock();
-  for (const auto& connection : connections) connection->drop_buffer(base);
+  for (const auto& connection : connections) {
+    if (connection->drop_buffer(base)) continue;
+    connection->shut({Code::kNotFound, "transfer.unregister", "a buffer was unregistered", ""});
+    leave(*connection);
+  }
   lock.lock();
   std::string holder;
   std::vector<std::shared_ptr<ServerConnection>> to_ask;

@@ -132,9 +132,10 @@ class ServerConnection : public Connection {
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
   int64_t begin_ns() const { return begin_ns_; }
   const Hello& hello() const { return hello_; }
-  // Lets go of a buffer: what is being written there is thrown away and refused, what is being
-  // read from there goes on from a copy.
-  void drop_buffer(uint64_t base);
+  // Lets go of a buffer: what is being written there is thrown away and refused, what is to be read
+  // from there is refused. False if an answer with its bytes has been begun: then only closing the
+  // connection takes it back, and the peer asks again over another.
+  bool drop_buffer(uint64_t base);
 
  protected:
   Status check_header(const Frame& frame) override;

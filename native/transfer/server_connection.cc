@@ -57,19 +57,21 @@ bool ServerConnection::is_void_once_hung_up() const {
 
 void ServerConnection::on_shut() { write_pin_.reset(); }
 
-void ServerConnection::drop_buffer(uint64_t base) {
+bool ServerConnection::drop_buffer(uint64_t base) {
+  const Error gone{Code::kNotFound, "transfer.access", "the buffer was unregistered", "offset"};
   const std::lock_guard lock(mutex_);
   if (write_pin_ && write_pin_.entry().base == base) {
     sink_ = {};
     write_pin_.reset();
-    write_status_ = {Code::kNotFound, "transfer.access", "the buffer was unregistered", "offset"};
+    write_status_ = gone;
   }
   for (Output& output : outputs_) {
     if (!output.pin || output.pin.entry().base != base) continue;
-    output.owned.assign(reinterpret_cast<const char*>(output.borrowed), output.size);
-    output.borrowed = nullptr;
-    output.pin.reset();
+    if (is_begun(output)) return false;
+    const Frame refusal{.type = FrameType::kReadDone, .code = wire_code(gone.code), .id = output.id};
+    replace(output, refusal, encode_error(gone));
   }
+  return true;
 }
 
 void ServerConnection::answer(FrameType type, const Frame& request, const Status& status) {

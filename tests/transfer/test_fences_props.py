@@ -1,6 +1,6 @@
 """The ledger of fence debts over many seeded schedules, against a toy peer on a clock of its own.
 
-Goal: no byte of an operation that has ended is applied after a later operation on the same range was
+Goal: no byte of an operation that has ended is applied after a later one on the same range was
 acknowledged, whatever session or transport the two take; and without debts nothing is sent or
 waited for. Method: a discrete-event world whose peer reads each connection as late as a seed says;
 every schedule is a seed. Mutants that leave out a part of the rule must be caught.

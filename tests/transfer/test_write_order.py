@@ -2,9 +2,9 @@
 
 Goal: once a WRITE has ended, in whatever way, its bytes touch nothing that a later operation of the
 process was acknowledged for, over reopened segments, other engines and other transports. Method:
-first a proxy that holds the old bytes back (the same in every run), then processes that are stopped
-in mid-write or merely slow, over all pairs of transports, lanes and reopenings. The decider alone is
-proved on a clock of its own in ``test_fences_props.py``.
+first a proxy that holds the old bytes back (the same in every run), then a process that is stopped
+in mid-write or merely slow, over all pairs of transports, lanes and reopenings. The decider alone
+is proved on a clock of its own in ``test_fences_props.py``.
 """
 
 import contextlib
