@@ -172,7 +172,9 @@ class FakeStream:
     ) -> RequestOutput:
         request = self._request
         wanted = request.sampling.logprobs
-        logprobs = None if wanted is None else [_logprob(i, wanted) for i in ids]
+        stop_id = stop_id if reason == FinishReason.STOP else None
+        scored = ids if stop_id is None else [*ids, stop_id]
+        logprobs = None if wanted is None else [_logprob(i, wanted) for i in scored]
         prompt_logprobs = None
         if number == 0 and request.sampling.prompt_logprobs is not None:
             num_top = request.sampling.prompt_logprobs
@@ -187,7 +189,7 @@ class FakeStream:
             cached_len=self._engine.cached_len if tells else 0,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            stop_token_id=stop_id if reason == FinishReason.STOP else None,
+            stop_token_id=stop_id,
         )
 
 

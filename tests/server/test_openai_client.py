@@ -138,7 +138,8 @@ def test_chat_logprobs(client, server):
         model="tiny", messages=HELLO, logprobs=True, top_logprobs=2
     )
     content = reply.choices[0].logprobs.content
-    assert b"".join(bytes(entry.bytes) for entry in content).decode() == ANSWER
+    spelled = b"".join(bytes(entry.bytes) for entry in content).decode()
+    assert spelled == f"{ANSWER}<|endoftext|>", "every token that was generated, the last as well"
     assert all(len(entry.top_logprobs) == 2 for entry in content)
     assert content[0].logprob == -0.25
     stream = client.chat.completions.create(
@@ -165,6 +166,34 @@ def test_completion_logprobs_with_echo(client, server, tokenizer):
     assert found.token_logprobs[1:] == [-0.25] * (len(ids) - 1)
     assert found.text_offset[0] == 0
     assert found.text_offset[-1] == len("the cat sat") - len(found.tokens[-1])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_end_of_text_right_after_the_prompt_has_its_entry(client, server, tokenizer, is_stream):
+    """lm-eval cuts the last entry off: with one too few it would lose a token of the prompt."""
+    server.engine.answer = []
+    ids = tokenizer.encode("the cat sat")
+    reply = client.completions.create(
+        model="tiny", prompt="the cat sat", max_tokens=1, echo=True, logprobs=1, stream=is_stream
+    )
+    parts = [part.choices[0] for part in reply] if is_stream else reply.choices
+    assert "".join(part.text for part in parts) == "the cat sat"
+    assert parts[-1].finish_reason == "stop"
+    assert [t for part in parts for t in part.logprobs.tokens][-1] == "<|endoftext|>"
+    values = [v for part in parts for v in part.logprobs.token_logprobs]
+    assert values == [None] + [-0.25] * len(ids)
+    offsets = [v for part in parts for v in part.logprobs.text_offset]
+    assert offsets[-1] == len("the cat sat")
+    assert all(len(part.logprobs.top_logprobs) == len(part.logprobs.tokens) for part in parts)
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_told(client, server, tokenizer):
+    """Pieces of a character all read U+FFFD; a worse one must not hide the greedy one."""
+    texts = [tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size)]
+    first = next(i for i, text in enumerate(texts) if text == texts[i + 1] == "\ufffd")
+    server.engine.answer = [first]
+    reply = client.completions.create(model="tiny", prompt="a", max_tokens=1, logprobs=2)
+    assert reply.choices[0].logprobs.top_logprobs == [{"\ufffd": -0.25}]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

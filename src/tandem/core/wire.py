@@ -115,12 +115,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float | None = None
     """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
     logprobs: list[TokenLogprob] | None = None
+    """If asked for: one for each of ``token_ids``, then one for ``stop_token_id`` where it is."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """In the first output, if asked for; the first token of a prompt has none."""
     stop_token_id: int | None = None
     """The id that ended the request, if one did; it is not among ``token_ids``."""
     error_code: str | None = None
     error_text: str | None = None
+    """For the client's eyes: without the name of the operation that failed."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):

@@ -121,12 +121,6 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
 
     Raises: as ``describe_model``; ConfigError if settings do not fit the model or the memory.
     """
-    if model_config.adapter:
-        raise ConfigError(
-            "engine.plan",
-            f"adapter {model_config.adapter}: adapters cannot be served yet, leave it empty",
-            field="model.adapter",
-        )
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     spec = choose_dtype(describe_model(folder), model_config.dtype)
     weights = plan_weights(

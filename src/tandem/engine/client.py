@@ -280,7 +280,7 @@ class InstanceClient:
 
         def note_loss(_: Peer, error: TandemError) -> None:
             if not lost.done():
-                lost.set_result(str(error))
+                lost.set_result(error.what)
 
         client.on_peer_lost(note_loss)
         try:
@@ -296,7 +296,7 @@ class InstanceClient:
                     self._settled.set()
                 return await lost
         except TandemError as error:
-            return str(error)
+            return error.what
 
     def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
         if isinstance(event, StepOutputs):
@@ -330,7 +330,7 @@ class InstanceClient:
                     token_ids=[],
                     finish_reason=FinishReason.ERROR,
                     error_code=error.code,
-                    error_text=str(error),
+                    error_text=error.what,
                 )
             )
         self._streams.clear()

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError
 
-__all__ = ["EngineConfig", "InstancesConfig", "KvDtype", "SchedulingOrder"]
+__all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]
 
 SchedulingOrder = Literal["chunked", "prefill_first", "decode_first"]
 KvDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
@@ -84,24 +84,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_batch_tokens is {self.max_batch_tokens}, below max_running "
                 f"{self.max_running}: every running request needs a token per step",
                 field="engine.max_batch_tokens",
-            )
-
-
-class InstancesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many instances of which role; none of either is one unified instance."""
-
-    prefill: Annotated[int, Meta(ge=0, description="Instances that only prefill.")] = 0
-    decode: Annotated[int, Meta(ge=0, description="Instances that only decode.")] = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what this version cannot run.
-
-        Raises: UnsupportedError.
-        """
-        if self.prefill or self.decode:
-            raise UnsupportedError(
-                "engine.configure",
-                f"{self.prefill} prefill and {self.decode} decode instances: KV cannot move "
-                "between instances yet, leave both at 0 for one unified instance",
-                field="instances.prefill" if self.prefill else "instances.decode",
             )

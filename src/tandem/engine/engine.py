@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.wire import (
     AddRequest,
     FinishReason,
@@ -26,7 +26,7 @@ from tandem.core.wire import (
 from tandem.engine.blocks import KeyedBlock
 from tandem.engine.request import Request
 from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
-from tandem.engine.sampling import BROKEN_ROW, SamplerState
+from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
 
 __all__ = ["Engine", "EngineCounters"]
@@ -212,7 +212,8 @@ class Engine:
             results = self._runner.run(plan, self._states)
         except Exception as error:  # A process edge: requests must end, whatever the model did.
             logger.exception("step failed, its %d requests end", len(plan.sequences))
-            failure = InternalError("engine.step", f"the model failed: {error}")
+            cause = error.what if isinstance(error, TandemError) else error
+            failure = InternalError("engine.step", f"the model failed: {cause}")
             with self._lock:
                 ended = self._scheduler.abandon(plan, self._clock.now_s())
                 return outputs + [
@@ -292,7 +293,7 @@ class Engine:
             failure = InternalError("engine.sample", "the model's logits are not numbers")
             return self._end(live, failure)
         if reason is FinishReason.STOP:
-            return self._end(live, stop_token_id=token.token_id)
+            return self._end(live, stop=token)
         self.counters.generated_tokens += 1
         output = RequestOutput(
             request_id=request.request_id,
@@ -306,9 +307,9 @@ class Engine:
         return output
 
     def _end(
-        self, live: _Live, failure: InternalError | None = None, stop_token_id: int | None = None
+        self, live: _Live, failure: InternalError | None = None, stop: SampledToken | None = None
     ) -> RequestOutput:
-        """Make the last output of a request that has ended without a token for the client."""
+        """Make the last output of a request that has ended without a token of its text."""
         request = live.request
         assert request.is_finished, f"request {request.request_id} goes on"
         self._forget(live)
@@ -316,9 +317,10 @@ class Engine:
             request_id=request.request_id,
             token_ids=[],
             finish_reason=FinishReason.ERROR if failure else request.finish_reason,
-            stop_token_id=stop_token_id,
+            logprobs=None if stop is None or stop.logprob is None else [stop.logprob],
+            stop_token_id=None if stop is None else stop.token_id,
             error_code=None if failure is None else failure.code,
-            error_text=None if failure is None else str(failure),
+            error_text=None if failure is None else failure.what,
             **self._describe_prompt(live),
         )
 

@@ -190,8 +190,9 @@ class Instance:
             self._load()
             self._run_engine()
         except TandemError as error:
-            logger.error("event=instance_failed error=%s", error)  # noqa: TRY400
-            self.set_stage(StageChanged(InstanceStage.FAILED, str(error)))
+            # The server reports the failure; an ERROR line here would print it twice.
+            logger.info("event=instance_failed error=%s", error)
+            self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
             # The stage says why; a restart would fail alike, so the server decides.
             self._stopping.wait()
             return 1

@@ -4,7 +4,7 @@ A runner gets the scheduler's plan and gives back what was sampled. It owns the 
 cache; which block belongs to whom is the scheduler's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,12 +28,21 @@ class SequenceResult:
 class Runner(Protocol):
     """Executes plans, one at a time."""
 
-    def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
+    def run(
+        self,
+        plan: StepPlan,
+        states: Mapping[str, SamplerState],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> dict[str, SequenceResult]:
         """Copy the plan's blocks, compute its tokens, sample where it says so.
 
         Args:
             plan: not modified; its blocks are reserved until the scheduler completes it.
             states: sampling state by request id.
+            on_layer: called with each layer's index, in order, as soon as that layer's KV of this
+                step is in the blocks and while the step goes on, so that it can be announced or
+                sent. On the thread that runs the step, which waits for it. What it raises ends the
+                step and leaves ``run``.
         Returns: a result for every sequence of the plan.
         """
         ...

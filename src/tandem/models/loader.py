@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, KVLayout, ModelSpec
+from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, GqaLayout, KVLayout, ModelSpec
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
@@ -120,12 +121,18 @@ class CausalModel:
         return PagedKvCache(layout, num_blocks, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: PagedBatch, kv_cache: PagedKvCache) -> Tensor:
+    def forward(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
+            on_layer: called with each layer's index once its KV of this step is in the blocks.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
 
@@ -144,7 +151,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = PagedStep(batch, kv_cache, self._rope, self.dtype)
+        step = PagedStep(batch, kv_cache, self._rope, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -258,7 +265,7 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
-    return KVLayout(
+    return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -271,7 +271,12 @@ def _finish(generation: Generation) -> dict[str, Any] | None:
         case None:
             return None
         case "stop":
-            return {"type": "stop", "matched": generation.stop_reason}
+            matched = generation.stop_reason
+            # SGLang names the token of the model's own that ended the text, OpenAI's dialect not.
+            return {
+                "type": "stop",
+                "matched": generation.stop_token_id if matched is None else matched,
+            }
         case "length":
             return {"type": "length", "length": generation.num_tokens}
         case reason:

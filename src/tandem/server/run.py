@@ -48,6 +48,7 @@ class RunningServer:
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
+        self._abort: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Begin to drain; called again, stop waiting for what still runs."""
@@ -55,8 +56,13 @@ class RunningServer:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
             return
         _logger.warning("event=stop_forced in_flight=%d", self._context.lifecycle.num_in_flight)
+        # uvicorn's own forced exit skips the lifespan's end and logs a traceback for it.
+        if self._abort is None:
+            self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
+
+    async def _abort_and_exit(self) -> None:
+        await self._context.lifecycle.abort(None)
         self._server.should_exit = True
-        self._server.force_exit = True
 
     async def _drain_and_exit(self) -> None:
         await self._context.lifecycle.drain(self._context.config.drain_timeout_s)

@@ -69,7 +69,9 @@ def add_completion_logprobs(
             target.top_logprobs.append(None)
             continue
         target.token_logprobs.append(entry.logprob)
-        # The chosen token is always there, as in OpenAI's own answers.
-        likeliest = {tokenizer.token_text(i): logprob for i, logprob in entry.top}
-        target.top_logprobs.append({text: entry.logprob} | likeliest)
+        # The chosen token is always there, as in OpenAI's own answers. Several may have one text
+        # (pieces of a character): the likeliest of them stands, by which clients tell greedy ones.
+        likeliest = {tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top)}
+        likeliest[text] = max(entry.logprob, likeliest.get(text, entry.logprob))
+        target.top_logprobs.append(likeliest)
     return offset
