@@ -57,18 +57,12 @@ def make_object_key(identity: str, key: bytes) -> str:
     return f"kv/{identity}/{key.hex()}"
 
 
-class BlockMemory(Protocol):
+class BlockMemory(NamedTuple):
     """The memory of the engine's blocks."""
 
-    @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """All blocks, one after the other."""
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        ...
+    memory: npt.NDArray[np.uint8]
+    """All blocks, one after the other."""
+    block_bytes: int
 
 
 class LoadSink(Protocol):
@@ -407,7 +401,9 @@ class StoreTier:
         Raises: CorruptionError (other bytes came back); TandemError (the path does not work).
         """
         size = self._memory.block_bytes
-        slots = [slot for _ in range(2 * PROBE_BLOCKS) if (slot := self._staging.take()) is not None]
+        slots = [
+            slot for _ in range(2 * PROBE_BLOCKS) if (slot := self._staging.take()) is not None
+        ]
         half = len(slots) // 2
         keys = [make_object_key(self._identity, b"probe%d" % i) for i in range(half)]
         try:
