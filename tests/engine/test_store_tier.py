@@ -93,7 +93,7 @@ class Served:
                 RpcConfig(),
                 settings,
                 BlockMemory(self.built.cache.view_bytes(), self.built.cache.layout.bytes_per_block),
-                identity=self.built.kv_identity,
+                identity=self.built.identity.digest.hex(),
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
             )
@@ -224,7 +224,7 @@ def test_a_missing_block_is_computed_and_those_before_it_are_used(serve, store, 
     first.generate(PROMPT)
     first.wait_stored(10)
     keys = second.engine._scheduler.make_block_keys(PROMPT, "")
-    name = make_object_key(second.built.kv_identity, keys[4])
+    name = make_object_key(second.built.identity.digest.hex(), keys[4])
     assert store.run(lambda client: client.remove(name))
     assert second.generate(PROMPT) == (expected, 4 * BLOCK)
 
@@ -236,7 +236,7 @@ def test_a_foreign_block_is_computed_and_replaced(serve, store, expected, size_o
     first.generate(PROMPT)
     first.wait_stored(10)
     keys = second.engine._scheduler.make_block_keys(PROMPT, "")
-    name = make_object_key(second.built.kv_identity, keys[3])
+    name = make_object_key(second.built.identity.digest.hex(), keys[3])
     size = size_of(second.built.cache.layout.bytes_per_block)
 
     async def replace(client):

@@ -15,13 +15,13 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError
-from tandem.core.spec import KVLayout, ModelSpec
+from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.memory import KvPlan, plan_kv_cache
-from tandem.engine.prefix_index import PrefixIndex, root_digest
+from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
@@ -101,6 +101,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
             ("requests", f"{self.config.max_running} running", "engine.max_running"),
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
@@ -114,16 +115,11 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     info: InstanceInfo
     model: CausalModel
-    kv_fingerprint: str
-    """Whatever must be equal for KV of equal tokens to be interchangeable, as one string."""
+    identity: KvIdentity
+    """Decides with whom KV may be shared."""
     cache: PagedKvCache
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
-
-    @property
-    def kv_identity(self) -> str:
-        """Digest of what must be equal for KV to be interchangeable; names its objects."""
-        return root_digest(self.kv_fingerprint, "").hex()
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -252,8 +248,8 @@ def build_engine(
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
-    fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
-    index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
     if tiers is not None:
         planner = CostTierPlanner(
@@ -280,8 +276,9 @@ def build_engine(
         weight_bytes=model.weight_bytes,
         num_parameters=plan.spec.num_parameters,
         eos_token_ids=list(plan.spec.eos_token_ids),
-        fingerprint=model.fingerprint,
+        weight_version=model.weights_digest,
+        system_fingerprint=identity.system_fingerprint,
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, fingerprint, cache, planner)
+    return BuiltEngine(engine, info, model, identity, cache, planner)

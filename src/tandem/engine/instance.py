@@ -281,7 +281,7 @@ class Instance:
             self._spec.rpc,
             self._spec.tiers,
             BlockMemory(built.cache.view_bytes(), layout.bytes_per_block),
-            identity=built.kv_identity,
+            identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,
         )
