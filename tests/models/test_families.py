@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
-from tandem.core.spec import KVLayout
+from tandem.core.spec import GqaLayout
 from tandem.models import describe_model
 from tandem.models.loader import load_model
 
@@ -69,7 +69,7 @@ def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):
 def test_kv_layout_follows_the_model(checkpoint):
     model = load_model(checkpoint("llama"), dtype="bfloat16")
     layout = model.kv_layout(16)
-    assert layout == KVLayout(
+    assert layout == GqaLayout(
         num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16"
     )
     assert model.kv_layout(16, "float32").bytes_per_token == 2 * layout.bytes_per_token
