@@ -58,8 +58,8 @@ class TransferEngine:
 
     Order of writes: once an operation of this process has ended, in whatever way, nothing that it
     sent touches memory after a later operation of this process on the same range has succeeded,
-    whatever engine, segment or transport either takes. After a WRITE that failed, the next operation
-    towards that peer may wait for the peer's answer first.
+    whatever engine, segment or transport either takes. After a WRITE that failed, the next
+    operation towards that peer may wait for the peer's answer first.
 
     Against *another* process that is merely stopped there is no such promise: it goes on with its
     WRITE when it continues. Only its death fences it, or the withdrawal of a registration that no
