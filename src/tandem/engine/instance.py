@@ -27,10 +27,12 @@ from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
     CancelRequest,
+    ContinueRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
@@ -90,7 +92,8 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.on_event(self._cancel, CancelRequest)
+        server.on_event(self._take_event, CancelRequest | ReleaseHold)
+        server.register("continue", self._continue, ContinueRequest, bool)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("flush_cache", self._flush_cache, Empty, int)
@@ -116,9 +119,18 @@ class Instance:
             raise
         return Empty()
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
-        if self._engine is not None and self._owners.get(request.request_id) is peer:
-            self._engine.cancel(request.request_id)
+    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        if self._owners.get(request.request_id) is not peer:
+            return False
+        return self._require_engine().continue_request(request)
+
+    def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        if self._engine is None:
+            return
+        if isinstance(event, ReleaseHold):
+            self._engine.release_hold(event.request_id)
+        elif self._owners.get(event.request_id) is peer:
+            self._engine.cancel(event.request_id)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
@@ -136,6 +148,8 @@ class Instance:
             stage=self._stage.stage,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            num_held=stats.num_held,
             num_blocks=stats.num_blocks,
             num_used_blocks=stats.num_used_blocks,
             num_cached_blocks=stats.num_cached_blocks,
