@@ -12,12 +12,13 @@ import random
 from dataclasses import dataclass, field
 
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.loads import LoadDecision
 from tandem.engine.plan import BlockLoad
-from tandem.engine.prefix_index import PrefixIndex, root_digest
+from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.request import Request, RequestState
 from tandem.engine.scheduler import Scheduler, StepPlan
 
@@ -186,7 +187,7 @@ class World:
             prefix_cache=self.prefix_cache,
         )
         self.pool = self.pool_class(self.num_blocks)
-        self.index = self.index_class(self.pool, BLOCK_SIZE, "toy")
+        self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
         self.scheduler = self.scheduler_class(self.config, self.pool, self.index, self.tier)
         self.runner = self.runner_class(self.num_blocks, self.rng)
 
@@ -390,7 +391,7 @@ class World:
             assert start == 0
             return
         tokens = request.get_tokens(0, request.num_tokens - 1)
-        root = root_digest("toy", request.cache_salt)
+        root = make_root_key(b"toy", request.cache_salt)
         best = max(
             (count_shared(tokens, path) for key, path in list_paths(self.index) if key == root),
             default=0,

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from tandem.core.clock import ManualClock
-from tandem.core.errors import ConfigError, ConflictError
+from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
 from tandem.core.wire import (
     AddRequest,
     Continuation,
@@ -66,8 +66,10 @@ class Node:
             self.clock,
             vocab_size=VOCAB,
             eos_token_ids=(),
-            transfers=self,
         )
+        self.engine.attach_transfers(self)
+
+    can_read_instances = True
 
     def begin(self, plan):
         self.loads += plan.loads
@@ -193,7 +195,7 @@ def test_decode_goes_on_where_prefill_ended(length):
     assert node.engine.get_stats().num_loading == 1
     num_blocks = -(-length // SIZE)
     assert [load.position for load in node.loads] == list(range(num_blocks))
-    assert [load.key is None for load in node.loads] == [False] * 4 + [True] * (num_blocks - 4)
+    assert [not load.key for load in node.loads] == [False] * 4 + [True] * (num_blocks - 4)
     assert {load.source for load in node.loads} == {node.loads[0].request.kv_source}
     node.engine.load_done(node.loads[0].request, [load.block_id for load in node.loads])
     outputs = node.run()
@@ -309,3 +311,12 @@ def test_late_continuation_is_checked_too():
     node.run()
     node.engine.load_failed(node.loads[0].request, [load.block_id for load in node.loads])
     assert node.pool.num_used == 0
+
+
+def test_engine_without_a_way_to_the_prefill_instance_refuses():
+    last = prefill(Node())
+    node = Node()
+    node.can_read_instances = False
+    with pytest.raises(UnsupportedError, match="cannot read the blocks of prefill-0"):
+        node.engine.add(decode_message(last, continuation=last.continuation))
+    assert not node.engine.has_requests

@@ -4,8 +4,9 @@ import hashlib
 
 import pytest
 
+from tandem.core.spec import make_root_key
 from tandem.engine.blocks import BlockPool
-from tandem.engine.prefix_index import PrefixIndex, hash_block, root_digest
+from tandem.engine.prefix_index import PrefixIndex, hash_block
 
 SIZE = 4
 
@@ -16,7 +17,7 @@ class Shelf:
     def __init__(self, num_blocks=16, block_size=SIZE):
         self.size = block_size
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(self.pool, block_size, "weights")
+        self.index = PrefixIndex(self.pool, block_size, b"weights")
 
     def allocate(self):
         if self.pool.num_free == 0:
@@ -67,20 +68,22 @@ def tokens_of(text):
 
 
 def test_keys_are_a_sha256_chain_over_little_endian_int32():
-    root = root_digest("weights", "salt")
+    root = make_root_key(b"weights", "salt")
     first = hash_block(root, [1, 2])
     assert first == hashlib.sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
     keys = []
-    index = PrefixIndex(BlockPool(1), 2, "weights")
+    index = PrefixIndex(BlockPool(1), 2, b"weights")
     index.extend_keys(root, keys, [1, 2, 3, 4, 5])
     assert keys == [first, hash_block(first, [3, 4])]
     index.extend_keys(root, keys, [5, 6])
     assert keys[2:] == [hash_block(keys[1], [5, 6])]
 
 
-def test_root_depends_on_fingerprint_and_salt_without_ambiguity():
-    roots = [root_digest(*pair) for pair in [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]]
-    assert len(set(roots)) == 4
+def test_root_depends_on_identity_and_salt_without_ambiguity():
+    pairs = [(b"ab", "c"), (b"a", "bc"), (b"abc", ""), (b"", "abc")]
+    assert len({make_root_key(*pair) for pair in pairs}) == 4
+    index = PrefixIndex(BlockPool(1), 2, b"ab")
+    assert index.make_root_key("c") == make_root_key(b"ab", "c")
 
 
 def test_two_prompts_share_four_of_five_tokens():

@@ -24,7 +24,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.index = PrefixIndex(self.pool, SIZE, "f")
+        self.index = PrefixIndex(self.pool, SIZE, b"f")
         self.held = []
         self.kv = {}  # Block id to what each of its slots depends on: salt and all tokens so far.
 

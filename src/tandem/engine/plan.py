@@ -32,8 +32,8 @@ class BlockLoad(NamedTuple):
     request: Request
     position: int
     """Of the block in the prompt."""
-    key: bytes | None
-    """None for the tail of a prompt, which another instance may have and no tier."""
+    key: bytes
+    """Empty for the tail of a prompt, which another instance may have and no tier."""
     block_id: int
     source: KvSource
 

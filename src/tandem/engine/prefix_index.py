@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from tandem.core.spec import make_root_key
 from tandem.engine.blocks import BlockPool, KeyedBlock
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "PrefixStats",
     "hash_block",
     "pack_tokens",
-    "root_digest",
 ]
 
 TOKEN_BYTES = 4
@@ -47,18 +47,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Key of the full block that holds ``token_ids`` after the block (or root) ``parent``."""
     return hashlib.sha256(parent + pack_tokens(token_ids)).digest()
-
-
-def root_digest(fingerprint: str, salt: str) -> bytes:
-    """Key that chains start from: equal roots mean that KV of equal tokens is interchangeable.
-
-    Args:
-        fingerprint: weights, weight format, KV dtype, layout and adapter, as one string.
-        salt: separates users who must not share; ``""`` is a salt like any other.
-    """
-    # The length prefix keeps ("ab", "c") apart from ("a", "bc").
-    head = fingerprint.encode()
-    return hashlib.sha256(struct.pack("<Q", len(head)) + head + salt.encode()).digest()
 
 
 class PrefixNode:
@@ -129,14 +117,14 @@ class PrefixIndex:
         pool: shared with the scheduler; blocks of requests are released through ``release`` here,
             so that the index learns which became evictable.
         block_size: tokens per block.
-        fingerprint: see ``root_digest``.
+        identity: ``KvIdentity.digest`` of the KV in the blocks.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, fingerprint: str = "") -> None:
+    def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.stats = PrefixStats()
         self._pool = pool
         self._block_size = block_size
-        self._fingerprint = fingerprint
+        self._identity = identity
         # A root lives as long as it has children or a request stands on it.
         self._roots: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
         self._by_key: dict[bytes, PrefixNode] = {}
@@ -145,7 +133,7 @@ class PrefixIndex:
 
     def make_root_key(self, salt: str) -> bytes:
         """Return the key that chains of this salt start from."""
-        return root_digest(self._fingerprint, salt)
+        return make_root_key(self._identity, salt)
 
     def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
         """Append the keys of the full blocks of ``token_ids``, which follow the blocks of ``keys``.

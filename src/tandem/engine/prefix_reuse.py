@@ -39,6 +39,16 @@ class PrefixReuse:
         """Prepare a request that has just arrived."""
         request.root_key = self._index.make_root_key(request.cache_salt)
 
+    def make_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of a prompt's full blocks, without one that ends with its last token."""
+        if not self.is_enabled:
+            return []
+        keys: list[bytes] = []
+        num_tokens = (len(prompt_ids) - 1) // self._block_size * self._block_size
+        root_key = self._index.make_root_key(cache_salt)
+        self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
+        return keys
+
     def find(self, request: Request) -> PrefixMatch:
         """Return what the index holds of a request's tokens, all but the last one.
 
@@ -85,15 +95,15 @@ class PrefixReuse:
         self._extend_keys(request)
         return request.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
 
-    def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes | None]:
+    def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
         """Return the keys of the prompt's blocks after the first ``num_cached``.
 
-        None for a last block that the prompt does not fill: another instance may have that one.
+        Empty for a last block that the prompt does not fill: another instance may have that one.
         """
         self._extend_keys(request)
         num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
-        keys: list[bytes | None] = [*request.block_keys[num_cached:num_full]]
-        return [*keys, None] if num_tail_tokens else keys
+        keys = request.block_keys[num_cached:num_full]
+        return [*keys, b""] if num_tail_tokens else keys
 
     def expect(self, request: Request, keys: Sequence[bytes]) -> None:
         """Note that a request is about to provide blocks."""

@@ -45,6 +45,8 @@ class Request:
         awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
             of the lease of its source.
         output_ids: of a generation that another instance began.
+        num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
+            when it arrived.
     """
 
     request_id: str
@@ -57,6 +59,8 @@ class Request:
     kv_source: KvSource = field(default_factory=TierKv)
     prefill_lease_s: float | None = None
     awaits_continuation: bool = False
+    num_stored_blocks: int = 0
+
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens sampled so far, the one that ended the request included."""
     state: RequestState = RequestState.WAITING
