@@ -86,11 +86,13 @@ def test_killed_instance_is_reported_and_replaced(serve_demo):
                 assert status in (200, 503)
                 if status == 200:
                     assert "error" in events[-1], "the stream ends with an error, not in silence"
+                    assert not events[-1]["error"]["message"].startswith("["), events[-1]
             assert time.monotonic() - begin_s < 10
         server.wait_until(lambda: server.client.get("/ready").status_code == 200, 90)
         assert server.instance_pid() != pid
         answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
         assert answer.status_code == 200
+        server.wait_until(lambda: any("event=instance_back restarts=1" in x for x in server.log))
 
 
 def test_sigterm_drains_and_ends_with_status_0(serve_demo):

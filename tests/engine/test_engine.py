@@ -56,7 +56,7 @@ class CountingRunner:
 def make(num_blocks: int = 16, **config):
     settings = EngineConfig(block_size=4, max_model_len=64, **config)
     pool = BlockPool(num_blocks)
-    scheduler = Scheduler(settings, pool, PrefixIndex(pool, block_size=4, fingerprint="toy"))
+    scheduler = Scheduler(settings, pool, PrefixIndex(pool, block_size=4, identity=b"toy"))
     runner, clock = CountingRunner(), ManualClock()
     engine = Engine(scheduler, runner, clock, vocab_size=VOCAB, eos_token_ids=(EOS,))
     return engine, runner, clock

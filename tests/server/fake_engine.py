@@ -37,7 +37,8 @@ def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
         weight_bytes=1 << 20,
         num_parameters=1 << 18,
         eos_token_ids=[0],
-        fingerprint="f" * 64,
+        weight_version="f" * 64,
+        system_fingerprint="fp_ffffffffffff_ffffff",
         pid=1,
         load_seconds=0.5,
     )

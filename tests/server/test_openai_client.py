@@ -73,6 +73,30 @@ def test_continuous_usage_counts_up(client):
     assert counts[0] < counts[-1]
 
 
+def test_what_an_event_says_belongs_to_its_text(client, server, tokenizer):
+    """Choices run ahead of what is sent; an event tells of its own tokens, not of the latest."""
+    server.engine.answer = tokenizer.encode("the cat sat on the mat")
+    stream = client.completions.create(
+        model="tiny",
+        prompt=["a", "b"],
+        n=8,
+        logprobs=0,
+        max_tokens=100,
+        stop="mat",
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    counts = dict.fromkeys(range(16), 0)
+    for chunk in stream:
+        if not chunk.choices:
+            continue
+        (choice,) = chunk.choices
+        counts[choice.index] += len(choice.logprobs.tokens)
+        assert chunk.usage.completion_tokens == counts[choice.index]
+        stop_reason = (choice.model_extra or {}).get("stop_reason")
+        assert stop_reason == ("mat" if choice.finish_reason is not None else None)
+
+
 def test_async_client(server):
     async def ask() -> tuple[str, str]:
         async with openai.AsyncOpenAI(

@@ -75,12 +75,12 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
         async with InstanceClient(
             settings.model, settings.engine, settings.rpc, log_level=log_level, on_stage=on_stage
         ) as engine:
-            name = settings.model.path.rstrip("/").rsplit("/", 1)[-1]
             app = build_app(
                 settings.server,
                 engine,
                 load_tokenizer(folder),
-                name,
+                settings.model.path,
+                folder=folder,
                 defaults=load_sampling_defaults(folder),
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()

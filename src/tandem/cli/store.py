@@ -222,6 +222,23 @@ def drain(
         sys.stdout.write(f"{name} is drained\n")
 
 
+@app.command("retire")
+@with_config_flags
+def retire(
+    name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Give up a host that will not come back; what it holds is dropped if it does."""
+    with _connect(config, flags) as client:
+        client.retire(name)
+    if json:
+        print_json({"host": name, "stage": "retired"})
+    else:
+        sys.stdout.write(f"{name} is retired\n")
+
+
 def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:
     configure_logging(process, log_level)
     raise_limit()

@@ -1,7 +1,8 @@
 """Log lines: ``key=value`` text on standard error, with the request's id where there is one.
 
 Only a process's entry point calls ``configure_logging``; the library never does. INFO is a change
-of state of a process or a peer, DEBUG is per request, and nothing is logged per token.
+of state of a process or a peer, and the access log's one line for each HTTP request; all else that
+is per request is DEBUG, and nothing is logged per token.
 """
 
 import logging

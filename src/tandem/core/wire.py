@@ -27,7 +27,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -165,7 +165,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_parameters: int
     eos_token_ids: list[int]
-    fingerprint: str
+    weight_version: str
+    """SHA-256 over all bytes of the weights, hex."""
+    system_fingerprint: str
+    """See ``KvIdentity.system_fingerprint``."""
     pid: int
     load_seconds: float
 

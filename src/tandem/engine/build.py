@@ -15,7 +15,7 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError
-from tandem.core.spec import KVLayout, ModelSpec
+from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
@@ -99,6 +99,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
             ("requests", f"{self.config.max_running} running", "engine.max_running"),
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
@@ -112,8 +113,8 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     info: InstanceInfo
     model: CausalModel
-    kv_fingerprint: str
-    """Whatever must be equal for KV of equal tokens to be interchangeable, as one string."""
+    identity: KvIdentity
+    """Decides with whom KV may be shared."""
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -238,8 +239,8 @@ def build_engine(
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
-    fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
-    index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     engine = Engine(
         Scheduler(plan.config, pool, index),
         TorchRunner(
@@ -268,8 +269,9 @@ def build_engine(
         weight_bytes=model.weight_bytes,
         num_parameters=plan.spec.num_parameters,
         eos_token_ids=list(plan.spec.eos_token_ids),
-        fingerprint=model.fingerprint,
+        weight_version=model.weights_digest,
+        system_fingerprint=identity.system_fingerprint,
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, fingerprint)
+    return BuiltEngine(engine, info, model, identity)

@@ -293,6 +293,14 @@ class InstanceClient:
                     self._info = await client.call("info", Empty(), InstanceInfo)
                     self._was_ready = True
                     self._set_stage(StageChanged(InstanceStage.READY))
+                    if self._settled.is_set():
+                        # As loud as the loss, or who reads of that never learns of its end.
+                        logger.warning(
+                            "event=instance_back restarts=%d pid=%d load_s=%.1f",
+                            self.num_restarts,
+                            self._info.pid,
+                            self._info.load_seconds,
+                        )
                     self._settled.set()
                 return await lost
         except TandemError as error:

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError
+from tandem.core.spec import KvSharing
 
 __all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]
 
@@ -30,6 +31,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "have a scale for each head and token: half of bfloat16's memory, no more speed."
         ),
     ] = "auto"
+    kv_sharing: Annotated[
+        KvSharing,
+        Meta(
+            description="relaxed: KV is shared with instances that round differently (another "
+            "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and the "
+            "same seed gives the same tokens whatever is cached."
+        ),
+    ] = "relaxed"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Prompt and output tokens of a request; 0 = the model's own.")
     ] = 0

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -23,8 +23,9 @@ from tandem.core.wire import (
     SamplingParams,
     TokenLogprob,
 )
+from tandem.engine.blocks import KeyedBlock
 from tandem.engine.request import Request
-from tandem.engine.runner import Runner, SequenceResult
+from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
 from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
 
@@ -77,6 +78,7 @@ class Engine:
         clock: the one that deadlines are measured on.
         vocab_size: token ids outside of it are refused.
         eos_token_ids: the model's own ends of text.
+        transfers: moves blocks to and from lower tiers; borrowed. None where there are none.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        transfers: BlockTransfers | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._transfers = transfers
         self._clock = clock
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -143,7 +147,25 @@ class Engine:
     def flush_cache(self) -> int:
         """Forget cached prefixes; return the blocks freed at once."""
         with self._lock:
+            self._work.notify()
             return self._scheduler.flush_cache()
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report loads that ended with content; see ``Scheduler.load_done``. Any thread."""
+        with self._lock:
+            self._scheduler.load_done(request, block_ids)
+            self._work.notify()
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report loads that ended without; see ``Scheduler.load_failed``. Any thread."""
+        with self._lock:
+            self._scheduler.load_failed(request, block_ids)
+            self._work.notify()
+
+    def is_unchanged(self, block: KeyedBlock) -> bool:
+        """Whether a block copied out still has its content; see ``Scheduler.is_unchanged``."""
+        with self._lock:
+            return self._scheduler.is_unchanged(block)
 
     def get_stats(self) -> SchedulerStats:
         """Return the scheduler's snapshot."""
@@ -160,9 +182,16 @@ class Engine:
         return bool(self._live)
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Block until there is something to do; False if the time ran out first."""
+        """Block until there is something to do; False if the time ran out first.
+
+        Requests that only wait for loads are nothing to do, until a load or their time ends.
+        """
         with self._work:
-            return self._work.wait_for(lambda: bool(self._live or self._pending), timeout_s)
+            wake_in_s = self._scheduler.wake_s - self._clock.now_s()
+            return self._work.wait_for(self._has_work, max(min(timeout_s, wake_in_s), 0.0))
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._scheduler.wake_s <= self._clock.now_s()
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return what it gave each request, maybe nothing.
@@ -175,6 +204,8 @@ class Engine:
             begin_s = self._clock.now_s()
             plan = self._scheduler.schedule(begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+        if self._transfers is not None:
+            self._transfers.begin(plan)
         if plan.is_empty:
             return outputs
         try:

@@ -20,6 +20,8 @@ class RequestState(StrEnum):
     """Where a request stands; only the scheduler moves it."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Not admitted before its load from a lower tier has ended, or has taken too long."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again, without blocks, with the tokens it has generated."""
@@ -59,6 +61,8 @@ class Request:
     """Leading tokens whose KV is in the blocks."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix index when it was first admitted; what usage reports."""
+    num_loaded_tokens: int = 0
+    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -78,6 +82,10 @@ class Request:
     """Cancelled while in flight: ends when the step completes."""
     num_deferrals: int = 0
     """Steps it was passed over because a running request computes a prefix that it shares."""
+    has_loaded: bool = False
+    """A load was started since it last became waiting; a second one could go on for ever."""
+    loaded_blocks: range = range(0)
+    """Positions of the blocks that its last load brought."""
     root_key: bytes = b""
     block_keys: list[bytes] = field(default_factory=list[bytes])
     """Digests of its leading full blocks, as far as they were needed."""

@@ -12,7 +12,7 @@ from tandem.core.wire import TokenLogprob
 from tandem.engine.sampling import SampledToken, SamplerState
 from tandem.engine.scheduler import StepPlan
 
-__all__ = ["Runner", "SequenceResult"]
+__all__ = ["BlockTransfers", "Runner", "SequenceResult"]
 
 
 @dataclass(slots=True)
@@ -44,5 +44,18 @@ class Runner(Protocol):
                 sent. On the thread that runs the step, which waits for it. What it raises ends the
                 step and leaves ``run``.
         Returns: a result for every sequence of the plan.
+        """
+        ...
+
+
+class BlockTransfers(Protocol):
+    """Moves blocks between the device and the lower tiers, beside the steps."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take up what a plan asks of the lower tiers; see ``StepPlan`` for the order.
+
+        Called for every plan, one without sequences too, before its step writes. Returns soon and
+        does not raise. The end of each load is reported to ``Engine.load_done`` or
+        ``load_failed``, within a time that is bounded, from any thread.
         """
         ...

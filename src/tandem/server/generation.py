@@ -32,12 +32,17 @@ _FINISH = {
 
 
 class Piece(NamedTuple):
-    """What came newly out of a generation; the last has a ``finish_reason``."""
+    """What came newly out of a generation; the last has a ``finish_reason``.
+
+    The generation itself may be further by the time a piece is sent.
+    """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob]
     finish_reason: str | None
+    num_tokens: int
+    """Of the generation, up to this piece."""
 
 
 class Generation:
@@ -159,7 +164,7 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason)
+        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason, self.num_tokens)
         self._pending_ids, self._pending = [], []
         return piece
 

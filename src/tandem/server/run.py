@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
@@ -37,6 +38,18 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection, ended at once by a client that ends its side and does not read.
+
+    asyncio would close it when all bytes are sent, which that client can put off for ever.
+    """
+
+    def eof_received(self) -> None:
+        """End the connection; asyncio closes it unless told otherwise."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
 
 
 class RunningServer:
@@ -87,6 +100,7 @@ async def run_server(
     listener = _bind(config)
     settings = uvicorn.Config(
         app,
+        http=_Connection,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -166,8 +166,17 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 4
     recovery_ms: Annotated[
         int,
-        Meta(ge=0, le=600_000, description="A new master waits this long for hosts before a miss."),
+        Meta(ge=0, le=600_000, description="The master of a new store waits this long for hosts."),
     ] = 1_000
+    member_lease_ms: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=3_600_000,
+            description="A host not heard of for so long is declared lost: until it is back, what "
+            "only it has reads as absent where the master never knew of it.",
+        ),
+    ] = 10_000
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="Port of GET /metrics on loopback; 0 = none.")
     ] = 0

@@ -36,6 +36,7 @@ __all__ = [
     "KeyList",
     "KeyPage",
     "LeaderAnswer",
+    "LeaveStore",
     "ListKeys",
     "LoadObject",
     "LocateObjects",
@@ -51,6 +52,7 @@ __all__ = [
     "RemovePrefix",
     "RepinExtents",
     "ReportBadReplica",
+    "RetireHost",
     "SealExtents",
     "SegmentGrown",
     "StageObjects",
@@ -149,6 +151,7 @@ class CommitStatus(IntEnum):
     EXISTS = 1
     """Another writer was first; its value stays."""
     REPLACED = 2
+    """With ``upsert`` also while hosts have not told yet whether there was one."""
     EXPIRED = 3
     """The write is not known (any more): nothing of it is visible. Put again."""
 
@@ -301,6 +304,12 @@ class DrainHost(msgspec.Struct, frozen=True):
     name: str
 
 
+class RetireHost(msgspec.Struct, frozen=True):
+    """Give a host up that is away: nothing waits for it, and what it has is dead."""
+
+    name: str
+
+
 class HostStage(StrEnum):
     """What a host is doing."""
 
@@ -448,6 +457,12 @@ class InventoryDone(msgspec.Struct, frozen=True):
     session: int
     num_pages: int
     can_write: bool
+
+
+class LeaveStore(msgspec.Struct, frozen=True):
+    """The host ends and removes what it has: nobody needs to wait for it."""
+
+    session: int
 
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -44,6 +44,7 @@ from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
+from tandem.store.election import Holder
 from tandem.store.fast_calls import (
     FAST_METHODS,
     CallServer,
@@ -57,10 +58,15 @@ from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.messages import CallAddress, JoinHost
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
+from tandem.store.roster import RosterStore
+from tandem.store.roster_file import FileRosterStore
 from tandem.store.seat import MasterSeat
 from tandem.store.segment import Segment
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
+
+if TYPE_CHECKING:
+    from tandem.store.etcd import EtcdBackend
 
 __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]
 
@@ -185,6 +191,7 @@ class MasterService:
         self._http: asyncio.Server | None = None
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
+        self._backend: EtcdBackend | None = None
         self.seat: MasterSeat
 
     @property
@@ -217,6 +224,7 @@ class MasterService:
             draw=secrets.randbelow,
             end_sessions=self._server.end_sessions,
             open_way=self._open_way,
+            open_roster=self._open_roster,
         )
         opening.push_async_callback(self.seat.aclose)
         methods = [
@@ -259,6 +267,23 @@ class MasterService:
         peer = await open_peer(self._engine, join.address)
         return CallWay(self._engine, peer, join.call_token)
 
+    def _open_roster(self, epoch: int) -> RosterStore:
+        """Return the way to the membership: in etcd, or in files of this master's folder."""
+        if self._backend is None:
+            url = self._server.endpoint
+            path = parse_endpoint(url).path
+            name = _file_name(url.partition("://")[2] if path is None else path.name)
+            return FileRosterStore(_state_folder(url), name)
+        from tandem.store.etcd_roster import EtcdRosterStore
+
+        timeout_s = self._config.election.timeout_ms / 1e3
+        return EtcdRosterStore(self._backend, Holder(self._address, epoch), timeout_s=timeout_s)
+
+    @property
+    def _address(self) -> str:
+        """Where others reach this master."""
+        return self._config.election.address or self.endpoint
+
     def _note_caller(self, peer: Peer) -> None:
         self._callers[peer.instance_id] = peer
 
@@ -272,10 +297,11 @@ class MasterService:
 
         election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
+        self._backend = backend
         self.seat.campaign = Campaign(
             backend,
             clock=clock,
-            address=election.address or self.endpoint,
+            address=self._address,
             ttl_s=election.ttl_s,
             timeout_s=election.timeout_ms / 1e3,
             on_elected=self.seat.take,
@@ -396,6 +422,8 @@ class HostService:
         return disk
 
     async def __aexit__(self, *_: object) -> None:
+        if not self._is_kept and self.host.disk is None:
+            await self.host.leave()
         await self.host.aclose()
         await self._calls.aclose()
         await self._channel.aclose()
