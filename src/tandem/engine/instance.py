@@ -4,7 +4,7 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.supervisor``, gets its configuration as one line on
+The process is started by ``tandem.engine.client``, gets its configuration as one line on
 standard input, and ends when that input ends: it never outlives its server.
 """
 
