@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,6 +41,7 @@ from tandem.core.wire import (
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
@@ -73,6 +75,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
     """Where KV outlives requests and this process; None: nowhere."""
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
 
 
@@ -96,6 +99,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -243,6 +247,8 @@ class Instance:
         finally:
             if self._tier is not None:
                 self._tier.stop()
+            if self._events is not None:
+                self._events.close()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._close_channel.set)
                 channel.join(timeout=5)
@@ -277,6 +283,12 @@ class Instance:
         built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._spec.kv_events.endpoint:
+            self._events = built.index.observer = KvEventPublisher(
+                self._spec.kv_events,
+                block_size=built.cache.layout.block_size,
+                now=lambda: datetime.now(UTC).timestamp(),
+            )
         self._info = msgspec.structs.replace(
             built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
         )
