@@ -4,7 +4,7 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.supervisor``, gets its configuration as one line on
+The process is started by ``tandem.engine.client``, gets its configuration as one line on
 standard input, and ends when that input ends: it never outlives its server.
 """
 
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,16 +29,19 @@ from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
     CancelRequest,
+    ContinueRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
@@ -71,6 +75,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
     """Where KV outlives requests and this process; None: nowhere."""
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
 
 
@@ -94,6 +99,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -104,7 +110,8 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.on_event(self._cancel, CancelRequest)
+        server.on_event(self._take_event, CancelRequest | ReleaseHold)
+        server.register("continue", self._continue, ContinueRequest, bool)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("flush_cache", self._flush_cache, Empty, int)
@@ -133,6 +140,11 @@ class Instance:
             raise
         return Empty()
 
+    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        if self._owners.get(request.request_id) is not peer:
+            return False
+        return self._require_engine().continue_request(request)
+
     async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
         """Return how many leading blocks of a prompt the device or the store holds."""
         if self._tier is None:
@@ -140,12 +152,16 @@ class Instance:
         missing = engine.find_missing_blocks(request)
         return missing.num_cached + await self._tier.count_stored(missing.keys)
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
-        if self._engine is None or self._owners.get(request.request_id) is not peer:
+    def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        if self._engine is None:
             return
-        if not self._engine.cancel(request.request_id):
+        if isinstance(event, ReleaseHold):
+            self._engine.release_hold(event.request_id)
+        elif self._owners.get(event.request_id) is peer and not self._engine.cancel(
+            event.request_id
+        ):
             # Not added yet, or just ended.
-            self._owners.pop(request.request_id, None)
+            self._owners.pop(event.request_id, None)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
@@ -166,6 +182,8 @@ class Instance:
             stage=self._stage.stage,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            num_held=stats.num_held,
             num_blocks=stats.num_blocks,
             num_used_blocks=stats.num_used_blocks,
             num_cached_blocks=stats.num_cached_blocks,
@@ -229,6 +247,8 @@ class Instance:
         finally:
             if self._tier is not None:
                 self._tier.stop()
+            if self._events is not None:
+                self._events.close()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._close_channel.set)
                 channel.join(timeout=5)
@@ -263,6 +283,12 @@ class Instance:
         built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._spec.kv_events.endpoint:
+            self._events = built.index.observer = KvEventPublisher(
+                self._spec.kv_events,
+                block_size=built.cache.layout.block_size,
+                now=lambda: datetime.now(UTC).timestamp(),
+            )
         self._info = msgspec.structs.replace(
             built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
         )

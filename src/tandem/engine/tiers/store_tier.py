@@ -185,6 +185,11 @@ class StoreTier:
 
     # ---------------------------------------------------------------- told by the engine's thread
 
+    @property
+    def can_read_instances(self) -> bool:
+        """The store's blocks alone; see ``BlockTransfers``."""
+        return False
+
     def begin(self, plan: StepPlan) -> None:
         """Take up what a plan asks; see ``BlockTransfers.begin``. The engine's thread."""
         evicted: list[_Staged] = []
