@@ -145,9 +145,9 @@ TEST(engine_ends_its_threads_with_the_last_call) {
       threads.emplace_back([&, t, seed = seeds()] {
         std::mt19937 random(seed);
         std::vector<uint8_t> local(1 << 20);
-        const Result<uint64_t> own = taker->register_buffer({local.data(), local.size(), ""});
+        Result<uint64_t> own = taker->register_buffer({local.data(), local.size(), ""});
         while (own.is_ok()) {
-          const Result<uint64_t> segment = taker->open(giver->addresses()[0], in_seconds(20));
+          Result<uint64_t> segment = taker->open(giver->addresses()[0], in_seconds(20));
           if (!segment.is_ok()) break;
           const uint64_t far = base + static_cast<uint64_t>(t) * local.size();
           auto batch = taker->submit({{Op::kWrite, own.value(), 0, segment.value(), far, local.size()}},
