@@ -284,7 +284,7 @@ class Instance:
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
         if self._spec.kv_events.endpoint:
-            self._events = built.index.observer = KvEventPublisher(
+            self._events = built.prefixes.observer = KvEventPublisher(
                 self._spec.kv_events,
                 block_size=built.cache.layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
