@@ -117,7 +117,7 @@ class BuiltEngine(NamedTuple):
     model: CausalModel
     identity: KvIdentity
     """Decides with whom KV may be shared."""
-    index: PrefixIndex
+    prefixes: PrefixIndex
     cache: PagedKvCache
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
