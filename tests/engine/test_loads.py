@@ -353,9 +353,8 @@ def make_engine(wait_s):
     config = EngineConfig(block_size=SIZE, max_model_len=200)
     scheduler = Scheduler(config, pool, PrefixIndex(pool, SIZE), Tier(wait_s=wait_s))
     clock, transfers = ManualClock(), Transfers()
-    engine = Engine(
-        scheduler, EchoRunner(), clock, vocab_size=100, eos_token_ids=(), transfers=transfers
-    )
+    engine = Engine(scheduler, EchoRunner(), clock, vocab_size=100, eos_token_ids=())
+    engine.attach_transfers(transfers)
     return engine, clock, transfers
 
 

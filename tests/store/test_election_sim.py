@@ -12,11 +12,11 @@ import gc
 
 import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
-from store_world import Faults, run_virtual
 from test_store_sim import CONFIG, HOSTS, Run, Scenario
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store import election as election_module
 from tandem.store.campaign import Campaign
 from tandem.store.election import Election

@@ -11,10 +11,11 @@ import random
 
 import msgspec
 import pytest
-from store_world import Faults, SimHostPort, World, run_virtual
+from store_world import SimHostPort, StoreWorld
 
 from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store.bulk_reading import BulkReader
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
@@ -85,7 +86,7 @@ class Run:
         self.chance = random.Random(seed ^ 0x5EED)
         # Both ways to put: small values with the request, and everything into granted space.
         config = msgspec.structs.replace(CONFIG, inline_bytes=0 if seed % 2 else 8192)
-        self.world = World(seed, config, faults)
+        self.world = StoreWorld(seed, config, faults)
         self.is_rotting = faults.rot_per_s > 0
         """Rot may take the last good replica; what is read is right all the same."""
         self.capacity = CAPACITY // 2 if seed % 3 == 0 else CAPACITY
@@ -130,7 +131,7 @@ class Run:
             if self.crashes and self.chance.random() < 0.5:
                 # It dies somewhere within its next operations.
                 self.world.crash_at[self.world.steps + self.chance.randrange(1, 400)] = (
-                    lambda process=process: self.world.kill_client(process)
+                    lambda process=process: self.world.kill(process)
                 )
             while left > 0 and process.is_alive:
                 left -= 1
@@ -381,7 +382,7 @@ class Run:
                 self.fail(f"headers left in {name}: {left[:3]}")
         for name in self.world.disks:
             await self.check_disk(name)
-        self.world.kill_client(process)
+        self.world.kill(process)
 
     def has_room(self, key: str) -> bool:
         """Whether an object on a disk could be read: pinned ones may leave no room in memory."""
@@ -477,7 +478,7 @@ class Scenario(Run):
         process, client = world.start_client("c0")
         kill = {
             "master": world.kill_master,
-            "client": lambda: world.kill_client(process),
+            "client": lambda: world.kill(process),
             "h0": lambda: world.kill_host("h0"),
             "h1": lambda: world.kill_host("h1"),
         }[self.victim]
@@ -644,7 +645,7 @@ async def wake_after_restart(seed: int) -> dict[str, bytes | TandemError]:
     Returns what is found under the keys put meanwhile: each is its own value.
     """
     config = msgspec.structs.replace(CONFIG, inline_bytes=0)
-    world = World(seed, config, Faults(stall=1.0))
+    world = StoreWorld(seed, config, Faults(stall=1.0))
     world.start_master()
     world.start_host("h0", CAPACITY)
     await asyncio.sleep(2)

@@ -24,6 +24,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.memory import KvPlan, plan_kv_cache
 from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
@@ -104,6 +106,9 @@ class BuiltEngine(NamedTuple):
     model: CausalModel
     identity: KvIdentity
     """Decides with whom KV may be shared."""
+    cache: PagedKvCache
+    planner: CostTierPlanner | None
+    """Decides about loads; None without tiers."""
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -194,6 +199,8 @@ def build_engine(
     engine_config: EngineConfig,
     clock: Clock,
     progress: Callable[[int, int, str], None] | None = None,
+    *,
+    tiers: TierConfig | None = None,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
 
@@ -202,6 +209,8 @@ def build_engine(
         engine_config: 0 where the value is to be decided here.
         clock: the engine's.
         progress: called with (bytes done, bytes in all, what) while weights load.
+        tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
+            what moves the blocks.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
@@ -214,21 +223,19 @@ def build_engine(
     pool = BlockPool(plan.kv.num_blocks)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
+    planner = None
+    if tiers is not None:
+        planner = CostTierPlanner(
+            tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
+        )
+    cache = PagedKvCache(plan.layout, plan.kv.num_blocks, device=model.device, pool=threads)
     engine = Engine(
-        Scheduler(plan.config, pool, index),
-        TorchRunner(
-            model,
-            PagedKvCache(
-                plan.layout,
-                plan.kv.num_blocks,
-                device=model.device,
-                pool=threads,
-            ),
-            threads=plan.torch_threads,
-        ),
+        Scheduler(plan.config, pool, index, planner),
+        TorchRunner(model, cache, threads=plan.torch_threads),
         clock,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
+        observer=planner,
     )
     info = InstanceInfo(
         model=model_config.path,
@@ -247,4 +254,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity)
+    return BuiltEngine(engine, info, model, identity, cache, planner)

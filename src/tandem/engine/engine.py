@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, InternalError, TandemError
@@ -29,7 +29,7 @@ from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
 from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
 
-__all__ = ["Engine", "EngineCounters"]
+__all__ = ["Engine", "EngineCounters", "MissingBlocks", "StepObserver"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,23 @@ class _PromptFacts(TypedDict, total=False):
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
+class MissingBlocks(NamedTuple):
+    """What the device lacks of a prompt."""
+
+    num_cached: int
+    """Leading full blocks that it has."""
+    keys: list[bytes]
+    """Of those that follow, but for one that ends with the last token, which is computed."""
+
+
+class StepObserver(Protocol):
+    """Learns from the time that steps take."""
+
+    def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Take in one step; under the engine's lock, so it returns at once."""
+        ...
+
+
 class Engine:
     """Runs requests to their end.
 
@@ -78,7 +95,7 @@ class Engine:
         clock: the one that deadlines are measured on.
         vocab_size: token ids outside of it are refused.
         eos_token_ids: the model's own ends of text.
-        transfers: moves blocks to and from lower tiers; borrowed. None where there are none.
+        observer: told what each step took; the planner of loads.
     """
 
     def __init__(
@@ -89,11 +106,12 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        transfers: BlockTransfers | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._transfers = transfers
+        self._transfers: BlockTransfers | None = None
+        self._observer = observer
         self._clock = clock
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -104,8 +122,28 @@ class Engine:
         self._work = threading.Condition(self._lock)
         self.counters = EngineCounters()
 
-    def add(self, message: AddRequest) -> None:
+    def attach_transfers(self, transfers: BlockTransfers) -> None:
+        """Name who moves blocks to and from lower tiers; before the first step. Borrowed."""
+        self._transfers = transfers
+
+    def find_missing_blocks(self, message: AddRequest) -> MissingBlocks:
+        """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
+
+        For a lookup in the tiers below, before the request is added.
+        """
+        keys = self._scheduler.make_block_keys(message.prompt_ids, message.cache_salt)
+        if message.sampling.prompt_logprobs is not None:
+            keys = []
+        with self._lock:
+            num_cached = self._scheduler.count_cached_blocks(keys)
+        return MissingBlocks(num_cached, keys[num_cached:])
+
+    def add(self, message: AddRequest, *, num_stored_blocks: int = 0) -> None:
         """Accept a request; its outputs come from ``step``.
+
+        Args:
+            message: the request.
+            num_stored_blocks: its leading full blocks that the device or the tiers below hold.
 
         Raises:
             ConfigError: a field is out of what this model can do.
@@ -123,6 +161,7 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             cache_salt=message.cache_salt,
+            num_stored_blocks=num_stored_blocks,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         state = SamplerState(params, seed, self._collect_stop_ids(params), message.prompt_ids)
@@ -223,6 +262,9 @@ class Engine:
             end_s = self._clock.now_s()
             self.counters.num_steps += 1
             self.counters.step_seconds += end_s - begin_s
+            if self._observer is not None:
+                num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
+                self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
             return outputs + self._record(plan, results, end_s)
 
     def _check(self, message: AddRequest) -> None:

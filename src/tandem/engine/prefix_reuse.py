@@ -39,6 +39,16 @@ class PrefixReuse:
         """Prepare a request that has just arrived."""
         request.root_key = self._index.make_root_key(request.cache_salt)
 
+    def make_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of a prompt's full blocks, without one that ends with its last token."""
+        if not self.is_enabled:
+            return []
+        keys: list[bytes] = []
+        num_tokens = (len(prompt_ids) - 1) // self._block_size * self._block_size
+        root_key = self._index.make_root_key(cache_salt)
+        self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
+        return keys
+
     def find(self, request: Request) -> PrefixMatch:
         """Return what the index holds of a request's tokens, all but the last one.
 

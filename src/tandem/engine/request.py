@@ -40,6 +40,8 @@ class Request:
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
         cache_salt: requests of different salts never share blocks.
+        num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
+            when it arrived.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    num_stored_blocks: int = 0
 
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens sampled so far, the one that ended the request included."""

@@ -202,6 +202,14 @@ class Scheduler:
         """
         return self._pool.get_generation(block.block_id) == block.generation
 
+    def make_block_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of a prompt's full blocks that a request may reuse. Changes nothing."""
+        return self._prefix.make_keys(prompt_ids, cache_salt)
+
+    def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain the device holds."""
+        return self._index.count_cached_blocks(keys)
+
     def get_stats(self) -> SchedulerStats:
         """Return gauges and counters for the metrics. O(1)."""
         prefix = self._index.stats

@@ -244,6 +244,18 @@ class PagedKvCache:
         """Dtype of the stored keys and values."""
         return self.tensor.dtype
 
+    def view_bytes(self) -> NDArray[np.uint8]:
+        """Return all blocks as bytes, one block after the other; the same memory.
+
+        Raises: UnsupportedError (the cache is not in host memory).
+        """
+        if self.device.type != "cpu":
+            raise UnsupportedError(
+                "kernels.view_kv_bytes",
+                f"the blocks are on {self.device}: only the host's are seen",
+            )
+        return self.tensor.view(-1).view(torch.uint8).numpy()
+
     def scratch_for(self, num_rows: int) -> Tensor:
         """Return room for ``num_rows`` rows of ``chunks``; the next call may return the same.
 

@@ -341,11 +341,22 @@ class MasterService:
 
 
 class HostService:
-    """A host process: its segment outlives it. An async context manager; entering it does not wait
-    for a master.
+    """A host process. An async context manager; entering it does not wait for a master.
+
+    Args:
+        config: of the store.
+        rpc: the control channel's settings.
+        keep_segment: whether a clean end leaves the segment's file; None: if the host has a name
+            by which it is found again. A process that dies leaves it in any case.
     """
 
-    def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        rpc: RpcConfig | None = None,
+        *,
+        keep_segment: bool | None = None,
+    ) -> None:
         machine = config.machine or socket.gethostname()
         name = config.name or f"{machine}:{os.getpid()}"
         self._urls = _endpoints(config)
@@ -355,12 +366,12 @@ class HostService:
         self._machine = machine
         self.host: StoreHost
         self._folder: DiskFolder | None = None
+        # Without a name of its own, nobody could find the file again.
+        self._is_kept = bool(config.name) if keep_segment is None else keep_segment
 
     async def __aenter__(self) -> Self:
         config = self._config
         path = Path(config.segment_dir) / f"{_file_name(self._name)}.segment"
-        # Without a name of its own, nobody could find the file again.
-        self._is_kept = bool(config.name)
         opened = await asyncio.to_thread(Segment.open_file, path, config.segment_bytes)
         self._segment = opened
         self._engine = _make_engine(config, self._urls[0], self._name, config.listen)
