@@ -203,7 +203,8 @@ def load_model(
         apply_plan(model, checkpoint.config, plan, settings)
         _load_weights(model, checkpoint, source)
         ignored = source.check_all_used(_list_harmless(checkpoint))
-        weights_digest = hasher.result(progress)
+        # Mostly done by now: no second bar for the rest.
+        weights_digest = hasher.result()
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
         logger.warning(
