@@ -9,7 +9,7 @@ import msgspec
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model_plan import NO_FORMAT
-from tandem.kernels.native_experts import NativeExperts
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.families import open_checkpoint
 from tandem.models.injection import apply_plan
 from tandem.models.loader import make_settings, open_weights

@@ -9,9 +9,9 @@ from torch import nn
 
 from tandem.core.errors import NotFoundError, UnsupportedError
 from tandem.core.model_plan import NO_FORMAT, ModelPlan, ModulePlan
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.matrix import MatrixSettings
-from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
     FORMAT_KWARG,

@@ -20,7 +20,8 @@ from tandem.core.model_plan import (
     ModulePlan,
 )
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.kernels import native_experts, native_linear
+from tandem.kernels.cpu import experts as native_experts
+from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.injection import apply_rules, load_rules
