@@ -39,9 +39,9 @@ from tandem.core.wire import (
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
-from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
+from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity

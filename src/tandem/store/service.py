@@ -90,6 +90,7 @@ def default_folder() -> Path:
 def _endpoints(config: StoreConfig) -> list[str]:
     """Return where masters may be; the data path's secret is beside the first."""
     listed = [url.strip() for url in config.master.split(",") if url.strip()]
+    listed = [url if "://" in url else f"tcp://{url}" for url in listed]
     return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 
@@ -498,6 +499,31 @@ class ClientService:
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
         return make_blocking_client(self.client, self._channel, self._engine, loop)
+
+
+async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
+    """Stay until the session with the master is lost; return why it was.
+
+    A master that is stopped is lost when its lease ends, one that is killed at once.
+    Raises: TandemError if there is no session to lose.
+    """
+    url = _endpoints(config)[0]
+    client = RpcClient(
+        url,
+        identity=_identify("watcher", "store_watcher"),
+        auth=_auth(config, url),
+        config=_rpc_config(rpc, config),
+        check_compat=check_version,
+    )
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def note_lost(_: Peer, error: TandemError) -> None:
+        if not lost.done():
+            lost.set_result(error.what)
+
+    client.on_peer_lost(note_lost)
+    async with client:
+        return await lost
 
 
 async def _end_task(task: "asyncio.Task[None]") -> None:
