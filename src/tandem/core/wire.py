@@ -277,3 +277,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     step_seconds: float = 0.0
+    stored_blocks: int = 0
+    """Blocks of KV written to the store, those that were there already left out."""
+    loaded_blocks: int = 0
+    """Blocks of KV read from the store."""

@@ -202,6 +202,8 @@ class Instance:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             step_seconds=counters.step_seconds,
+            stored_blocks=0 if self._tier is None else self._tier.counters.stored_blocks,
+            loaded_blocks=0 if self._tier is None else self._tier.counters.loaded_blocks,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
