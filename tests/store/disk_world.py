@@ -65,6 +65,7 @@ class MemoryDisk:
         self.crash_at = -1
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
+        self.quarantined: dict[int, _File] = {}
         self.on_step = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()
@@ -187,6 +188,10 @@ class MemoryDisk:
     async def drop_bucket(self, number: int) -> None:
         await self._step()
         self.files.pop(number, None)
+
+    async def quarantine_bucket(self, number: int) -> None:
+        await self._step()
+        self.quarantined = {number: self.files.pop(number)}
 
     async def read_note(self, name: str) -> bytes:
         await self._step()

@@ -23,9 +23,10 @@ from tandem.core.errors import (
 from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
+from tandem.store.headers import ExtentHeader
 from tandem.store.host import StoreHost
 from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.segment import Segment
 
 CAPACITY = 4 * 2**20
 SEGMENT = 2**20

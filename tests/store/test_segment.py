@@ -38,8 +38,9 @@ from tandem.store import (
 )
 from tandem.store import segment as segment_module
 from tandem.store.checksum import checksum_table, make_table
+from tandem.store.headers import ExtentHeader
 from tandem.store.messages import ExtentRecords
-from tandem.store.segment import ExtentHeader, Segment, append_record
+from tandem.store.segment import Segment, append_record
 
 CAPACITY = 2**20
 

@@ -470,6 +470,9 @@ class HostMemory:
     @property
     def address(self) -> int: ...
 
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """A view of the bytes, no copy; keeps the object alive."""
+
 class SharedArray:
     """
     Zeroed memory that processes of the same user on this host can map.
@@ -1177,7 +1180,7 @@ def locate_values(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
     Where values begin in their extents, bytes; as ``layout.value_offset``.
     """
 
-def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
+def seal_objects(marks: object, data: object, usable_bytes: int, home: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
     """
     Make all of these objects ones that survive, or none; without the GIL.
 
@@ -1185,12 +1188,26 @@ def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[s
         marks: of the segment, uint8, one a granule.
         data: its extents, uint8.
         usable_bytes: of them.
+        home: of the segment, for its headers.
         tables: to be written before, one after the other; None if they are there, or follow
             from the values.
         values: the same of values; None if they are there.
 
     Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);
     CorruptionError (a checksum; the length of the blob or a column).
+    """
+
+def pack_header(key: str, size: int, version: int, checksum: int, wanted: int, hard_pin: bool, soft_pin_ms: int, home: int, position: int) -> bytes:
+    """
+    Return the header of an object, and its key, as they are stored.
+
+    Raises: ConfigError (a field beyond its bits).
+    """
+
+def parse_header(memory: object, at: int, home: int, position: int) -> tuple[str, int, int, int, int, bool, int] | None:
+    """
+    Read the header that stands in ``memory`` from ``at`` on; the fields of
+    ``pack_header`` up to the pins. None if it is damaged, or belongs to another place.
     """
 
 def fill_rows(rows: Sequence[int], columns: Sequence[tuple[object, int | Sequence[int]]]) -> None:

@@ -98,6 +98,7 @@ class Commits:
             was_held = hosts[number].unhold(batch.client, batch.grant)
             assert was_held, "a fence takes space from puts"
         for number in failed:
+            hosts[number].doubt()
             self._master.puts.fence(hosts[number], batch.client)
         if not request.checksums:
             self._master.puts.release(batch)
@@ -205,6 +206,9 @@ class Commits:
                 "seal",
                 SealExtents,
                 Ack,
+                timeout_s=self._master.patience_s(
+                    self._master.hosts[number], len(records[number].keys)
+                ),
                 records=records[number],
                 has_values=is_values,
                 blob=blobs[number] if is_values else b"",

@@ -22,6 +22,7 @@ from tandem.core.errors import (
 )
 from tandem.store import layout
 from tandem.store.disk import DiskTier
+from tandem.store.headers import MAX_EPOCH, ExtentHeader
 from tandem.store.messages import (
     Ack,
     CloseWriter,
@@ -45,7 +46,7 @@ from tandem.store.messages import (
     VerifyExtent,
     WipeExtents,
 )
-from tandem.store.segment import ExtentHeader, Segment, append_record, iterate_records
+from tandem.store.segment import Segment, append_record, iterate_records
 from tandem.store.sessions import Caller
 
 __all__ = ["HostPort", "StoreHost"]
@@ -236,7 +237,7 @@ class StoreHost:
             Joined,
             timeout_s=CALL_TIMEOUT_S,
         )
-        if joined.epoch < self.segment.epoch:
+        if not self.segment.epoch <= joined.epoch <= MAX_EPOCH:
             raise ConflictError(
                 "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
             )
@@ -264,7 +265,9 @@ class StoreHost:
                 telling.cancel()
         can_write = await self._close_writers(old_writers)
         while True:
-            done = InventoryDone(joined.session, num_pages, can_write)
+            done = InventoryDone(
+                joined.session, num_pages, can_write, list(self.segment.damage.names)
+            )
             await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
             self.is_joined.set()
             if self.disk is not None and self._reporting is None:
@@ -372,7 +375,7 @@ class StoreHost:
 
     def _obey(self, order: Order) -> None:
         """Refuse what a stale master ordered, and what comes late or twice."""
-        if order.epoch < self.segment.epoch or order.session != self._session:
+        if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
             raise ConflictError(
                 "store.host",
                 f"order of epoch {order.epoch} session {order.session}; {self.name} obeys "
@@ -423,7 +426,7 @@ class StoreHost:
             try:
                 self.disk.on_wiped(offset, self.segment.read_header(offset).key)
             except CorruptionError as error:
-                logger.warning("event=extent_dropped reason=%s", error)
+                self.segment.damage.note(f"object at {offset} of {self.name}", error)
         self.num_objects -= 1
         self.segment.wipe(offset)
 

@@ -14,11 +14,12 @@ from typing import Any, Protocol, TypeVar
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
 from tandem.core.direct import DirectTask, shield
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import ConflictError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.eviction import Eviction
+from tandem.store.headers import MAX_EPOCH, ExtentHeader
 from tandem.store.index import NO_ROW, Directory, Passes
 from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
@@ -63,9 +64,9 @@ from tandem.store.policies import Strategy, order_hosts
 from tandem.store.puts import Puts, check_pin
 from tandem.store.removals import Removals
 from tandem.store.requests import Requests
-from tandem.store.segment import ExtentHeader, append_record
+from tandem.store.segment import append_record
 from tandem.store.sessions import Caller
-from tandem.store.space import Extent, HostSpace
+from tandem.store.space import ORDER_TIMEOUT_S, Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
 __all__ = ["OpenWay", "StoreMaster", "Term"]
@@ -90,6 +91,9 @@ OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 RECOVERY_LOOK_S = 0.01
 """Between two looks whether all hosts have told what they have."""
 TICK_S = 0.05
+MAX_EPOCH_JUMP = 2**16
+"""Above ours. Each start of a master and each term takes one: so many while our note of them was
+lost are past belief, and 128 such jumps are possible before versions run out."""
 
 
 class StoreMaster:
@@ -125,6 +129,8 @@ class StoreMaster:
         self._draw = draw
         self.open_way = open_way
         self._counter = 0
+        self.damaged: Sequence[str] = ()
+        """Files of the master itself that did not hold together."""
         self._outbid: list[tuple[int, int]] = []
         """What this master gave in earlier epochs: above the first version, up to the second."""
         self.space_freed = asyncio.Event()
@@ -199,6 +205,17 @@ class StoreMaster:
         """Return the hosts that take new objects."""
         return [host for host in self.hosts.values() if host.is_writable]
 
+    def answering_hosts(self) -> list[HostSpace]:
+        """Return the hosts that take new objects and answer; if none does, all that take them."""
+        hosts = self.writable_hosts()
+        answering = [host for host in hosts if not host.is_silent]
+        return answering or hosts
+
+    def patience_s(self, host: HostSpace, num_objects: int = 0) -> float:
+        """Return how long a put waits for a host: not long where another could take its place."""
+        has_others = any(other is not host for other in self.answering_hosts())
+        return host.patience_s(num_objects) if has_others else ORDER_TIMEOUT_S
+
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
         return self.take_versions(1)
@@ -227,8 +244,16 @@ class StoreMaster:
     def outbid(self, epoch: int) -> None:
         """A host has obeyed a master of ``epoch``: go above it.
 
-        Raises: PeerLostError if that takes another election; epochs are not ours to choose then.
+        Raises: ConflictError if it is too far above ours to be that of a master;
+            PeerLostError if that takes another election; epochs are not ours to choose then.
         """
+        if epoch - self.epoch > MAX_EPOCH_JUMP or epoch >= MAX_EPOCH:
+            raise ConflictError(
+                "store.join",
+                f"epoch {epoch} was seen, ours is {self.epoch}: more than {MAX_EPOCH_JUMP} apart, "
+                "which no number of starts explains; remove the files of that host",
+                field="epoch",
+            )
         if self._term is not None:
             self._term.resign(min_epoch=epoch)
             raise PeerLostError("store.join", f"{epoch} was obeyed: elected anew above it")
@@ -238,8 +263,8 @@ class StoreMaster:
         logger.info("event=epoch_raised epoch=%d", self.epoch)
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
-        """Return writable hosts in the order in which to try them."""
-        hosts = self.writable_hosts()
+        """Return hosts that take new objects and answer, in the order in which to try them."""
+        hosts = self.answering_hosts()
         if len(hosts) == 1:
             return [hosts[0].number]
         return order_hosts(
@@ -513,10 +538,12 @@ class StoreMaster:
                     num_objects=len(self.directory.rows_on_host(host.number)),
                     quarantined_bytes=host.quarantined_bytes,
                     disk=host.disk,
+                    damaged=[*host.damaged, *([] if host.disk is None else host.disk.damaged)],
                 )
                 for host in self.hosts.values()
             ],
             is_recovering=self.is_recovering,
+            damaged=list(self.damaged),
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tandem.core.errors import ConflictError, NotFoundError, PeerLostError, TandemError
 from tandem.store import layout
+from tandem.store.headers import ExtentHeader
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.messages import (
     Ack,
@@ -19,7 +20,7 @@ from tandem.store.messages import (
     SegmentGrown,
 )
 from tandem.store.orders import OrderLine
-from tandem.store.segment import ExtentHeader, iterate_records
+from tandem.store.segment import iterate_records
 from tandem.store.sessions import Caller, check_present
 from tandem.store.space import Extent, HostSpace
 
@@ -115,7 +116,11 @@ class Membership:
         if newest > self._master.newest_version:
             # By a master of our number that we know nothing of: its note of it was lost with the
             # machine, the disk was not. No version must be given twice.
-            self._master.outbid(newest >> layout.VERSION_BITS)
+            try:
+                self._master.outbid(newest >> layout.VERSION_BITS)
+            except ConflictError:
+                self.lose_host(host)  # Or all would wait for the rest of its inventory.
+                raise
         host.num_pages += 1
         listed = iterate_records(page.records)
         if page.is_disk:
@@ -265,6 +270,7 @@ class Membership:
             raise ConflictError(
                 "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
             )
+        host.damaged = request.damaged
         if host.stage is HostStage.JOINING:
             self._settle(host)
         if request.can_write and host.stage is HostStage.READ_ONLY:
