@@ -30,6 +30,7 @@ __all__ = [
     "pack_index",
     "pack_record",
     "parse_bucket_head",
+    "parse_folder_id",
     "parse_index",
     "parse_record",
     "record_bytes",
@@ -83,6 +84,14 @@ def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
     return head.is_damaged
 
 
+def parse_folder_id(data: bytes) -> bytes:
+    """Return the folder that a bucket belongs to, from its first bytes.
+
+    Raises: CorruptionError, UnsupportedError.
+    """
+    return BUCKET.unpack(parse_head(data, BUCKET_MAGIC, BUCKET.size, "a bucket").copies[0])[3]
+
+
 def pack_record(record: Record) -> bytes:
     """Return what stands before the table: header and key, padded."""
     text = pack_object(record.header, record.bucket, record.position)
@@ -112,6 +121,8 @@ def parse_index(data: bytes, number: int) -> list[Record]:
     Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
     """
     head = parse_head(data, INDEX_MAGIC, INDEX.size, f"the index of bucket {number}")
+    if head.is_damaged:  # The bucket says the same, and then there is a whole index again.
+        raise CorruptionError("store.disk", f"the head of the index of bucket {number} is damaged")
     stored_number, count, crc = INDEX.unpack(head.copies[0])
     body = data[HEAD_BYTES:]
     if stored_number != number or crc != checksum_bytes(body):

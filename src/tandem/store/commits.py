@@ -177,7 +177,9 @@ class Commits:
         host = self._master.hosts[number]
         for i, offset in batch.places[number].items():
             extent = Extent(offset, batch.lengths[i])
-            self._master.wipe_copy(batch.keys[i], host, extent, version=first_version + i)
+            self._master.wipe_copy(
+                batch.keys[i], host, extent, version=first_version + i, was_shown=False
+            )
 
     def _make_records(
         self, batch: PutBatch, number: int, checksums: Sequence[int], first_version: int
@@ -264,7 +266,7 @@ class Commits:
         removals = self._master.removals
         if removals.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
-                going = removals.find_going(key)
+                going = removals.find_replaced(key)
                 if going is not None:  # Evicted a moment ago, and maybe still read.
                     replaced.append(going)
                 row = directory.find(key)

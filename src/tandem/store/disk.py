@@ -157,6 +157,10 @@ class DiskTier:
                 await self._io.port.drop_note(index_name(number))
                 await self._io.port.quarantine_bucket(number)
                 continue
+            if found is None:  # Whoever made it died then.
+                await self._io.port.drop_note(index_name(number))
+                await self._io.port.drop_bucket(number)
+                continue
             self.index.add_bucket(number, nbytes)
             for record in found.records:
                 if Grave(record.header.version, number) not in dead:

@@ -6,6 +6,7 @@ files written by a thread. Format: docs/design/store_ssd.md.
 """
 
 import asyncio
+import collections
 import fcntl
 import logging
 import os
@@ -28,7 +29,7 @@ from tandem.core.errors import (
     PermissionDeniedError,
     TandemError,
 )
-from tandem.store.bucket import FOLDER_MAGIC, ID_BYTES
+from tandem.store.bucket import FOLDER_MAGIC, ID_BYTES, parse_folder_id
 from tandem.store.damage import DamageList
 from tandem.store.disk_io import DiskBuffer
 from tandem.store.headers import HEAD_BYTES, pack_head, parse_head
@@ -373,13 +374,14 @@ def _lock(path: Path, descriptor: int, damage: DamageList) -> bytes:
         try:
             head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
         except CorruptionError as error:
-            # Of a length that only ours has, it is damaged, and its buckets are those of nobody.
+            # Of a length that only ours has, it is damaged. The buckets say whose they are.
             if len(data) != HEAD_BYTES:
                 raise ConflictError(
                     "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
                 ) from None
             damage.note(f"note {LOCK_NAME} of the disk", error)
             _keep_copy(path / f"{LOCK_NAME}.quarantined", data)
+            folder_id = _ask_buckets(path)
         else:
             folder_id = head.copies[0]
             if not head.is_damaged:
@@ -391,6 +393,20 @@ def _lock(path: Path, descriptor: int, damage: DamageList) -> bytes:
     os.pwrite(descriptor, pack_head(FOLDER_MAGIC, folder_id), 0)
     os.fsync(descriptor)
     return folder_id
+
+
+def _ask_buckets(path: Path) -> bytes | None:
+    """Return the id of the folder that most buckets in it name; None without any."""
+    ids: collections.Counter[bytes] = collections.Counter()
+    for file in path.glob(f"*{SUFFIX}"):
+        descriptor = _open_file(file, os.O_RDONLY)
+        try:
+            ids[parse_folder_id(os.pread(descriptor, HEAD_BYTES, 0))] += 1
+        except CorruptionError:
+            continue
+        finally:
+            os.close(descriptor)
+    return ids.most_common(1)[0][0] if ids else None
 
 
 def _keep_copy(path: Path, data: bytes) -> None:

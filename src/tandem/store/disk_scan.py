@@ -57,8 +57,12 @@ class ReadBucket(NamedTuple):
     """Its index holds together, and need not be written."""
 
 
-async def read_bucket(io: DiskIo, number: int, nbytes: int, damage: DamageList) -> ReadBucket:
+async def read_bucket(
+    io: DiskIo, number: int, nbytes: int, damage: DamageList
+) -> ReadBucket | None:
     """Return the records of a bucket; what of it is damaged is noted.
+
+    Returns: None if nothing was ever written to it.
 
     Raises: CorruptionError if it has no head of its own; UnsupportedError (version).
     """
@@ -68,6 +72,8 @@ async def read_bucket(io: DiskIo, number: int, nbytes: int, damage: DamageList) 
             raise CorruptionError("store.disk", f"bucket {number} has {nbytes} bytes")
         await io.port.read(number, 0, buffer, form.HEAD_BYTES)
         head = bytes(buffer.array[: form.HEAD_BYTES])
+        if not head.strip(b"\0"):
+            return None
         if form.parse_bucket_head(head, number, io.port.folder_id):
             damage.note(f"head of bucket {number}", "a copy of it; the other holds together")
         data = await io.port.read_note(index_name(number))

@@ -357,6 +357,7 @@ class StoreMaster:
         free_at_ms: int = 0,
         *,
         version: int | None = None,
+        was_shown: bool = True,
     ) -> None:
         """Have a copy wiped that the directory does not know (any more).
 
@@ -368,13 +369,14 @@ class StoreMaster:
             extent: there.
             free_at_ms: as ``HostSpace.drop``.
             version: if given, it may be on its way to the disk of the host, which is to forget it.
+            was_shown: see ``Removals.note_going``.
         """
         done = host.drop(extent, free_at_ms, wait=True)
         assert done is not None
         going = [done]
         if version is not None and host.disk is not None:
             going.append(host.forget(key, version, after=done))
-        self.removals.note_going(key, going)
+        self.removals.note_going(key, going, was_shown=was_shown)
 
     def lose_disk(self, row: int, host: int) -> None:
         """The copy on a disk is gone already, and the object if that was the last."""

@@ -137,9 +137,10 @@ class Segment:
         """Attach to the segment at ``path``, or make it.
 
         A segment of another capacity is replaced by an empty one: it is a cache. A file whose head
-        is damaged, or is none, is moved aside, and named in ``damage``.
+        does not hold together is moved aside, and named in ``damage``.
 
-        Raises: ConflictError (a live process owns it); UnsupportedError (a later version wrote
+        Raises: ConflictError (a live process owns it; it is not even as long as a segment
+            could be); UnsupportedError (a later version wrote
             it); CapacityError (the file system cannot hold it); PermissionDeniedError (folder or
             file open to others).
         """
@@ -562,8 +563,11 @@ def _read_file_head(
 ) -> _FileHead | None:
     """Return the head of a segment that can be attached; None if the file is to be made anew.
 
-    Raises: CorruptionError if it is damaged; UnsupportedError.
+    Raises: CorruptionError if it is damaged; ConflictError if it never was one; UnsupportedError.
     """
+    size = os.fstat(descriptor).st_size
+    if size % mmap.PAGESIZE:
+        raise ConflictError("store.segment", f"{path} is not a segment: move it away")
     data = os.pread(descriptor, HEAD_BYTES, 0)
     if not data.strip(b"\0"):
         return None  # Its owner died before the head was written.
@@ -573,7 +577,6 @@ def _read_file_head(
     granule, capacity, segment_id, epoch = max(
         (FIELDS.unpack(copy) for copy in head.copies), key=operator.itemgetter(3)
     )
-    size = os.fstat(descriptor).st_size
     if (granule, capacity) != (layout.GRANULE_BYTES, capacity_bytes) or size < _data_offset(
         capacity_bytes
     ):
