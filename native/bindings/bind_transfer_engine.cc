@@ -224,10 +224,10 @@ nb::bytes call_peer(TransferCore& core, uint64_t segment, nb::bytes payload, dou
 CoreCall begin_call(TransferCore& core, uint64_t segment, nb::bytes payload,
                     std::shared_ptr<CallInbox> inbox, uint64_t tag) {
   std::string request(payload.c_str(), payload.size());
-  std::shared_ptr<Peer> peer = run([&] { return core.engine->find_peer(segment); });
-  return {core.engine, peer, run([&] {
-            return peer->begin_call(std::move(request), std::move(inbox), tag);
-          })};
+  auto begun = run([&] {
+    return core.engine->begin_call(segment, std::move(request), std::move(inbox), tag);
+  });
+  return {core.engine, std::move(begun.peer), std::move(begun.call)};
 }
 
 nb::bytes await_call(CoreCall& self, double seconds) {

@@ -6,6 +6,8 @@
 #include "bindings/status.h"
 #include "bindings/bind_transfer.h"
 #include "transfer/fair_share.h"
+#include "transfer/fence_ledger.h"
+#include "transfer/wire.h"
 #include "transfer/rail_set.h"
 
 namespace nb = nanobind;
@@ -60,9 +62,53 @@ std::optional<SliceChoice> choose(RailSet& rails, int64_t now_ns, uint64_t remai
   return rails.choose(now_ns, remaining, total, location);
 }
 
+FenceDebt make_debt(nb::bytes session, uint32_t connection) {
+  if (session.size() != kSessionBytes)
+    raise({Code::kConfig, "fences.add",
+           "a session of " + std::to_string(session.size()) + " bytes, not " +
+               std::to_string(kSessionBytes), "session"});
+  return {std::string(session.c_str(), session.size()), connection};
+}
+
+using DebtTuple = std::pair<nb::bytes, uint32_t>;
+
+std::pair<bool, std::vector<DebtTuple>> take_due(FenceLedger& ledger, uint64_t epoch,
+                                                 uint64_t carrier) {
+  const FenceLedger::Due due = ledger.take_due(epoch, carrier);
+  std::vector<DebtTuple> debts;
+  for (const FenceDebt& debt : due.debts)
+    debts.emplace_back(nb::bytes(debt.session.data(), debt.session.size()), debt.connection);
+  return {due.may_write, std::move(debts)};
+}
+
+void bind_fences(nb::module_& module) {
+  nb::class_<FenceLedger>(module, "FenceLedger",
+                          "Connections that were given up with WRITEs unconfirmed, by epoch.\n\n"
+                          "Thread-safe. Every carrier of slices sends what `take_due` gives ahead\n"
+                          "of them; copies wait while it says that a debt is left.")
+      .def(nb::init<>())
+      .def("next_carrier", &FenceLedger::next_carrier)
+      .def("add", [](FenceLedger& ledger, uint64_t epoch, nb::bytes session, uint32_t connection,
+                     bool may_write) {
+             ledger.add(epoch, make_debt(session, connection), may_write);
+           }, "epoch"_a, "session"_a, "connection"_a, nb::kw_only(), "may_write"_a = true,
+           "Raises: ConfigError (a session has 16 bytes).")
+      .def("take_due", &take_due, "epoch"_a, "carrier"_a,
+           "Return whether copies must wait, and what this carrier has not sent yet.")
+      .def("settle", [](FenceLedger& ledger, uint64_t epoch, const std::vector<DebtTuple>& tuples) {
+             std::vector<FenceDebt> debts;
+             for (const auto& [session, connection] : tuples)
+               debts.push_back(make_debt(session, connection));
+             ledger.settle(epoch, debts);
+           }, "epoch"_a, "debts"_a, "The peer has closed these connections.")
+      .def("owes", &FenceLedger::owes, "epoch"_a, "Whether copies to this peer must wait.")
+      .def("__len__", &FenceLedger::size);
+}
+
 }  // namespace
 
 void bind_transfer_rails(nb::module_& module) {
+  bind_fences(module);
   nb::enum_<RailState>(module, "RailState", "Whether a rail may carry slices.")
       .value("HEALTHY", RailState::kHealthy)
       .value("PAUSED", RailState::kPaused, "Errors or slow slices; a probe will decide.")

@@ -5,6 +5,9 @@
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {
+  // torch frees the storages that alias our buffers after the interpreter has ended, so nanobind
+  // would report them, and the types they keep alive, as leaks at every clean exit.
+  nanobind::set_leak_warnings(false);
   module.doc() = "Native core of Tandem: machine topology, thread pool, aligned memory, probes, kernels.";
   tandem::bindings::bind_status(module);
   tandem::bindings::bind_topology(module);

@@ -6,12 +6,14 @@
 namespace tandem::transfer {
 
 ClientConnection::ClientConnection(std::weak_ptr<Peer> peer, EventLoop* loop, int fd, Role role,
-                                   uint32_t rail, uint32_t id)
+                                   uint32_t rail, uint32_t id,
+                                   uint64_t carrier)
     : Connection(loop, EventLoop::Kind::kAnswers, fd, true),
       peer_(std::move(peer)),
       role_(role),
       rail_(rail),
       id_(id),
+      carrier_(carrier),
       begin_ns_(now_ns()) {}
 
 void ClientConnection::on_connected() {
@@ -88,10 +90,11 @@ bool ClientConnection::drop_write(uint64_t ticket) {
   for (auto output = outputs_.begin(); output != outputs_.end(); ++output) {
     if (output->id != ticket || output->borrowed == nullptr) continue;
     if (is_begun(*output)) return false;
+    uncount(*output);
     outputs_.erase(output);
     return true;
   }
-  return fd_ < 0;
+  return false;  // All of it was sent, or the connection is shut: nobody knows what the peer got.
 }
 
 Status ClientConnection::bar(Error error) {

@@ -1,5 +1,6 @@
 #include "transfer/connection.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -30,6 +31,9 @@ constexpr int kMaxIov = 64;
 // A peer that sends requests and reads no answers is broken or worse.
 constexpr size_t kMaxOutputs = 1 << 16;
 constexpr size_t kMaxOwnedBytes = 2 * kMaxCallBytesInFlight;
+// Of slices that a peer has asked for. One of ours asks for no more than 768 MiB at a time, see
+// RailSet.
+constexpr size_t kMaxAskedBytes = 1 << 30;
 
 Error lost(std::string what) { return {Code::kPeerLost, "transfer.io", std::move(what), ""}; }
 
@@ -50,8 +54,7 @@ Connection::~Connection() {
 Status Connection::attach() {
   const std::lock_guard lock(mutex_);
   wants_output_ = is_connecting_;
-  const uint32_t events = EPOLLIN | (wants_output_ ? EPOLLOUT : 0u);
-  Result<uint64_t> key = loop_->add(fd_, events, weak_from_this(), kind_);
+  Result<uint64_t> key = loop_->add(fd_, wanted_events(), weak_from_this(), kind_);
   if (!key.is_ok()) return key.error();
   loop_key_ = key.value();
   return {};
@@ -76,29 +79,53 @@ void Connection::on_events(uint32_t events) {
     if (has_connected) on_connected();
     flush();
   }
+  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) && is_void_once_hung_up())
+    return fail(lost("the peer hung up"));
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) do_read();
 }
 
 void Connection::send(Frame frame, std::string payload) {
   Output output;
+  set_payload(output, frame, std::move(payload));
+  const std::lock_guard lock(mutex_);
+  enqueue(std::move(output), frame);
+}
+
+void Connection::set_payload(Output& output, Frame& frame, std::string payload) {
   output.size = payload.size();
   if (!payload.empty()) {
     frame.flags |= kFlagHasCrc;
     frame.payload_crc = crc32c(0, payload.data(), payload.size());
   }
   output.owned = std::move(payload);
-  const std::lock_guard lock(mutex_);
-  enqueue(std::move(output), frame);
 }
 
 void Connection::enqueue(Output output, Frame frame) {
   if (fd_ < 0 || is_write_broken_) return;
+  encode(output, frame);
+  outputs_.push_back(std::move(output));
+}
+
+void Connection::encode(Output& output, Frame frame) {
   frame.payload_bytes = static_cast<uint32_t>(output.size);
   output.id = frame.id;
   output.owned_bytes = output.owned.size();
   owned_bytes_ += output.owned_bytes;
+  if (output.borrowed != nullptr) borrowed_bytes_ += output.size;
   encode_header(frame, output.header.data());
-  outputs_.push_back(std::move(output));
+}
+
+void Connection::uncount(const Output& output) {
+  owned_bytes_ -= output.owned_bytes;
+  if (output.borrowed != nullptr) borrowed_bytes_ -= output.size;
+}
+
+void Connection::replace(Output& output, Frame frame, std::string payload) {
+  uncount(output);
+  output.borrowed = nullptr;
+  output.pin.reset();
+  set_payload(output, frame, std::move(payload));
+  encode(output, frame);
 }
 
 void Connection::flush() {
@@ -121,13 +148,15 @@ void Connection::flush() {
   if (fd_ < 0) return;
   is_write_broken_ = true;
   outputs_.clear();
-  owned_bytes_ = 0;
+  owned_bytes_ = borrowed_bytes_ = 0;
   want_output(false);
 }
 
 // One sendmsg. False on a broken connection.
 bool Connection::flush_locked(Error* error) {
-  if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes) {
+  const bool is_asked = kind_ == EventLoop::Kind::kRequests;
+  if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes ||
+      (is_asked && borrowed_bytes_ > kMaxAskedBytes)) {
     *error = lost("the peer reads no answers");
     shutdown(fd_, SHUT_RDWR);
     return false;
@@ -175,7 +204,7 @@ bool Connection::flush_locked(Error* error) {
     front.sent += part;
     left -= part;
     if (front.sent < kHeaderBytes + front.size) continue;
-    owned_bytes_ -= front.owned_bytes;
+    uncount(front);
     outputs_.pop_front();
   }
   if (outputs_.empty()) want_output(false);
@@ -185,7 +214,17 @@ bool Connection::flush_locked(Error* error) {
 void Connection::want_output(bool is_wanted) {
   if (is_wanted == wants_output_) return;
   wants_output_ = is_wanted;
-  loop_->modify(loop_key_, fd_, EPOLLIN | (is_wanted ? EPOLLOUT : 0u));
+  loop_->modify(loop_key_, fd_, wanted_events());
+}
+
+uint32_t Connection::wanted_events() const {
+  const uint32_t hang_up = kind_ == EventLoop::Kind::kRequests ? EPOLLRDHUP : 0u;
+  return EPOLLIN | hang_up | (wants_output_ ? EPOLLOUT : 0u);
+}
+
+bool Connection::has_hung_up() const {
+  pollfd state{fd_, POLLRDHUP, 0};
+  return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 void Connection::do_read() {
@@ -199,7 +238,13 @@ void Connection::do_read() {
     {
       const std::lock_guard lock(mutex_);
       if (fd_ < 0) return;
-      result = read_step(&frame, &payload, &error);
+      // It may have hung up since the event. A single request never comes to a second step.
+      if (step > 0 && is_void_once_hung_up() && has_hung_up()) {
+        error = lost("the peer hung up");
+        result = ReadStep::kFailed;
+      } else {
+        result = read_step(&frame, &payload, &error);
+      }
     }
     if (result == ReadStep::kWait) break;
     if (result == ReadStep::kAgain) continue;
@@ -359,7 +404,7 @@ bool Connection::shut(Error reason) {
   close(fd_);
   fd_ = -1;
   outputs_.clear();
-  owned_bytes_ = 0;
+  owned_bytes_ = borrowed_bytes_ = 0;
   incoming_.reset();
   sink_ = {};
   on_shut();

@@ -75,12 +75,16 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
     Registry::Pin pin;  // Of borrowed memory of ours that a peer reads.
   };
 
+  static void set_payload(Output& output, Frame& frame, std::string payload);
+
   // One of ours brings answers, one that connected to us requests.
   Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting);
 
   virtual void on_connected() {}
   // Refuses a frame before its payload is read. Under mutex_.
   virtual Status check_header(const Frame& frame) = 0;
+  // Whether what was not read when the peer hung up is dropped instead of acted on.
+  virtual bool is_void_once_hung_up() const { return false; }
   // The connection is shut: give back what is pinned. Under mutex_.
   virtual void on_shut() {}
   // A slice begins to arrive. Under mutex_.
@@ -94,6 +98,10 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
 
   // REQUIRES: mutex_ held.
   void enqueue(Output output, Frame frame);
+  // The output is erased, or given other bytes: they are counted no longer. REQUIRES: mutex_ held.
+  void uncount(const Output& output);
+  // Sends another frame instead. REQUIRES: mutex_ held, not begun.
+  void replace(Output& output, Frame frame, std::string payload);
   bool is_begun(const Output& output) const { return output.sent > 0; }
 
   EventLoop* const loop_;
@@ -103,6 +111,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   int fd_;                       // GUARDED_BY(mutex_)
   std::deque<Output> outputs_;   // GUARDED_BY(mutex_)
   size_t owned_bytes_ = 0;       // GUARDED_BY(mutex_), of outputs_
+  size_t borrowed_bytes_ = 0;    // GUARDED_BY(mutex_), of outputs_
   // The slice that is being read. GUARDED_BY(mutex_)
   std::optional<Frame> incoming_;
   Sink sink_;
@@ -116,7 +125,12 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0);
   bool has_whole_frame() const;
   bool flush_locked(Error* error);
+  void encode(Output& output, Frame frame);
   void want_output(bool is_wanted);
+  // What epoll is to tell of. REQUIRES: mutex_ held.
+  uint32_t wanted_events() const;
+  // REQUIRES: mutex_ held.
+  bool has_hung_up() const;
   void fail(Error error);
 
   std::atomic<bool> is_shut_{false};

@@ -28,13 +28,14 @@ Result<std::unique_ptr<Copier>> Copier::start(int num_threads, OnFailure on_fail
   return copier;
 }
 
-Copier::~Copier() {
+void Copier::stop() {
   {
     const std::lock_guard lock(mutex_);
     is_stopping_ = true;
   }
   work_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
 }
 
 void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping) {

@@ -25,7 +25,9 @@ class Copier {
 
   static Result<std::unique_ptr<Copier>> start(int num_threads, OnFailure on_failure);
   // REQUIRES: every batch has ended.
-  ~Copier();
+  ~Copier() { stop(); }
+  // Ends the threads; submitting and helping threads go on copying. Not from one of them.
+  void stop();
 
   // Copies short pieces at once, on this thread; queues long ones.
   void submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping);

@@ -25,6 +25,8 @@ struct LastPin {
   size_t location = 0;
 };
 
+Error closed_error() { return {Code::kConflict, "transfer.check", "the engine is closed", ""}; }
+
 Status not_found(uint64_t segment) {
   return {Code::kNotFound, "transfer.find",
           "segment " + std::to_string(segment) + " is not open: call open()", "segment"};
@@ -46,6 +48,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     options.peer.quotas.push_back(std::move(quota.value()));
   }
   options.peer.mapped_files = std::make_shared<MappedFiles>();
+  if (!options.peer.fences) options.peer.fences = process_fences();
   options.peer.penalties.emplace_back();  // Location 0: unknown.
   for (const auto& [location, penalties] : options.penalties)
     options.peer.penalties.push_back(penalties);
@@ -94,9 +97,20 @@ Status Engine::start() {
   return {};
 }
 
-Engine::~Engine() {
-  static_cast<void>(close(0));
-  if (file_io_) FileIo::stop(std::move(file_io_));
+Engine::~Engine() { static_cast<void>(close(0)); }
+
+bool Engine::enter() {
+  int count = num_uses_.load(std::memory_order_relaxed);
+  while (count > 0 && !num_uses_.compare_exchange_weak(count, count + 1)) {
+  }
+  return count > 0;
+}
+
+void Engine::leave() {
+  if (num_uses_.fetch_sub(1) == 1) retire();
+}
+
+void Engine::retire() {
   {
     const std::lock_guard lock(timer_mutex_);
     is_timer_stopping_ = true;
@@ -104,8 +118,15 @@ Engine::~Engine() {
   }
   if (timer_.joinable()) timer_.join();
   if (link_watch_) link_watch_->stop();
-  copier_.reset();  // Its threads ring the bells of loops.
-  loops_.clear();  // Joins; no handler runs any more.
+  link_watch_.reset();
+  if (copier_) copier_->stop();  // Its threads ring the bells of loops.
+  loops_.clear();                // Joins; no handler runs any more.
+  std::unique_ptr<FileIo> file_io;
+  {
+    const std::lock_guard lock(mutex_);
+    file_io = std::move(file_io_);
+  }
+  if (file_io) FileIo::stop(std::move(file_io));
 }
 
 bool Engine::is_forked() const { return owner_pid_ != static_cast<int>(::getpid()); }
@@ -115,7 +136,7 @@ Status Engine::check_open() const {
     return {Code::kConflict, "transfer.check",
             "the engine belongs to the parent process: make one after the fork", ""};
   const std::lock_guard lock(mutex_);
-  if (is_closed_) return {Code::kConflict, "transfer.check", "the engine is closed", ""};
+  if (is_closed_) return closed_error();
   return {};
 }
 
@@ -144,6 +165,7 @@ Status Engine::close(int64_t deadline_ns) {
     }
     server_->close();
   }
+  leave();
   return status;
 }
 
@@ -167,7 +189,13 @@ Status Engine::unregister(uint64_t base, int64_t deadline_ns) {
 }
 
 Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
+  const Use use(*this);
   if (Status status = check_open(); !status.is_ok()) return status.error();
+  constexpr size_t kMaxDebts = 1 << 20;
+  if (const size_t count = options_.peer.fences->size(); count >= kMaxDebts)
+    return Error{Code::kCapacity, "transfer.open",
+                 std::to_string(count) + " connections with unconfirmed WRITEs wait for their peers "
+                 "to confirm that they are closed", ""};
   Result<SocketAddress> address = parse_address(text);
   if (!address.is_ok()) return address.error();
   Peer::Owner owner{
@@ -194,6 +222,7 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
 }
 
 Status Engine::close_segment(uint64_t segment) {
+  const Use use(*this);
   if (Status status = check_open(); !status.is_ok()) return status;
   std::shared_ptr<Peer> peer;
   std::vector<std::shared_ptr<Batch>> to_end;
@@ -221,6 +250,7 @@ Status Engine::close_segment(uint64_t segment) {
 }
 
 Result<uint64_t> Engine::open_file(const FileOptions& options) {
+  const Use use(*this);
   if (Status status = check_open(); !status.is_ok()) return status.error();
   Result<std::shared_ptr<File>> file = File::open(options);
   if (!file.is_ok()) return file.error();
@@ -270,9 +300,19 @@ std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
 
 void Engine::copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping) {
   if (pieces.empty()) return;
+  if (mapping == own_segment_) fence_own();
   if (std::shared_ptr<FaultPlan> plan = faults(mapping->kind()))
     mapping = make_faulty_mapping(std::move(mapping), std::move(plan));
   copier_->submit(std::move(pieces), mapping);
+}
+
+// What we owe to ourselves, as a peer that reached itself over tcp.
+void Engine::fence_own() {
+  FenceLedger& fences = *options_.peer.fences;
+  if (fences.is_empty()) return;
+  const std::vector<FenceDebt> debts = fences.debts(epoch());
+  server_->fence(debts);
+  fences.settle(epoch(), debts);
 }
 
 std::vector<double> Engine::quota_rates() const {
@@ -312,6 +352,7 @@ Result<std::shared_ptr<Peer>> Engine::find_peer(uint64_t segment) {
 }
 
 Result<Description> Engine::describe(uint64_t segment, int64_t deadline_ns) {
+  const Use use(*this);
   if (segment == 0) {
     if (Status status = check_open(); !status.is_ok()) return status.error();
     return Description{options_.server.name, server_->addresses(), registry_.describe()};
@@ -438,6 +479,7 @@ std::vector<Piece> merge_runs(const std::shared_ptr<Batch>& batch) {
 Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>& requests,
                                               int64_t deadline_ns,
                                               std::optional<TransportKind> only) {
+  const Use use(*this);
   if (Status status = check_open(); !status.is_ok()) return status.error();
   Result<std::shared_ptr<Batch>> made = make_batch(requests, deadline_ns, only);
   if (!made.is_ok()) return made;
@@ -453,7 +495,10 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
     const std::lock_guard lock(counters_mutex_);
     ++batch_counters_.num_running;
   }
-  watch(batch);
+  if (!watch(batch)) {
+    abort(batch, closed_error());
+    return closed_error();
+  }
   batch->start();
   for (auto& [peer, pieces] : by_peer) peer->submit(std::move(pieces));
   for (Piece& piece : to_files) file_io_->submit(std::move(piece));
@@ -471,6 +516,8 @@ void Engine::abort(const std::shared_ptr<Batch>& batch, Error error) {
 
 void Engine::cancel(const std::shared_ptr<Batch>& batch) {
   if (is_forked()) return;
+  const Use use(*this);
+  if (!use) return;  // All batches have ended.
   abort(batch, {Code::kCancelled, "transfer.cancel", "the batch was cancelled", ""});
   batch->completion().wait(kNever);  // Another may be ending it; that takes as long as a system call.
 }
@@ -518,12 +565,18 @@ bool Engine::await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& sp
 
 Result<int> Engine::completion_fd(const std::shared_ptr<Batch>& batch) {
   if (is_forked()) return check_open().error();
-  batch->completion().follow(loop_pointers_);
+  const Use use(*this);
+  if (use) batch->completion().follow(loop_pointers_);
   return batch->completion_fd();
 }
 
 Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
   if (is_forked()) return check_open();
+  const Use use(*this);
+  if (!use) {
+    batch->completion().wait(kNever);  // All batches have ended, or do so as the last thread ends.
+    return batch->status();
+  }
   if (!batch->is_finished()) copier_->help(*batch);
   if (!await(batch->completion(), deadline_ns)) {
     abort(batch, {Code::kDeadline, "transfer.wait", "the transfer did not end in time", ""});
@@ -534,17 +587,27 @@ Status Engine::wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns) {
 }
 
 Result<std::string> Engine::call(uint64_t segment, std::string payload, int64_t deadline_ns) {
+  auto begun = begin_call(segment, std::move(payload), nullptr, 0);
+  if (!begun.is_ok()) return begun.error();
+  return await_call(*begun.value().peer, begun.value().call, deadline_ns);
+}
+
+Result<Engine::BegunCall> Engine::begin_call(uint64_t segment, std::string payload,
+                                             std::shared_ptr<CallInbox> inbox, uint64_t tag) {
+  const Use use(*this);
   Result<std::shared_ptr<Peer>> peer = find_peer(segment);
   if (!peer.is_ok()) return peer.error();
-  auto begun = peer.value()->begin_call(std::move(payload), nullptr, 0);
+  auto begun = peer.value()->begin_call(std::move(payload), std::move(inbox), tag);
   if (!begun.is_ok()) return begun.error();
-  return await_call(*peer.value(), begun.value(), deadline_ns);
+  return BegunCall{std::move(peer.value()), std::move(begun.value())};
 }
 
 Result<std::string> Engine::await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
                                        int64_t deadline_ns) {
   if (is_forked()) return check_open().error();
-  if (!await(call->completion(), deadline_ns))
+  const Use use(*this);
+  // Without threads all calls have ended.
+  if (use && !await(call->completion(), deadline_ns))
     peer.abandon_call(call, {Code::kDeadline, "transfer.call",
                              "no answer in time: executed once or not at all", ""});
   return call->take_answer();
@@ -560,7 +623,9 @@ Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
 }
 
 std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
+  const Use use(*this);
   CallQueue& calls = *server_->calls();
+  if (!use) return std::nullopt;
   if (calls.is_ready()) return calls.take(max);
   AdaptiveSpin& spin = spin_of_thread();
   const auto poll = [&] {
@@ -575,6 +640,7 @@ std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(siz
 
 Status Engine::notify(uint64_t segment, const std::string& name, const std::string& payload,
                       int64_t deadline_ns) {
+  const Use use(*this);
   Result<std::shared_ptr<Peer>> peer = find_peer(segment);
   if (!peer.is_ok()) return peer.error();
   return peer.value()->notify(name, payload, deadline_ns);
@@ -589,9 +655,10 @@ const std::vector<std::string>& Engine::addresses() const { return server_->addr
 
 // --- Time -----------------------------------------------------------------------------------------
 
-void Engine::watch(const std::shared_ptr<Batch>& batch) {
+bool Engine::watch(const std::shared_ptr<Batch>& batch) {
   {
     const std::lock_guard lock(mutex_);
+    if (is_closed_) return false;
     watched_.emplace(batch->deadline_ns(), batch);
     if (watched_.size() > sweep_size_) {
       // Batches that nobody waits for leave here, not only at their deadline.
@@ -600,6 +667,7 @@ void Engine::watch(const std::shared_ptr<Batch>& batch) {
     }
   }
   schedule(batch->deadline_ns());
+  return true;
 }
 
 void Engine::unwatch(const Batch& batch) {

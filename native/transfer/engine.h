@@ -65,8 +65,9 @@ class Engine {
   ~Engine();
 
   bool is_forked() const;
-  // Ends every batch, takes all buffers back, closes all connections. Later calls fail with
-  // kConflict; a second close does nothing. Errors: kDeadline (a peer on this host did not let go
+  // Ends every batch, takes all buffers back, closes all connections; then, or with the last call that
+  // still runs in another thread, its threads end and its descriptors are closed. Later calls fail
+  // with kConflict; a second close does nothing. Errors: kDeadline (a peer on this host did not let go
   // of a buffer: its memory must stay where it is until that process has ended).
   Status close(int64_t deadline_ns);
 
@@ -103,6 +104,13 @@ class Engine {
   // Sends a small request to the peer's handler and waits for its answer. Errors: those of
   // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
   Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
+  // Begins a call without waiting; errors of Peer::begin_call.
+  struct BegunCall {
+    std::shared_ptr<Peer> peer;
+    std::shared_ptr<PendingCall> call;
+  };
+  Result<BegunCall> begin_call(uint64_t segment, std::string payload,
+                               std::shared_ptr<CallInbox> inbox, uint64_t tag);
   // Waits for a call that was begun without an inbox; errors as of `call`.
   Result<std::string> await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
                                  int64_t deadline_ns);
@@ -131,6 +139,26 @@ class Engine {
   std::pair<std::string, std::string> file_backend() const;
 
  private:
+  // A call in progress that needs the threads: they stay until it is over.
+  class Use {
+   public:
+    explicit Use(Engine& engine) : engine_(engine.enter() ? &engine : nullptr) {}
+    ~Use() {
+      if (engine_ != nullptr) engine_->leave();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    // False: they are gone, and so is everything that could be waited for.
+    explicit operator bool() const { return engine_ != nullptr; }
+
+   private:
+    Engine* const engine_;
+  };
+  bool enter();
+  void leave();
+  // Ends all threads and closes the descriptors of the loops.
+  void retire();
+
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
@@ -147,12 +175,14 @@ class Engine {
   Status check_remote(const TransferRequest& request, const Target& target);
   void on_batch_end(const Batch& batch, const Status& status);
   void abort(const std::shared_ptr<Batch>& batch, Error error);
-  void watch(const std::shared_ptr<Batch>& batch);
+  // False: the engine was closed.
+  bool watch(const std::shared_ptr<Batch>& batch);
   void unwatch(const Batch& batch);
   void schedule(int64_t due_ns);
   void run_timer();
   int64_t tick(int64_t now_ns, int64_t late_ns);
   std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
+  void fence_own();
   void copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping);
 
   const EngineOptions options_;
@@ -160,6 +190,7 @@ class Engine {
   mutable std::mutex counters_mutex_;  // Leaf.
   BatchCounters batch_counters_;       // GUARDED_BY(counters_mutex_)
   const int owner_pid_ = static_cast<int>(::getpid());
+  std::atomic<int> num_uses_{1};  // One is the engine's own, until it is closed.
   Registry registry_;
   std::shared_ptr<Mapping> own_segment_;
   std::vector<std::unique_ptr<EventLoop>> loops_;

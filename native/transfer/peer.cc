@@ -55,6 +55,7 @@ Status Peer::open(int64_t deadline_ns) {
   Work work;
   {
     const std::lock_guard lock(mutex_);
+    if (state_ != State::kOpening) return lost_reason_;  // The engine was closed meanwhile.
     connect_control(now_ns(), work);
     work.due_ns = next_due();
   }
@@ -204,8 +205,9 @@ void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
         control_->send({.type = FrameType::kNotify, .id = notice_.sequence}, notice_.payload);
       for (const auto& [key, waiting] : awaiting_grant_)
         control_->send({.type = FrameType::kGrant, .offset = key});
-      send_fences(*control_);
       version_ = control_->version();
+      send_fences(*control_);
+      resume_copies(work);
       work.flush(control_);
     } else if (connection == calls_connection_) {
       calls_health_.on_connect(now);
@@ -241,7 +243,17 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
         break;
       case FrameType::kFenced: {
         PayloadReader in(payload);
-        for (size_t i = 0; i < payload.size() / 4; ++i) fences_.erase(in.get_u32());
+        std::vector<FenceDebt> debts;
+        for (size_t i = 0; i < payload.size() / 4; ++i) debts.push_back({session_, in.get_u32()});
+        settle_fences(std::move(debts), work);
+        break;
+      }
+      case FrameType::kDebtsFenced: {
+        Result<std::vector<FenceDebt>> debts = decode_debts(payload);
+        if (debts.is_ok())
+          settle_fences(std::move(debts.value()), work);
+        else
+          status = debts.error();
         break;
       }
       case FrameType::kDescription: {
@@ -358,16 +370,19 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
   if (state_ == State::kLost || state_ == State::kClosed) return;
   const int64_t now = now_ns();
   heard_ns_ = std::max(heard_ns_, connection->heard_ns());
-  if (connection->is_ready()) fences_.insert(connection->id());
   if (connection == control_) {
+    // Its late frames must not take back what the next one says of grants.
+    if (connection->is_ready()) owe_fence(*connection, false);
     control_.reset();
     control_health_.on_disconnect(now);
   } else if (connection == calls_connection_) {
+    if (calls_.owed_since_ns() > 0) owe_fence(*connection, false);
     calls_connection_.reset();
     calls_health_.on_disconnect(now);
     calls_.detach(connection.get(), reason);
   } else if (connection->role() == Role::kRail &&
              rails_[connection->rail()].connection == connection) {
+    if (rails_[connection->rail()].has_unconfirmed_writes()) owe_fence(*connection, true);
     rails_[connection->rail()].connection.reset();
     rails_[connection->rail()].sent.clear();
     for (const uint64_t ticket : rail_set_.on_disconnect(connection->rail(), now)) {
@@ -403,12 +418,17 @@ void Peer::give_up(State state, const Error& error, Work& work) {
   };
   if (control_) control_->shut(error);
   control_.reset();
+  if (calls_connection_ && calls_.owed_since_ns() > 0) owe_fence(*calls_connection_, false);
   if (calls_connection_) calls_connection_->shut(error);
   calls_connection_.reset();
   calls_.close(error);
   for (uint32_t r = 0; r < rails_.size(); ++r) {
+    // Before a batch ends: what comes after its end must see the debt.
+    if (rails_[r].connection && rails_[r].has_unconfirmed_writes())
+      owe_fence(*rails_[r].connection, true);
     if (rails_[r].connection) rails_[r].connection->shut(error);
     rails_[r].connection.reset();
+    rails_[r].sent.clear();
     rail_set_.on_disconnect(r, now_ns());
     rail_set_.terminate(r);
   }
@@ -416,6 +436,8 @@ void Peer::give_up(State state, const Error& error, Work& work) {
   for (const auto& [ticket, slice] : slices_) abort(slice.piece);
   for (const auto& [key, waiting] : awaiting_grant_)
     for (const Piece& piece : waiting) abort(piece);
+  for (const Held& held : awaiting_fence_) abort(held.piece);
+  awaiting_fence_.clear();
   pending_.clear();
   slices_.clear();
   awaiting_grant_.clear();

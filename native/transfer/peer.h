@@ -1,11 +1,12 @@
 // The side that reads and writes: one opened segment. Keeps a control connection and one connection
 // per rail, sprays slices, moves them elsewhere when a rail fails, and knows when the peer is lost.
 //
-// Fences. A connection that is given up may have left slices in the kernel's buffers, which the peer
-// could apply later. So its id goes into `fences_`, and every connection that carries slices from
-// then on sends a FENCE frame first: the peer closes the old connection before it reads the next
-// frame of the new one. Hence no slice that was sent again, or that came after, can be overwritten by
-// a late one.
+// Fences. A connection that is given up with WRITEs unconfirmed may have left slices in the kernel's
+// buffers, which the peer could apply later. So it becomes a debt in the ledger of the process, and
+// every connection to that peer that carries slices from then on sends a fence first: the peer closes
+// the old connection before it reads the next frame of the new one. Copies through memory wait for
+// the peer's answer. Hence no slice that was sent again, or that came after, over whatever segment,
+// engine or transport of this process, can be overwritten by a late one.
 //
 // Lock order: (1) Connection::read_mutex_, (2) Peer::mutex_, (3) Connection::mutex_.
 // The owner is called without mutex_.
@@ -28,6 +29,7 @@
 #include "transfer/call_client.h"
 #include "transfer/connection.h"
 #include "transfer/counters.h"
+#include "transfer/fence_ledger.h"
 #include "transfer/mapping.h"
 #include "transfer/nic_quota.h"
 #include "transfer/rail_set.h"
@@ -50,6 +52,7 @@ struct PeerOptions {
   std::vector<TransportKind> transports;     // Allowed ones, best first.
   SprayOptions spray;
   std::shared_ptr<MappedFiles> mapped_files;  // Of all peers of the engine. Never null.
+  std::shared_ptr<FenceLedger> fences;        // Of the process. Never null.
   int64_t lease_ns = 2'000'000'000;
   int64_t handshake_timeout_ns = 1'000'000'000;
   int socket_buffer_bytes = 0;
@@ -129,8 +132,21 @@ class Peer : public std::enable_shared_from_this<Peer> {
     uint64_t num_resent = 0;
     LatencyHistogram latencies;
     std::shared_ptr<NicQuota> quota;
-    // Tickets that went out over the connection, oldest first: answers come in this order.
-    std::deque<uint64_t> sent;
+    // What went out over the connection, oldest first: answers come in this order.
+    struct Sent {
+      uint64_t ticket;
+      bool is_write;
+    };
+    std::deque<Sent> sent;
+
+    bool has_unconfirmed_writes() const {
+      return std::any_of(sent.begin(), sent.end(), [](const Sent& one) { return one.is_write; });
+    }
+  };
+  // A piece for a copy, which waits until the peer has fenced what is owed.
+  struct Held {
+    Piece piece;
+    std::optional<TransportKind> failed;
   };
   struct Direct {
     uint64_t length = 0;
@@ -176,7 +192,12 @@ class Peer : public std::enable_shared_from_this<Peer> {
   size_t rank(TransportKind kind) const;
   void leave_rails(Work& work);
   void take_back(std::shared_ptr<ClientConnection> connection, Error reason, Work& work);
-  void send_fences(ClientConnection& connection);
+  // True while copies must wait for an answer to a fence.
+  bool send_fences(ClientConnection& connection);
+  void owe_fence(const ClientConnection& connection, bool may_write);
+  void settle_fences(std::vector<FenceDebt> debts, Work& work);
+  void resume_copies(Work& work);
+  bool is_copy_held(const Piece& piece, Work& work, std::optional<TransportKind> failed);
   Status check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket);
   void on_slice_done(const Frame& frame, const std::string& payload, bool is_intact, Work& work);
   void on_granted(const ClientConnection& connection, const Frame& frame,
@@ -237,7 +258,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::vector<Rail> rails_;
   std::deque<Piece> pending_;
   std::unordered_map<uint64_t, Slice> slices_;  // By ticket.
-  std::set<uint32_t> fences_;
+  std::vector<Held> awaiting_fence_;
   std::map<uint64_t, Direct> directs_;                      // By base.
   std::map<uint64_t, std::vector<Piece>> awaiting_grant_;   // By the offset asked for.
   std::map<std::string, std::string> refusals_;
@@ -248,10 +269,12 @@ class Peer : public std::enable_shared_from_this<Peer> {
 class ClientConnection : public Connection {
  public:
   ClientConnection(std::weak_ptr<Peer> peer, EventLoop* loop, int fd, Role role, uint32_t rail,
-                   uint32_t id);
+                   uint32_t id, uint64_t carrier);
 
   Role role() const { return role_; }
   uint32_t rail() const { return rail_; }
+  // As which the ledger knows it.
+  uint64_t carrier() const { return carrier_; }
   uint32_t id() const { return id_; }
   int64_t begin_ns() const { return begin_ns_; }
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
@@ -269,8 +292,6 @@ class ClientConnection : public Connection {
   void drop_read(uint64_t ticket);
   // False if some of it was sent: then only closing the connection takes it back.
   bool drop_write(uint64_t ticket);
-
-  std::set<uint32_t> fences_sent;  // GUARDED_BY(Peer::mutex_)
 
  protected:
   void on_connected() override;
@@ -293,6 +314,7 @@ class ClientConnection : public Connection {
   const Role role_;
   const uint32_t rail_;
   const uint32_t id_;
+  const uint64_t carrier_;
   const int64_t begin_ns_;
   std::atomic<bool> is_ready_{false};
   std::atomic<uint16_t> version_{0};

@@ -25,8 +25,13 @@ void Peer::submit(std::vector<Piece> pieces) {
 }
 
 void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
+  {
+    const std::lock_guard lock(mutex_);
+    // A copy that was under way when the segment ended: that is why it failed.
+    if (state_ != State::kOpen) error = lost_reason_;
+  }
   const bool is_final = error.code == Code::kConfig || error.code == Code::kPermissionDenied ||
-                        piece.batch->only().has_value();
+                        error.code == Code::kCancelled || piece.batch->only().has_value();
   if (is_final) return owner_.abort(piece.batch, std::move(error));
   counters_.add_failover(failed);
   Work work;
@@ -49,6 +54,15 @@ void Peer::route(Piece piece, Work& work, std::optional<TransportKind> failed) {
   if (!piece.batch->is_open()) return;
   if (state_ != State::kOpen) {
     work.to_abort.emplace_back(piece.batch, lost_reason_);
+    return;
+  }
+  if (version_ < kDebtsVersion && options_.fences->owes_of_others(epoch_, session_)) {
+    work.to_abort.emplace_back(
+        piece.batch,
+        Error{Code::kUnsupported, "transfer.route",
+              "a WRITE over an earlier segment of this peer ended unconfirmed, and the peer speaks "
+              "version " + std::to_string(version_) + ", which cannot fence it: restart the peer",
+              ""});
     return;
   }
   if (route_direct(piece, work, failed, true)) return;
@@ -118,7 +132,7 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
   if (const Direct* direct = find_direct(offset)) {
     for (const auto& mapping : direct->mappings) {
       if (!is_wanted(mapping->kind())) continue;
-      work.copy(piece, mapping);
+      if (!is_copy_held(piece, work, failed)) work.copy(piece, mapping);
       return true;
     }
     return false;
@@ -141,20 +155,25 @@ void Peer::drop(const Batch& batch) {
     const auto is_its = [&](const Piece& piece) { return piece.batch.get() == &batch; };
     std::erase_if(pending_, is_its);
     for (auto& [key, waiting] : awaiting_grant_) std::erase_if(waiting, is_its);
+    std::erase_if(awaiting_fence_, [&](const Held& held) { return is_its(held.piece); });
     std::set<std::shared_ptr<ClientConnection>> to_close;
     for (auto slice = slices_.begin(); slice != slices_.end();) {
       if (!is_its(slice->second.piece)) {
         ++slice;
         continue;
       }
-      const auto connection = rails_[slice->second.rail].connection;
+      Rail& rail = rails_[slice->second.rail];
+      const auto connection = rail.connection;
       if (slice->second.piece.transfer().op == Op::kRead) {
         connection->drop_read(slice->first);
         rail_set_.forget(slice->first);
       } else if (connection->drop_write(slice->first)) {
         rail_set_.forget(slice->first);
+        std::erase_if(rail.sent, [&](const auto& one) { return one.ticket == slice->first; });
       } else {
-        // Part of it is under way; the peer must not apply it after we have said that it failed.
+        // Part of it is under way; the peer must not apply it after we have said that it failed. Owed
+        // here, because another thread may have shut the connection and be about to tell us.
+        owe_fence(*connection, true);
         to_close.insert(connection);
       }
       slice = slices_.erase(slice);
@@ -172,15 +191,45 @@ void Peer::drop(const Batch& batch) {
   finish(std::move(work));
 }
 
-void Peer::send_fences(ClientConnection& connection) {
-  PayloadWriter out;
-  bool has_any = false;
-  for (const uint32_t id : fences_) {
-    if (!connection.fences_sent.insert(id).second) continue;
-    out.put_u32(id);
-    has_any = true;
+void Peer::owe_fence(const ClientConnection& connection, bool may_write) {
+  options_.fences->add(epoch_, {session_, connection.id()}, may_write);
+}
+
+bool Peer::send_fences(ClientConnection& connection) {
+  if (options_.fences->is_empty()) return false;
+  const bool takes_all = connection.version() >= kDebtsVersion;
+  const FenceLedger::Due due = options_.fences->take_due(
+      epoch_, connection.carrier(), takes_all ? std::string() : session_);
+  if (due.debts.empty()) return due.may_write;
+  if (takes_all) {
+    connection.send({.type = FrameType::kFenceDebts}, encode_debts(due.debts));
+  } else {
+    PayloadWriter out;
+    for (const FenceDebt& debt : due.debts) out.put_u32(debt.connection);
+    connection.send({.type = FrameType::kFence}, out.take());
   }
-  if (has_any) connection.send({.type = FrameType::kFence}, out.take());
+  return due.may_write;
+}
+
+// A copy goes past all connections, so nothing can be sent ahead of it: it waits for the answer.
+bool Peer::is_copy_held(const Piece& piece, Work& work, std::optional<TransportKind> failed) {
+  if (options_.fences->is_empty() || !options_.fences->owes(epoch_)) return false;
+  if (control_ && control_->is_ready()) {
+    if (!send_fences(*control_)) return false;
+    work.flush(control_);
+  }
+  awaiting_fence_.push_back({piece, failed});
+  return true;
+}
+
+void Peer::settle_fences(std::vector<FenceDebt> debts, Work& work) {
+  options_.fences->settle(epoch_, debts);
+  resume_copies(work);
+}
+
+void Peer::resume_copies(Work& work) {
+  for (Held& held : std::exchange(awaiting_fence_, {}))
+    route(std::move(held.piece), work, held.failed);
 }
 
 void Peer::dispatch(Work& work) {
@@ -205,7 +254,7 @@ void Peer::dispatch(Work& work) {
     if (front.length == 0) pending_.pop_front();
     Rail& rail = rails_[choice->rail];
     const std::shared_ptr<ClientConnection>& connection = rail.connection;
-    rail.sent.push_back(choice->ticket);
+    rail.sent.push_back({choice->ticket, piece.transfer().op == Op::kWrite});
     if (rail.quota) rail_set_.hold(choice->rail, rail.quota->spend(choice->bytes, now));
     send_fences(*connection);
     if (piece.transfer().op == Op::kWrite)
@@ -225,14 +274,14 @@ void Peer::dispatch(Work& work) {
 Status Peer::check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket) {
   if (connection->role() != Role::kRail || rails_[connection->rail()].connection != connection)
     return {Code::kCorruption, "transfer.io", "an answer over a connection that asked nothing", ""};
-  std::deque<uint64_t>& sent = rails_[connection->rail()].sent;
-  while (!sent.empty() && sent.front() < ticket) {
-    // A WRITE that was dropped before it was sent gets no answer.
-    if (slices_.contains(sent.front()))
+  std::deque<Rail::Sent>& sent = rails_[connection->rail()].sent;
+  while (!sent.empty() && sent.front().ticket < ticket) {
+    // A slice that was dropped may get none.
+    if (slices_.contains(sent.front().ticket))
       return {Code::kCorruption, "transfer.io", "an answer is missing", ""};
     sent.pop_front();
   }
-  if (sent.empty() || sent.front() != ticket)
+  if (sent.empty() || sent.front().ticket != ticket)
     return {Code::kCorruption, "transfer.io", "an answer that nobody waits for", ""};
   sent.pop_front();
   return {};

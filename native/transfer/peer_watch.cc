@@ -12,10 +12,13 @@ Result<std::shared_ptr<ClientConnection>> Peer::make_connection(Role role, uint3
   Result<int> fd = begin_connect(remote, local);
   if (!fd.is_ok()) return fd.error();
   tune_stream(fd.value(), remote, options_.socket_buffer_bytes);
+  // A rail that is closed has nothing left to say; a good-bye goes over the control connection.
+  if (role == Role::kRail) abort_on_close(fd.value());
   const uint32_t id = next_connection_id_++;
   EventLoop* loop = loops_[id % loops_.size()];
   auto connection =
-      std::make_shared<ClientConnection>(weak_from_this(), loop, fd.value(), role, rail, id);
+      std::make_shared<ClientConnection>(weak_from_this(), loop, fd.value(), role, rail, id,
+                                         options_.fences->next_carrier());
   if (Status status = connection->attach(); !status.is_ok()) return status.error();
   return connection;
 }
@@ -119,7 +122,8 @@ void Peer::make_rails() {
 }
 
 bool Peer::has_work() const {
-  return !pending_.empty() || !slices_.empty() || !notice_.is_answered || !awaiting_grant_.empty();
+  return !pending_.empty() || !slices_.empty() || !notice_.is_answered ||
+         !awaiting_grant_.empty() || !awaiting_fence_.empty();
 }
 
 bool Peer::has_ready_connection() const {

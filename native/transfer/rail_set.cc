@@ -9,6 +9,9 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 constexpr double kMaxTravelNs = 50e6;
+// Of one rail. A server closes a connection that leaves much more of its answers unread.
+constexpr uint64_t kMaxInFlightBytes = 512 << 20;
+constexpr uint32_t kMaxInFlightSlices = 16384;
 // By fewer a rail is not known: the first slices of a connection tell of its start.
 constexpr uint64_t kFewSlices = 8;
 
@@ -132,9 +135,10 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   const double queue_ns = (best_s - predictor.beta0_s()) * kNsPerS;
   // The fixed latency is covered twice over, or the rail would run dry while an answer travels.
   const double travel_ns = std::min(2 * predictor.beta0_s() * kNsPerS, kMaxTravelNs);
-  if (rails_[*best].num_in_flight >= kAlwaysInFlight &&
-      queue_ns > static_cast<double>(options_.window_ns) + travel_ns)
-    return std::nullopt;
+  const bool is_full = queue_ns > static_cast<double>(options_.window_ns) + travel_ns ||
+                       predictor.in_flight_bytes() >= kMaxInFlightBytes ||
+                       rails_[*best].num_in_flight >= kMaxInFlightSlices;
+  if (rails_[*best].num_in_flight >= kAlwaysInFlight && is_full) return std::nullopt;
   return take(*best, best_bytes, now_ns);
 }
 

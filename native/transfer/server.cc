@@ -251,14 +251,15 @@ size_t Server::num_connections() const {
   return connections_.size();
 }
 
-void Server::fence(const std::string& session_id, const std::vector<uint32_t>& connection_ids) {
+void Server::fence(const std::vector<FenceDebt>& debts) {
   std::vector<std::shared_ptr<ServerConnection>> fenced;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = sessions_.find(session_id);
-    if (found == sessions_.end()) return;
-    for (const uint32_t id : connection_ids) {
-      const auto connection = found->second.connections.find(id);
+    for (const FenceDebt& debt : debts) {
+      // A session is forgotten when the last of its connections is closed.
+      const auto found = sessions_.find(debt.session);
+      if (found == sessions_.end()) continue;
+      const auto connection = found->second.connections.find(debt.connection);
       if (connection == found->second.connections.end()) continue;
       if (auto alive = connection->second.lock()) fenced.push_back(std::move(alive));
     }
@@ -314,7 +315,11 @@ Status Server::revoke(uint64_t base, int64_t deadline_ns) {
   revoking_.insert(base);
   const std::set<std::shared_ptr<ServerConnection>> connections = connections_;
   lock.unlock();
-  for (const auto& connection : connections) connection->drop_buffer(base);
+  for (const auto& connection : connections) {
+    if (connection->drop_buffer(base)) continue;
+    connection->shut({Code::kNotFound, "transfer.unregister", "a buffer was unregistered", ""});
+    leave(*connection);
+  }
   lock.lock();
   std::string holder;
   std::vector<std::shared_ptr<ServerConnection>> to_ask;

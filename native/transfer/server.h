@@ -65,6 +65,8 @@ class Server : public std::enable_shared_from_this<Server> {
   // Ends connections that do not get through the handshake, and pauses of listeners; returns when to
   // call again.
   int64_t tick(int64_t now_ns);
+  // Closes connections that a peer has given up; nothing of theirs touches memory afterwards.
+  void fence(const std::vector<FenceDebt>& debts);
   size_t num_connections() const;
   const std::shared_ptr<CallQueue>& calls() const { return calls_; }
 
@@ -94,7 +96,6 @@ class Server : public std::enable_shared_from_this<Server> {
   void sweep_sessions();
   bool may_reach(const Session& session) const;
 
-  void fence(const std::string& session, const std::vector<uint32_t>& connection_ids);
   Result<Grant> grant(const std::string& session, uint64_t offset);
   void on_revoked(const std::string& session, uint64_t base);
   uint8_t accept_notification(const std::string& session, uint64_t sequence,
@@ -131,9 +132,10 @@ class ServerConnection : public Connection {
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
   int64_t begin_ns() const { return begin_ns_; }
   const Hello& hello() const { return hello_; }
-  // Lets go of a buffer: what is being written there is thrown away and refused, what is being
-  // read from there goes on from a copy.
-  void drop_buffer(uint64_t base);
+  // Lets go of a buffer: what is being written there is thrown away and refused, what is to be read
+  // from there is refused. False if an answer with its bytes has been begun: then only closing the
+  // connection takes it back, and the peer asks again over another.
+  bool drop_buffer(uint64_t base);
 
  protected:
   Status check_header(const Frame& frame) override;
@@ -142,6 +144,7 @@ class ServerConnection : public Connection {
   Status on_frame(const Frame& frame, std::string payload) override;
   void on_closed(const Error& reason) override;
   void on_shut() override;
+  bool is_void_once_hung_up() const override;
 
  private:
   Status on_hello(std::string payload);

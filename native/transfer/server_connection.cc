@@ -50,21 +50,28 @@ void ServerConnection::on_slice_end(const Frame&, bool is_intact) {
     write_status_ = {Code::kCorruption, "transfer.write", "a slice with a wrong check sum", ""};
 }
 
+// Who closes a rail has given its slices up. On the other roles a good-bye may come last.
+bool ServerConnection::is_void_once_hung_up() const {
+  return is_ready() && hello_.role == Role::kRail;
+}
+
 void ServerConnection::on_shut() { write_pin_.reset(); }
 
-void ServerConnection::drop_buffer(uint64_t base) {
+bool ServerConnection::drop_buffer(uint64_t base) {
+  const Error gone{Code::kNotFound, "transfer.access", "the buffer was unregistered", "offset"};
   const std::lock_guard lock(mutex_);
   if (write_pin_ && write_pin_.entry().base == base) {
     sink_ = {};
     write_pin_.reset();
-    write_status_ = {Code::kNotFound, "transfer.access", "the buffer was unregistered", "offset"};
+    write_status_ = gone;
   }
   for (Output& output : outputs_) {
     if (!output.pin || output.pin.entry().base != base) continue;
-    output.owned.assign(reinterpret_cast<const char*>(output.borrowed), output.size);
-    output.borrowed = nullptr;
-    output.pin.reset();
+    if (is_begun(output)) return false;
+    const Frame refusal{.type = FrameType::kReadDone, .code = wire_code(gone.code), .id = output.id};
+    replace(output, refusal, encode_error(gone));
   }
+  return true;
 }
 
 void ServerConnection::answer(FrameType type, const Frame& request, const Status& status) {
@@ -97,11 +104,19 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
       break;
     case FrameType::kFence: {
       PayloadReader in(payload);
-      std::vector<uint32_t> ids;
-      for (size_t i = 0; i < payload.size() / 4; ++i) ids.push_back(in.get_u32());
+      std::vector<FenceDebt> debts;
+      for (size_t i = 0; i < payload.size() / 4; ++i)
+        debts.push_back({hello_.session, in.get_u32()});
       // Before any later frame of this connection is read: that is the whole point.
-      server_->fence(hello_.session, ids);
+      server_->fence(debts);
       send({.type = FrameType::kFenced, .id = frame.id}, std::move(payload));
+      break;
+    }
+    case FrameType::kFenceDebts: {
+      Result<std::vector<FenceDebt>> debts = decode_debts(payload);
+      if (!debts.is_ok()) return debts.error();
+      server_->fence(debts.value());
+      send({.type = FrameType::kDebtsFenced, .id = frame.id}, std::move(payload));
       break;
     }
     case FrameType::kCall: {

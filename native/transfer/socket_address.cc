@@ -198,6 +198,11 @@ void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes) {
   }
 }
 
+void abort_on_close(int fd) {
+  const linger none{1, 0};
+  setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+}
+
 SocketAddress local_address_of(int fd) {
   SocketAddress address;
   address.size = sizeof address.storage;

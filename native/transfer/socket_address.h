@@ -47,6 +47,9 @@ Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& loca
 std::vector<std::pair<std::string, std::string>> list_interfaces();
 // For small frames that are awaited and large ones that follow each other. `remote`: the other end.
 void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes);
+// When it is closed, by us or because this process dies, what was not sent yet is thrown away, and the
+// other end is told at once (RST), whatever lies unread there.
+void abort_on_close(int fd);
 SocketAddress local_address_of(int fd);
 // What the other host's kernel owes us and when it was last heard of; it acknowledges at once, however
 // busy its processes are.

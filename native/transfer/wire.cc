@@ -25,7 +25,7 @@ Error corrupt(const std::string& what) {
 }
 
 bool is_known(uint8_t type) {
-  return (type >= 1 && type <= 4) || (type >= 16 && type <= 21) || (type >= 32 && type <= 42) ||
+  return (type >= 1 && type <= 4) || (type >= 16 && type <= 23) || (type >= 32 && type <= 42) ||
          type == 48 || type == 49;
 }
 
@@ -165,6 +165,27 @@ Result<Hello> decode_hello(std::string_view payload) {
   hello.name = in.get_text();
   if (!in.is_done() || role > 2) return corrupt("a malformed hello");
   return hello;
+}
+
+std::string encode_debts(const std::vector<FenceDebt>& debts) {
+  PayloadWriter out;
+  for (const FenceDebt& debt : debts) {
+    out.put_raw(debt.session);
+    out.put_u32(debt.connection);
+  }
+  return out.take();
+}
+
+Result<std::vector<FenceDebt>> decode_debts(std::string_view payload) {
+  constexpr size_t kDebtBytes = kSessionBytes + 4;
+  if (payload.size() % kDebtBytes != 0) return corrupt("a malformed fence");
+  PayloadReader in(payload);
+  std::vector<FenceDebt> debts(payload.size() / kDebtBytes);
+  for (FenceDebt& debt : debts) {
+    debt.session = in.get_raw(kSessionBytes);
+    debt.connection = in.get_u32();
+  }
+  return debts;
 }
 
 std::string encode_challenge(const Challenge& challenge) {

@@ -10,16 +10,19 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/fence_ledger.h"
 #include "transfer/sha256.h"
 
 namespace tandem::transfer {
 
 inline constexpr uint16_t kMinVersion = 1;
-inline constexpr uint16_t kMaxVersion = 3;
+inline constexpr uint16_t kMaxVersion = 4;
 // The first with calls.
 inline constexpr uint16_t kCallsVersion = 2;
 // The first whose grants may name a file that is not sealed.
 inline constexpr uint16_t kFilesVersion = 3;
+// The first that closes connections of other sessions when it is asked to.
+inline constexpr uint16_t kDebtsVersion = 4;
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kSessionBytes = 16;
@@ -45,6 +48,8 @@ enum class FrameType : uint8_t {
   kReadDone = 19,
   kFence = 20,
   kFenced = 21,
+  kFenceDebts = 22,
+  kDebtsFenced = 23,
   kDescribe = 32,
   kDescription = 33,
   kGrant = 34,
@@ -161,6 +166,8 @@ struct Challenge {
 
 std::string encode_hello(const Hello& hello);
 Result<Hello> decode_hello(std::string_view payload);
+std::string encode_debts(const std::vector<FenceDebt>& debts);
+Result<std::vector<FenceDebt>> decode_debts(std::string_view payload);
 std::string encode_challenge(const Challenge& challenge);
 Result<Challenge> decode_challenge(std::string_view payload);
 

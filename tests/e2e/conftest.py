@@ -116,6 +116,12 @@ def serve_demo():
 
 
 @pytest.fixture(scope="module")
+def serve_demo_module():
+    """``serve``, for a server that a module's tests share."""
+    return serve
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with serve() as live:
         yield live

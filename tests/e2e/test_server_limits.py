@@ -86,11 +86,13 @@ def test_killed_instance_is_reported_and_replaced(serve_demo):
                 assert status in (200, 503)
                 if status == 200:
                     assert "error" in events[-1], "the stream ends with an error, not in silence"
+                    assert not events[-1]["error"]["message"].startswith("["), events[-1]
             assert time.monotonic() - begin_s < 10
         server.wait_until(lambda: server.client.get("/ready").status_code == 200, 90)
         assert server.instance_pid() != pid
         answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
         assert answer.status_code == 200
+        server.wait_until(lambda: any("event=instance_back restarts=1" in x for x in server.log))
 
 
 def test_sigterm_drains_and_ends_with_status_0(serve_demo):
@@ -112,6 +114,26 @@ def test_sigterm_drains_and_ends_with_status_0(serve_demo):
             os.kill(instance, 0)
 
 
+def test_a_second_interrupt_ends_what_runs_without_noise(serve_demo):
+    """Ctrl-C twice: the stream ends at once, the process with status 0 and clean logs."""
+    with serve_demo("--server.drain-timeout-s", "600") as server:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 2000})
+            server.wait_until(lambda: server.stats()["num_running"] == 1)
+            server.process.send_signal(signal.SIGINT)
+            server.wait_until(
+                lambda: server.client.post("/v1/completions", json=LONG).status_code == 503
+            )
+            server.process.send_signal(signal.SIGINT)
+            job.result(timeout=60)
+        assert server.process.wait(timeout=60) == 0
+        log = server.log
+    text = "".join(log)
+    assert "event=stop_forced" in text
+    assert "Traceback" not in text
+    assert "leaked" not in text
+
+
 def test_api_key_guards_all_but_health(serve_demo):
     with serve_demo(env={"TANDEM_SERVER__API_KEY": "s3cret"}) as server:
         assert server.client.get("/health").status_code == 200
@@ -130,7 +152,6 @@ def test_api_key_guards_all_but_health(serve_demo):
         (["/nonexistent"], ["/nonexistent"]),
         (["demo", "--max-model-len", "100000"], ["max_model_len", "2048"]),
         (["demo", "--host", "0.0.0.0"], ["api_key"]),
-        (["demo", "--prefill", "1"], ["prefill"]),
         (["demo", "--engine.blok-size", "1"], ["blok-size"]),
         (["demo", "--engine.num-kv-blocks", "2"], ["blocks"]),
     ],

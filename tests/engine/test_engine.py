@@ -56,7 +56,7 @@ class CountingRunner:
 def make(num_blocks: int = 16, **config):
     settings = EngineConfig(block_size=4, max_model_len=64, **config)
     pool = BlockPool(num_blocks)
-    scheduler = Scheduler(settings, pool, PrefixIndex(pool, block_size=4, fingerprint="toy"))
+    scheduler = Scheduler(settings, pool, PrefixIndex(pool, block_size=4, identity=b"toy"))
     runner, clock = CountingRunner(), ManualClock()
     engine = Engine(scheduler, runner, clock, vocab_size=VOCAB, eos_token_ids=(EOS,))
     return engine, runner, clock
@@ -111,6 +111,19 @@ def test_eos_stops_and_is_not_text():
     assert [o.token_ids for o in outputs] == [[89], []]
     assert outputs[-1].finish_reason is FinishReason.STOP
     assert outputs[-1].stop_token_id == EOS
+
+
+def test_the_token_that_ends_a_request_has_its_logprob():
+    engine, _, _ = make()
+    engine.add(ask("eos", prompt=(87, 88), max_tokens=9, logprobs=0))
+    engine.add(ask("own", prompt=(10,), max_tokens=9, logprobs=0, stop_token_ids=(12,)))
+    engine.add(ask("none", prompt=(87, 88), max_tokens=9))
+    outputs = drain(engine)
+    scored = {
+        name: [e.token_id for o in outputs if o.request_id == name for e in o.logprobs or ()]
+        for name in ("eos", "own", "none")
+    }
+    assert scored == {"eos": [89, EOS], "own": [11, 12], "none": []}
 
 
 def test_ignore_eos_and_own_stop_ids():
@@ -208,7 +221,7 @@ def test_runner_failure_ends_its_requests_and_nothing_is_cached():
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.ERROR
     assert output.error_code == "internal"
-    assert "no memory" in (output.error_text or "")
+    assert output.error_text == "the model failed: no memory", "what went wrong, and no place in us"
     assert not engine.has_requests
     assert engine.get_stats().num_used_blocks == 0
     # What the failed step was to compute must not be found by the next request.
@@ -225,6 +238,7 @@ def test_broken_row_ends_that_request_alone():
     ends = {o.request_id: o for o in outputs if o.finish_reason}
     assert ends["a"].finish_reason is FinishReason.ERROR
     assert ends["a"].token_ids == []
+    assert ends["a"].error_text == "the model's logits are not numbers"
     assert ends["b"].finish_reason is FinishReason.LENGTH
 
 

@@ -7,9 +7,10 @@ import pytest
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
 from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.blocks import BlockPool
 from tandem.engine.build import build_engine, plan_engine
 from tandem.engine.config import EngineConfig
-from tandem.engine.prefix_index import root_digest
+from tandem.engine.prefix_index import PrefixIndex
 from tandem.models.config import ModelConfig
 
 
@@ -74,18 +75,26 @@ def test_coded_kv_makes_room_for_more_blocks(kv_dtype):
 
 @pytest.fixture(scope="module")
 def build():
-    def build_one(kv_dtype, expert_parts=0):
+    def build_one(kv_dtype, expert_parts=0, kv_sharing="relaxed"):
         model = ModelConfig(path="demo", dtype="bfloat16", expert_parts=expert_parts)
-        config = EngineConfig(kv_dtype=kv_dtype, num_kv_blocks=24, max_model_len=256, threads=1)
+        config = EngineConfig(
+            kv_dtype=kv_dtype,
+            kv_sharing=kv_sharing,
+            num_kv_blocks=24,
+            max_model_len=256,
+            threads=1,
+        )
         return build_engine(model, config, ManualClock())
 
     return build_one
 
 
-def generate(engine, request_id, prompt):
+def generate(engine, request_id, prompt, salt=""):
     """Return the tokens of a greedy request, and how many of its prompt were cached."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    engine.add(AddRequest(request_id=request_id, prompt_ids=prompt, sampling=params))
+    engine.add(
+        AddRequest(request_id=request_id, prompt_ids=prompt, sampling=params, cache_salt=salt)
+    )
     outputs = []
     for _ in range(50):
         if engine.has_requests:
@@ -108,8 +117,33 @@ def test_coded_kv_serves_and_is_shared(kv_dtype, build):
     assert again == first
 
 
-def test_other_kv_and_other_parts_have_other_keys(build):
-    wishes = [("bfloat16",), ("float32",), ("int8",), ("fp8",), ("bfloat16", 2)]
-    roots = [root_digest(build(*wish).kv_fingerprint, "") for wish in wishes]
+def test_other_kv_has_other_keys(build):
+    wishes = [("bfloat16",), ("float32",), ("int8",), ("fp8",)]
+    roots = [build(*wish).identity.root_key() for wish in wishes]
     assert len(set(roots)) == len(wishes)
-    assert root_digest(build("int8").kv_fingerprint, "") == roots[2]
+    assert build("int8").identity.root_key() == roots[2]
+
+
+def test_parts_share_keys_unless_sharing_is_strict(build):
+    one, two = build("bfloat16"), build("bfloat16", 2)
+    assert one.identity.root_key() == two.identity.root_key()
+    assert one.info.system_fingerprint != two.info.system_fingerprint
+    strict = [build("bfloat16", parts, "strict") for parts in (1, 2, 1)]
+    roots = [built.identity.root_key() for built in strict]
+    assert roots[0] != roots[1]
+    assert roots[0] == roots[2]
+    assert one.identity.root_key() not in roots
+    assert [str(d) for d in strict[0].identity.compare(strict[1].identity)] == [
+        "rounding.expert_parts: 1 here, 2 there"
+    ]
+
+
+def test_keys_of_requests_start_from_the_identity(build):
+    """What the scheduler looks up is the chain of the identity's root and the request's salt."""
+    built = build("bfloat16")
+    prompt = [5 + i * 7 % 300 for i in range(130)]
+    generate(built.engine, "first", prompt)
+    index = PrefixIndex(BlockPool(1), 64, built.identity.digest)
+    assert index.make_root_key("salt") == built.identity.root_key("salt")
+    assert generate(built.engine, "salted", prompt, salt="salt")[1] == 0
+    assert generate(built.engine, "again", prompt)[1] == 129

@@ -4,8 +4,9 @@ import hashlib
 
 import pytest
 
+from tandem.core.spec import make_root_key
 from tandem.engine.blocks import BlockPool
-from tandem.engine.prefix_index import PrefixIndex, hash_block, root_digest
+from tandem.engine.prefix_index import PrefixIndex, hash_block
 
 SIZE = 4
 
@@ -16,12 +17,18 @@ class Shelf:
     def __init__(self, num_blocks=16, block_size=SIZE):
         self.size = block_size
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(self.pool, block_size, "weights")
+        self.index = PrefixIndex(self.pool, block_size, b"weights")
 
     def allocate(self):
         if self.pool.num_free == 0:
             self.index.evict(1)
         return self.pool.allocate()
+
+    def evict(self, num_blocks):
+        """Evict, and return how many blocks that freed."""
+        num_free = self.pool.num_free
+        self.index.evict(num_blocks)
+        return self.pool.num_free - num_free
 
     def compute(self, token_ids, salt=""):
         """Allocate, fill and index blocks as a request would; return them, still referenced."""
@@ -61,20 +68,22 @@ def tokens_of(text):
 
 
 def test_keys_are_a_sha256_chain_over_little_endian_int32():
-    root = root_digest("weights", "salt")
+    root = make_root_key(b"weights", "salt")
     first = hash_block(root, [1, 2])
     assert first == hashlib.sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
     keys = []
-    index = PrefixIndex(BlockPool(1), 2, "weights")
+    index = PrefixIndex(BlockPool(1), 2, b"weights")
     index.extend_keys(root, keys, [1, 2, 3, 4, 5])
     assert keys == [first, hash_block(first, [3, 4])]
     index.extend_keys(root, keys, [5, 6])
     assert keys[2:] == [hash_block(keys[1], [5, 6])]
 
 
-def test_root_depends_on_fingerprint_and_salt_without_ambiguity():
-    roots = [root_digest(*pair) for pair in [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]]
-    assert len(set(roots)) == 4
+def test_root_depends_on_identity_and_salt_without_ambiguity():
+    pairs = [(b"ab", "c"), (b"a", "bc"), (b"abc", ""), (b"", "abc")]
+    assert len({make_root_key(*pair) for pair in pairs}) == 4
+    index = PrefixIndex(BlockPool(1), 2, b"ab")
+    assert index.make_root_key("c") == make_root_key(b"ab", "c")
 
 
 def test_two_prompts_share_four_of_five_tokens():
@@ -195,14 +204,31 @@ def test_least_recently_used_leaf_goes_first_and_parents_follow():
     shelf = Shelf(4)
     old = shelf.put(tokens_of("abcdefgh"))
     young = shelf.put(tokens_of("ijkl"))
-    assert shelf.index.evict(1) == 1
+    assert shelf.evict(1) == 1
     assert shelf.find(tokens_of("abcdefgh")).num_tokens == 4, "the leaf went, its parent stays"
-    assert shelf.index.evict(1) == 1
+    assert shelf.evict(1) == 1
     assert shelf.find(tokens_of("abcdefgh")).num_tokens == 0
     assert shelf.find(tokens_of("ijkl")).nodes[0].block_id == young[0]
-    assert shelf.index.evict(5) == 1, "no more than there is"
+    assert shelf.evict(5) == 1, "no more than there is"
     assert shelf.pool.num_free == 4
     assert set(old).isdisjoint(young)
+
+
+def test_evicting_tells_key_and_block_of_full_blocks():
+    shelf = Shelf(4)
+    blocks = shelf.put(tokens_of("abcdefghi"))
+    keys = []
+    shelf.index.extend_keys(shelf.index.make_root_key(""), keys, tokens_of("abcdefgh"))
+    evicted = shelf.index.evict(3)
+    assert [(b.key, b.block_id) for b in evicted] == [(keys[1], blocks[1]), (keys[0], blocks[0])]
+    assert [shelf.pool.get_generation(b.block_id) for b in evicted] == [
+        b.generation for b in evicted
+    ]
+    assert shelf.pool.num_free == 4, "the tail has no key and is evicted all the same"
+    while shelf.pool.num_free:
+        shelf.pool.allocate()
+    for block in evicted:
+        assert shelf.pool.get_generation(block.block_id) == block.generation + 1
 
 
 def test_use_makes_a_path_young():
@@ -221,11 +247,11 @@ def test_referenced_blocks_are_never_evicted():
     shelf.put(tokens_of("abcdefghij"))
     found = shelf.find(tokens_of("abcdefghij"))
     shared = shelf.index.acquire(found)
-    assert shelf.index.evict(16) == 0, "two shared blocks and the source of the copy"
+    assert shelf.evict(16) == 0, "two shared blocks and the source of the copy"
     shelf.index.release((found.source.block_id,))
-    assert shelf.index.evict(16) == 1
+    assert shelf.evict(16) == 1
     shelf.index.release(shared)
-    assert shelf.index.evict(16) == 2
+    assert shelf.evict(16) == 2
 
 
 def test_count_evictable_is_what_acquire_takes():

@@ -24,7 +24,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.index = PrefixIndex(self.pool, SIZE, "f")
+        self.index = PrefixIndex(self.pool, SIZE, b"f")
         self.held = []
         self.kv = {}  # Block id to what each of its slots depends on: salt and all tokens so far.
 
@@ -98,8 +98,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def evict(self, num_blocks):
-        num_cached = self.pool.num_cached
-        assert self.index.evict(num_blocks) == min(num_blocks, num_cached)
+        num_cached, num_free = self.pool.num_cached, self.pool.num_free
+        nodes = {n.block_id: n.key for n in self.index._by_block.values()}
+        evicted = self.index.evict(num_blocks)
+        assert self.pool.num_free - num_free == min(num_blocks, num_cached)
+        gone = nodes.keys() - self.index._by_block.keys()
+        assert {(b.key, b.block_id) for b in evicted} == {
+            (nodes[block_id], block_id) for block_id in gone if nodes[block_id] is not None
+        }
 
     @rule()
     def clear(self):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.core.spec import KVLayout
+from tandem.core.spec import GqaLayout
 from tandem.kernels import attention as attention_module
 from tandem.kernels import paged, reference, step, tolerance
 from tandem.kernels.attention import PagedStep, attend, write_kv
@@ -36,7 +36,7 @@ class Case:
     def __init__(self, lengths, dtype, draw, block_size=8, kv_dtype=None):
         kv_dtype = kv_dtype or dtype
         self.dtype, self.block_size = dtype, block_size
-        layout = KVLayout(
+        layout = GqaLayout(
             num_layers=LAYERS,
             num_kv_heads=KV_HEADS,
             head_dim=SIZE,

@@ -1,15 +1,20 @@
 """Goal: the batch and the block pool hold what their docstrings promise; wrong input is named."""
 
+import mmap
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from tandem._native import PlannedAttention, TensorView
 from tandem.core.errors import CapacityError, ShapeError, UnsupportedError
-from tandem.core.spec import KVLayout
+from tandem.core.spec import GqaLayout, KVLayout, MlaLayout
 from tandem.kernels.paged import MIN_HUGE_BYTES, PagedBatch, PagedKvCache, SequenceChunk
+from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="float32")
+LAYOUT = GqaLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="float32")
 
 
 def test_layout_sizes_and_offsets():
@@ -19,12 +24,14 @@ def test_layout_sizes_and_offsets():
     block = cache.tensor[3]
     assert block.is_contiguous()
     assert block.numel() * 4 == LAYOUT.bytes_per_block
-    assert block[1].storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.layer_offset(1)
+    assert block[1].storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.bytes_per_layer
+    offset = block[1].storage_offset() * 4
+    assert LAYOUT.layer_slice(3, 1) == (offset, LAYOUT.bytes_per_layer)
     head = block[1, 1, 2]
     assert head.storage_offset() * 4 == 3 * LAYOUT.bytes_per_block + LAYOUT.head_offset(1, 1, 2)
 
 
-CODED = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="int8")
+CODED = GqaLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="int8")
 
 
 def test_coded_layout_keeps_scales_within_the_layer():
@@ -109,13 +116,132 @@ def test_copy_block_keeps_a_prefix_and_clears_the_rest():
         cache.copy_block(0, 1, 9)
 
 
+MLA = MlaLayout(num_layers=2, kv_lora_rank=6, rope_dim=2, block_size=8, dtype="float32")
+CODED_MLA = msgspec.structs.replace(MLA, dtype="fp8")
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [LAYOUT, CODED, MLA, CODED_MLA], ids=["gqa", "gqa int8", "mla", "mla fp8"]
+)
+
+
+def test_a_latent_block_is_a_row_per_token():
+    assert MLA.shape == (2, 8, 6 + 2)
+    assert MLA.bytes_per_token == 2 * 8 * 4
+    assert CODED_MLA.bytes_per_layer == 8 * (8 + 2)
+    assert CODED_MLA.layer_slice(0, 1) == (80, 80)
+    assert PagedKvCache(CODED_MLA, 5).tensor.shape == (5, 2, 80)
+
+
+@LAYOUTS
+def test_layer_slices_tile_the_pool(layout):
+    cache = PagedKvCache(layout, 3)
+    flat = cache.tensor.view(torch.uint8).flatten()
+    end = 0
+    for block_id in range(3):
+        for layer_idx in range(layout.num_layers):
+            offset, length = layout.layer_slice(block_id, layer_idx)
+            assert offset == end
+            cache.tensor[block_id, layer_idx].view(torch.uint8).fill_(7)
+            assert flat[offset : offset + length].eq(7).all()
+            assert flat.eq(7).sum() == end + length
+            end = offset + length
+    assert end == len(flat) == 3 * layout.bytes_per_block
+
+
+@LAYOUTS
+def test_layouts_keep_their_kind_on_the_wire(layout):
+    encoded = msgspec.msgpack.encode(layout)
+    assert msgspec.msgpack.decode(encoded, type=KVLayout) == layout
+
+
+@LAYOUTS
+def test_stored_rows_are_in_their_slots_and_copied(layout):
+    """As native attention writes them: a row of each chunk for each token."""
+    cache = PagedKvCache(layout, 4)
+    batch = PagedBatch.build([SequenceChunk(list(range(11)), 0, [2, 1])], 8)
+    plan = PlannedAttention(cache.native, batch.block_table, batch.query_start, batch.context_lens)
+    rows = torch.arange(1, 12)[:, None, None].expand(11, layout.chunks_per_layer, layout.row_size)
+    plan.store(1, TensorView(rows.float().contiguous()))
+    assert not cache.tensor[:, 0].any()
+    assert not cache.tensor[[0, 3]].any()
+    if not layout.is_coded:
+        slots = cache.slots[1][batch.slot_blocks, batch.slot_offsets]
+        assert torch.equal(slots.flatten(1), rows.flatten(1).float())
+        gathered = cache.chunks[1][cache.gather_index(torch.tensor([[2, 1]]))]
+        heads = gathered.view(layout.chunks_per_layer, 16, layout.row_size)
+        assert torch.equal(heads[:, :11], rows.float().transpose(0, 1))
+    cache.tensor[3] = 1
+    cache.copy_block(2, 3, 5)
+    if layout.is_coded:
+        parts = (
+            cache.tensor[:, :, : layout.scale_offset].unflatten(2, layout.layer_shape),
+            cache.tensor[:, :, layout.scale_offset :].unflatten(2, (*layout.layer_shape[:-1], 2)),
+        )
+    else:
+        parts = (cache.tensor,)
+    for part in parts:
+        assert part[2, 1].any()
+        assert torch.equal(part[3, ..., :5, :], part[2, ..., :5, :])
+        assert not part[3, ..., 5:, :].any()
+
+
+def align(size, shift=0):
+    """A writable array at a multiple of 64, plus ``shift``."""
+    raw = np.zeros(size + 128, np.uint8)
+    first = -raw.ctypes.data % 64 + shift
+    return raw[first : first + size]
+
+
+def test_foreign_memory_is_used_in_place():
+    memory = align(4 * LAYOUT.bytes_per_block + 100)
+    cache = PagedKvCache(LAYOUT, 4, memory=memory)
+    assert cache.tensor.data_ptr() == memory.ctypes.data
+    cache.tensor.view(torch.uint8).fill_(3)
+    assert memory.sum() == 3 * 4 * LAYOUT.bytes_per_block
+
+
 def test_foreign_memory_must_fit():
-    shape = (4, *LAYOUT.shape)
-    memory = torch.zeros(shape)
-    assert PagedKvCache(LAYOUT, 4, tensor=memory).tensor.data_ptr() == memory.data_ptr()
-    for wrong in (memory[:3], memory.double(), memory.transpose(1, 2)):
-        with pytest.raises(ShapeError, match="need contiguous"):
-            PagedKvCache(LAYOUT, 4, tensor=wrong)
+    size = 4 * LAYOUT.bytes_per_block
+    with pytest.raises(ShapeError, match=f"{size - 1} bytes"):
+        PagedKvCache(LAYOUT, 4, memory=align(size - 1))
+    with pytest.raises(ShapeError, match="contiguous"):
+        PagedKvCache(LAYOUT, 4, memory=align(2 * size)[::2])
+    with pytest.raises(ShapeError, match="multiple of 64"):
+        PagedKvCache(LAYOUT, 4, memory=align(size, 32))
+    memory = align(size)
+    memory.flags.writeable = False
+    with pytest.raises(UnsupportedError, match="read-only"):
+        PagedKvCache(LAYOUT, 4, memory=memory)
+    with pytest.raises(UnsupportedError, match="host memory for a cache on meta"):
+        PagedKvCache(LAYOUT, 4, memory=align(size), device="meta")
+
+
+def test_a_mapping_shows_the_blocks_to_its_other_owner(tmp_path):
+    """Two mappings of one file, as an instance has them that maps the pool of another."""
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(2 * MLA.bytes_per_block))
+    with path.open("r+b") as file:
+        ours, theirs = (mmap.mmap(file.fileno(), 0) for _ in range(2))
+    cache = PagedKvCache(MLA, 2, memory=memoryview(ours))
+    cache.tensor[1, 1] = torch.arange(64).view(8, 8)
+    offset, length = MLA.layer_slice(1, 1)
+    assert np.frombuffer(theirs[offset : offset + length], np.float32).tolist() == list(range(64))
+
+
+def test_the_transfer_engine_moves_layers_of_a_pool_that_it_allocated():
+    secret = TransferConfig(secret="0123456789abcdef0123456789abcdef")
+    with TransferEngine(secret) as giver, TransferEngine(secret) as taker:
+        pool = giver.allocate(3 * LAYOUT.bytes_per_block, name="kv")
+        cache = PagedKvCache(LAYOUT, 3, memory=pool.array)
+        cache.tensor.copy_(torch.randn(cache.tensor.shape))
+        local = taker.allocate(LAYOUT.bytes_per_layer)
+        offset, length = LAYOUT.layer_slice(2, 1)
+        segment = taker.open(giver.address, deadline_s=10)
+        transfer = Transfer(Op.READ, local, segment, pool.offset + offset, length)
+        taker.submit([transfer], deadline_s=10).wait()
+        taken = torch.from_numpy(local.array).view(torch.float32).view(LAYOUT.layer_shape)
+        assert torch.equal(taken, cache.tensor[2, 1])
+    # The memory outlives the engines for as long as the cache holds it.
+    assert torch.equal(taken, cache.tensor[2, 1])
 
 
 def count_resident_bytes() -> int:

@@ -1,11 +1,16 @@
 """Goal: a configuration is described exactly, or refused by name with the reason and the field."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from transformers import AutoModelForCausalLM
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
-from tandem.core.spec import KVLayout
+from tandem.core.spec import GqaLayout
 from tandem.models import describe_model
+from tandem.models.families import FAMILIES
 from tandem.models.loader import load_model
 
 
@@ -69,7 +74,7 @@ def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):
 def test_kv_layout_follows_the_model(checkpoint):
     model = load_model(checkpoint("llama"), dtype="bfloat16")
     layout = model.kv_layout(16)
-    assert layout == KVLayout(
+    assert layout == GqaLayout(
         num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16"
     )
     assert model.kv_layout(16, "float32").bytes_per_token == 2 * layout.bytes_per_token
@@ -205,3 +210,30 @@ def test_files_that_are_not_there_or_not_json(tmp_path):
 def test_unknown_dtype_setting(checkpoint):
     with pytest.raises(ConfigError, match="int4"):
         load_model(checkpoint("llama"), dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("raw", "nearest"),
+    [
+        ({"model_type": "qwen2"}, "qwen3 (Qwen3ForCausalLM)"),
+        ({"model_type": "qwen2_moe", "num_experts": 60}, "qwen3_moe (Qwen3MoeForCausalLM)"),
+        ({"model_type": "mistral"}, "llama (LlamaForCausalLM)"),
+        ({"model_type": "gpt_neox"}, "llama (LlamaForCausalLM)"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "qwen3_moe (Qwen3MoeForCausalLM)"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "qwen3_moe"),
+        ({"model_type": "kimi", "text_config": {"n_routed_experts": 384}}, "qwen3_moe"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "llama"),
+        ({"model_type": ""}, "llama"),
+    ],
+)
+def test_a_refusal_names_the_nearest_family_and_the_page_of_all(raw, nearest, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError) as caught:
+        describe_model(tmp_path)
+    text = str(caught.value)
+    assert f"nearest supported family is {nearest}" in text
+    page = re.search(r"docs/reference/\S+\.md", text).group()
+    content = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    assert all(
+        f"| `{name}` | `{family.architecture}` |" in content for name, family in FAMILIES.items()
+    )

@@ -37,7 +37,8 @@ def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
         weight_bytes=1 << 20,
         num_parameters=1 << 18,
         eos_token_ids=[0],
-        fingerprint="f" * 64,
+        weight_version="f" * 64,
+        system_fingerprint="fp_ffffffffffff_ffffff",
         pid=1,
         load_seconds=0.5,
     )
@@ -172,7 +173,9 @@ class FakeStream:
     ) -> RequestOutput:
         request = self._request
         wanted = request.sampling.logprobs
-        logprobs = None if wanted is None else [_logprob(i, wanted) for i in ids]
+        stop_id = stop_id if reason == FinishReason.STOP else None
+        scored = ids if stop_id is None else [*ids, stop_id]
+        logprobs = None if wanted is None else [_logprob(i, wanted) for i in scored]
         prompt_logprobs = None
         if number == 0 and request.sampling.prompt_logprobs is not None:
             num_top = request.sampling.prompt_logprobs
@@ -187,7 +190,7 @@ class FakeStream:
             cached_len=self._engine.cached_len if tells else 0,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            stop_token_id=stop_id if reason == FinishReason.STOP else None,
+            stop_token_id=stop_id,
         )
 
 

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import requests
 from fake_engine import FakeEngine, make_info
@@ -20,9 +21,16 @@ WAIT_S = 20.0
 class LiveServer:
     """A server on a port of its own; ``engine`` is what it serves."""
 
-    def __init__(self, config: ServerConfig, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: FakeEngine,
+        tokenizer: Tokenizer,
+        model: str = "tiny",
+        folder: Path | None = None,
+    ) -> None:
         self.engine = engine
-        self.app = build_app(config, engine, tokenizer, "tiny")
+        self.app = build_app(config, engine, tokenizer, model, folder=folder)
         self.config = config
         self._started: Future[RunningServer] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,11 +78,18 @@ class LiveServers:
     def __enter__(self) -> "LiveServers":
         return self
 
-    def start(self, engine: FakeEngine | None = None, **settings) -> LiveServer:
+    def start(
+        self,
+        engine: FakeEngine | None = None,
+        *,
+        model: str = "tiny",
+        folder: Path | None = None,
+        **settings,
+    ) -> LiveServer:
         settings = {"port": 0, "drain_timeout_s": 0.5} | settings
         if engine is None:
             engine = FakeEngine(info=make_info(self._tokenizer.vocab_size))
-        server = LiveServer(ServerConfig(**settings), engine, self._tokenizer)
+        server = LiveServer(ServerConfig(**settings), engine, self._tokenizer, model, folder)
         self._servers.append(server)
         return server
 

@@ -67,8 +67,8 @@ def test_bytes_outside_ascii_are_just_a_wrong_key(locked):
 
 
 def test_probes_are_open(locked):
-    assert locked.get("/health").status_code == 200
-    assert locked.get("/ready").status_code == 200
+    for path in ("/health", "/ready", "/live", "/ping"):
+        assert locked.get(path).status_code == 200
 
 
 def test_no_answer_shows_a_key(locked):
@@ -204,3 +204,70 @@ def test_a_port_in_use_is_a_config_error(serve_text):
     with pytest.raises(ConfigError) as caught:
         serve_text(port=live.running.port)
     assert caught.value.field == "server.port"
+
+
+ORIGIN = "https://chat.example.org"
+
+
+def preflight(live, origin: str, path: str = "/v1/completions"):
+    return requests.options(
+        live.url + path,
+        headers={
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        },
+        timeout=10,
+    )
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_read(serve_text):
+    live = serve_text(cors_origins=(ORIGIN,), api_key=("k",))
+    reply = preflight(live, ORIGIN)
+    assert reply.status_code == 200, "a preflight carries no key"
+    assert reply.headers["Access-Control-Allow-Origin"] == ORIGIN
+    assert "POST" in reply.headers["Access-Control-Allow-Methods"]
+    assert "x-stainless-os" in reply.headers["Access-Control-Allow-Headers"].lower()
+    headers = {"Origin": ORIGIN, "Authorization": "Bearer k"}
+    for extra in ({}, {"stream": True}):
+        reply = live.post("/v1/completions", {"prompt": "a", **extra}, headers=headers)
+        assert reply.status_code == 200
+        assert reply.headers["Access-Control-Allow-Origin"] == ORIGIN
+        assert "x-request-id" in reply.headers["Access-Control-Expose-Headers"]
+    refused = live.post("/v1/completions", {"prompt": "a"}, headers={"Origin": ORIGIN})
+    assert refused.status_code == 401
+    assert refused.headers["Access-Control-Allow-Origin"] == ORIGIN, "pages can read what is wrong"
+
+
+def test_a_page_of_another_origin_may_not(serve_text):
+    for live in (serve_text(cors_origins=(ORIGIN,)), serve_text()):
+        for origin in ("https://evil.com", f"{ORIGIN}.evil.com", "null"):
+            reply = preflight(live, origin)
+            assert reply.status_code in (400, 403), origin
+            assert "Access-Control-Allow-Origin" not in reply.headers
+            reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
+            assert reply.status_code == 403
+    assert live.engine.requests == []
+
+
+def test_every_origin_on_demand_but_not_every_host(serve_text):
+    live = serve_text(cors_origins=("*",))
+    assert preflight(live, "https://any.where").headers["Access-Control-Allow-Origin"] == "*"
+    headers = {"Origin": "https://any.where"}
+    reply = live.post("/generate", {"text": "a"}, headers=headers)
+    assert (reply.status_code, reply.headers["Access-Control-Allow-Origin"]) == (200, "*")
+    rebound = live.post("/generate", {"text": "a"}, headers=headers | {"Host": "evil.com"})
+    assert rebound.status_code == 400
+
+
+def test_options_tells_the_methods(serve_text):
+    live = serve_text()
+    reply = requests.options(f"{live.url}/v1/completions", timeout=10)
+    assert (reply.status_code, reply.headers["Allow"], reply.content) == (204, "POST", b"")
+    assert set(
+        requests.options(f"{live.url}/version", timeout=10).headers["Allow"].split(", ")
+    ) == {
+        "GET",
+        "HEAD",
+    }
+    assert requests.options(f"{live.url}/nowhere", timeout=10).status_code == 404

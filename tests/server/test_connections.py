@@ -4,6 +4,7 @@ Method: real sockets; what the engine holds is read beside. Waits are for condit
 """
 
 import asyncio
+import logging
 import socket
 import struct
 import time
@@ -13,6 +14,11 @@ import pytest
 import requests
 from fake_engine import FakeEngine, make_info
 from serving import WAIT_S, wait_until
+
+from tandem.server.generation import GenerationGroup
+from tandem.server.lifecycle import Lifecycle
+from tandem.server.metrics import ServerMetrics
+from tandem.server.sse import EventStream
 
 BODY = {"prompt": "hello", "max_tokens": 200, "stream": True}
 FREE_WITHIN_S = 0.1
@@ -181,7 +187,11 @@ def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
         "done": 3,
         "total": 48,
     }
-    assert live.get("/health").status_code == 200
+    for probe in ("/health", "/ping"):
+        refused = live.get(probe)
+        assert (refused.status_code, refused.json()) == (503, {"status": "loading"})
+        assert refused.headers["Retry-After"]
+    assert live.get("/live").status_code == 200
     for path, body in (("/v1/completions", BODY), ("/generate", {"text": "a"})):
         refused = live.post(path, body)
         assert refused.status_code == 503
@@ -191,6 +201,82 @@ def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
     assert "tandem:engine_up{" in live.get("/metrics").text
     engine.stage = StageChanged(InstanceStage.FAILED, "out of memory")
     assert live.get("/health").status_code == 503
+    assert live.get("/live").status_code == 503
     engine.info, engine.stage = make_info(), StageChanged(InstanceStage.READY)
-    assert live.get("/ready").status_code == 200
-    assert live.get("/health").status_code == 200
+    for probe in ("/ready", "/health", "/ping", "/live"):
+        assert live.get(probe).status_code == 200
+    assert live.post("/ping").status_code == 200
+
+
+@pytest.fixture
+def asyncio_records(caplog):
+    """What asyncio complains of; nothing may be left there, whatever clients do."""
+    caplog.set_level(logging.WARNING, logger="asyncio")
+    yield caplog
+    found = [record for record in caplog.records if record.name == "asyncio"]
+    assert found == [], [record.getMessage() for record in found]
+
+
+@pytest.mark.parametrize("way", ["reset", "closed", "half-closed"])
+def test_clients_that_leave_wide_streams_are_no_warnings(serve_text, asyncio_records, way):
+    """All choices get a token in one turn of the loop; some turn finds the socket gone midway."""
+    live = serve_text()
+    body = b'{"prompt": "hello", "n": 256, "max_tokens": 100, "stream": true}'
+    for _ in range(8):
+        connection = open_stream(live.running.port, body)
+        assert b"text/event-stream" in connection.recv(4096)
+        if way == "half-closed":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            on = int(way == "reset")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", on, 0))
+            connection.close()
+        wait_until(lambda: live.engine.num_held == 0)
+        connection.close()
+    live.stop()
+    live.join()
+
+
+def test_a_send_that_fails_is_the_last():
+    """Of a hundred events that are ready together, those behind a lost connection are not sent."""
+    sent = []
+
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            # As a transport does: the failure is told in the next turn of the loop, and from then
+            # on the server drops what it is given.
+            if not gone.is_set():
+                sent.append(message)
+            asyncio.get_running_loop().call_soon(gone.set)
+
+        async def events():
+            for _ in range(100):
+                yield b"data: x\n\n"
+
+        group = GenerationGroup("x", [], Lifecycle(ServerMetrics("tiny")), 10.0)
+        await EventStream(group, events(), 10.0)({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert 1 <= len(sent) <= 4, "asyncio warns of the fifth"
+
+
+def test_a_client_that_ends_its_side_with_bytes_unread_is_let_go(serve_text, asyncio_records):
+    """asyncio would close the connection once those bytes are sent, which is never."""
+    live = serve_text()
+    live.engine.info = make_info(live.engine.info.vocab_size, max_model_len=1 << 20)
+    body = b'{"prompt": "hello", "max_tokens": 1000000, "stream": true}'
+    with open_stream(live.running.port, body) as connection:
+        connections = live.running._server.server_state.connections
+        wait_until(lambda: len(connections) == 1)
+        (protocol,) = connections
+        wait_until(lambda: protocol.transport.get_write_buffer_size() > 0)
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: live.engine.num_held == 0)
+    live.stop()
+    live.join()

@@ -149,6 +149,20 @@ def test_logprobs_of_output_and_prompt(server, tokenizer):
     assert [row[1] for row in meta["input_token_logprobs"]] == ids[1:]
 
 
+def test_the_stop_token_has_its_logprob_and_is_what_matched(server, tokenizer):
+    server.engine.answer = tokenizer.encode("hello")
+    body = {"text": "a", "return_logprob": True}
+    for stop_id, sampling in ((0, {}), (7, {"stop_token_ids": [7]})):
+        server.engine.stop_token_id = stop_id
+        reply = server.post("/generate", body | {"sampling_params": sampling}).json()
+        meta = reply["meta_info"]
+        assert reply["text"] == "hello"
+        assert reply["output_ids"] == [*server.engine.answer, stop_id]
+        assert [row[1] for row in meta["output_token_logprobs"]] == reply["output_ids"]
+        assert meta["completion_tokens"] == len(reply["output_ids"])
+        assert meta["finish_reason"] == {"type": "stop", "matched": stop_id}
+
+
 def test_abort_by_rid(server):
     server.engine.step_s = 30.0
     body = {"text": "hello", "rid": "mine", "stream": True}

@@ -73,6 +73,30 @@ def test_continuous_usage_counts_up(client):
     assert counts[0] < counts[-1]
 
 
+def test_what_an_event_says_belongs_to_its_text(client, server, tokenizer):
+    """Choices run ahead of what is sent; an event tells of its own tokens, not of the latest."""
+    server.engine.answer = tokenizer.encode("the cat sat on the mat")
+    stream = client.completions.create(
+        model="tiny",
+        prompt=["a", "b"],
+        n=8,
+        logprobs=0,
+        max_tokens=100,
+        stop="mat",
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    counts = dict.fromkeys(range(16), 0)
+    for chunk in stream:
+        if not chunk.choices:
+            continue
+        (choice,) = chunk.choices
+        counts[choice.index] += len(choice.logprobs.tokens)
+        assert chunk.usage.completion_tokens == counts[choice.index]
+        stop_reason = (choice.model_extra or {}).get("stop_reason")
+        assert stop_reason == ("mat" if choice.finish_reason is not None else None)
+
+
 def test_async_client(server):
     async def ask() -> tuple[str, str]:
         async with openai.AsyncOpenAI(
@@ -138,7 +162,8 @@ def test_chat_logprobs(client, server):
         model="tiny", messages=HELLO, logprobs=True, top_logprobs=2
     )
     content = reply.choices[0].logprobs.content
-    assert b"".join(bytes(entry.bytes) for entry in content).decode() == ANSWER
+    spelled = b"".join(bytes(entry.bytes) for entry in content).decode()
+    assert spelled == f"{ANSWER}<|endoftext|>", "every token that was generated, the last as well"
     assert all(len(entry.top_logprobs) == 2 for entry in content)
     assert content[0].logprob == -0.25
     stream = client.chat.completions.create(
@@ -165,6 +190,34 @@ def test_completion_logprobs_with_echo(client, server, tokenizer):
     assert found.token_logprobs[1:] == [-0.25] * (len(ids) - 1)
     assert found.text_offset[0] == 0
     assert found.text_offset[-1] == len("the cat sat") - len(found.tokens[-1])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_end_of_text_right_after_the_prompt_has_its_entry(client, server, tokenizer, is_stream):
+    """lm-eval cuts the last entry off: with one too few it would lose a token of the prompt."""
+    server.engine.answer = []
+    ids = tokenizer.encode("the cat sat")
+    reply = client.completions.create(
+        model="tiny", prompt="the cat sat", max_tokens=1, echo=True, logprobs=1, stream=is_stream
+    )
+    parts = [part.choices[0] for part in reply] if is_stream else reply.choices
+    assert "".join(part.text for part in parts) == "the cat sat"
+    assert parts[-1].finish_reason == "stop"
+    assert [t for part in parts for t in part.logprobs.tokens][-1] == "<|endoftext|>"
+    values = [v for part in parts for v in part.logprobs.token_logprobs]
+    assert values == [None] + [-0.25] * len(ids)
+    offsets = [v for part in parts for v in part.logprobs.text_offset]
+    assert offsets[-1] == len("the cat sat")
+    assert all(len(part.logprobs.top_logprobs) == len(part.logprobs.tokens) for part in parts)
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_told(client, server, tokenizer):
+    """Pieces of a character all read U+FFFD; a worse one must not hide the greedy one."""
+    texts = [tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size)]
+    first = next(i for i, text in enumerate(texts) if text == texts[i + 1] == "\ufffd")
+    server.engine.answer = [first]
+    reply = client.completions.create(model="tiny", prompt="a", max_tokens=1, logprobs=2)
+    assert reply.choices[0].logprobs.top_logprobs == [{"\ufffd": -0.25}]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

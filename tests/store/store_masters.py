@@ -12,10 +12,11 @@ from typing import NamedTuple
 import msgspec
 from store_world import ClientChannel, Process, Session, World
 
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.store.campaign import Campaign, Claim
 from tandem.store.election import Holder
 from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
+from tandem.store.roster import SavedRoster
 from tandem.store.seat import MasterSeat
 
 TTL_S = 3
@@ -112,6 +113,45 @@ class SimBackend:
             self.world.lock.holder = self.world.lock.lease = None
 
 
+class SimRosterStore:
+    """A leader's way to the membership, which stands beside the lock; its writes are fenced."""
+
+    def __init__(self, backend: SimBackend, epoch: int) -> None:
+        self._backend, self._epoch = backend, epoch
+
+    async def load(self) -> SavedRoster:
+        try:
+            async with asyncio.timeout(1.0):
+                await self._backend._travel()
+                saved = await self._backend.world.roster.load()
+                await self._backend._travel()
+        except TimeoutError:
+            raise DeadlineError("world.roster", "lost") from None
+        return saved._replace(is_new=self._epoch == 1)
+
+    async def save(self, roster) -> None:
+        await self._change("save", roster)
+
+    async def add(self, batch) -> None:
+        await self._change("add", batch)
+
+    async def drop(self, below) -> None:
+        await self._change("drop", below)
+
+    async def _change(self, method, argument) -> None:
+        world = self._backend.world
+        try:
+            async with asyncio.timeout(1.0):
+                await self._backend._travel()
+                holder = world.lock.look()
+                if holder is None or holder.epoch != self._epoch:
+                    raise PeerLostError("world.roster", "the term is over")
+                await getattr(world.roster, method)(argument)
+                await self._backend._travel()
+        except TimeoutError:
+            raise DeadlineError("world.roster", "lost") from None
+
+
 class Node(NamedTuple):
     """A candidate."""
 
@@ -179,9 +219,11 @@ class MastersWorld(World):
             clock=clock,
             draw=self.random.randrange,
             end_sessions=lambda _: self.end_sessions_of(process),
+            open_roster=lambda epoch: SimRosterStore(backend, epoch),
         )
+        backend = SimBackend(self, process)
         seat.campaign = Campaign(
-            SimBackend(self, process),
+            backend,
             clock=clock,
             address=name,
             ttl_s=TTL_S,

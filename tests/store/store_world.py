@@ -40,6 +40,7 @@ from tandem.store.disk import DiskTier
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
 from tandem.store.ports import FORMER_WRITERS
+from tandem.store.roster import MemoryRosterStore
 from tandem.store.segment import Segment
 
 BASE_STEP = 2**40
@@ -545,6 +546,7 @@ class World:
         self.crash_at: dict[int, Callable[[], None]] = {}
         self.clock = LoopClock()
         self._epochs = itertools.count(1)
+        self.roster = MemoryRosterStore()
 
     # For worlds with more to go wrong.
 
@@ -675,7 +677,11 @@ class World:
     def start_master(self) -> None:
         process = Process(self, "master")
         self.master = StoreMaster(
-            self.config, clock=self.clock, epoch=next(self._epochs), draw=self.random.randrange
+            self.config,
+            clock=self.clock,
+            epoch=next(self._epochs),
+            draw=self.random.randrange,
+            roster=self.roster,
         )
         process.serve(self.master.methods())
         self.master_process = process

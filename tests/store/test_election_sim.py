@@ -22,6 +22,7 @@ from tandem.store.campaign import Campaign
 from tandem.store.election import Election
 from tandem.store.host import StoreHost
 from tandem.store.master import StoreMaster
+from tandem.store.roster import MemoryRosterStore
 from tandem.store.seat import MasterSeat
 
 NUM_SEEDS = 40
@@ -97,6 +98,7 @@ class ElectionRun(Run):
         for name in list(world.nodes):
             world.kill_node(name)
         world.lock.lose_data()
+        world.roster = MemoryRosterStore()
 
     async def heal(self) -> None:
         self.world.cuts.clear()

@@ -224,7 +224,9 @@ async def change_under_a_reader(kind: str) -> tuple[list[bytes | None], float, f
     Returns: what the client got from when the change was acknowledged on; how long that took; and
     how much of the lease was left when it began.
     """
-    world = World(5, msgspec.structs.replace(CONFIG, deadline_ms=8000), Faults())
+    # A plain put takes the place of an object only once its hosts are declared lost.
+    config = msgspec.structs.replace(CONFIG, deadline_ms=8000, member_lease_ms=100)
+    world = World(5, config, Faults())
     world.start_master()
     for name in ("h0", "h1"):
         world.start_host(name, 2**18)

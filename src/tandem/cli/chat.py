@@ -10,11 +10,18 @@ import typer
 
 from tandem.cli.local_server import connect
 from tandem.cli.stream import StreamResult, stream_events
+from tandem.cli.terminal_input import make_reader
 from tandem.core.errors import TandemError
 
 __all__ = ["chat"]
 
-HELP = "/clear forgets the conversation, /exit ends it; a line that ends in \\ continues.\n"
+HELP = """\
+/clear   forget the conversation
+/exit    end it (so does Ctrl-D)
+/help    show this
+A line that ends in \\ continues on the next. In a terminal Alt-Enter starts a new line, the arrow
+keys edit and recall earlier turns, and Ctrl-C stops an answer.
+"""
 
 
 def chat(
@@ -38,15 +45,23 @@ def chat(
     if system is not None:
         start.append({"role": "system", "content": system})
     messages = list(start)
-    given = None if prompt is None else iter(prompt)
     with connect(model, url, api_key, flags) as client:
-        if not json and given is None:
-            sys.stdout.write(HELP)
-        while (text := _read_turn(given)) is not None:
-            if text == "/exit":
-                break
-            if text == "/clear":
-                messages = list(start)
+        if prompt is not None:
+            turns = iter(prompt)
+        else:
+            if not json:
+                sys.stdout.write("/help lists the commands.\n")
+            turns = iter(make_reader(), None)
+        for text in turns:
+            if prompt is None and text.startswith("/") and "\n" not in text:
+                if text == "/exit":
+                    break
+                if text == "/clear":
+                    messages = list(start)
+                elif text == "/help":
+                    sys.stdout.write(HELP)
+                else:
+                    sys.stderr.write(f"no command {text}: /help lists them\n")
                 continue
             if not text:
                 continue
@@ -61,20 +76,6 @@ def chat(
                 sys.stdout.flush()
             else:
                 sys.stdout.write("\n" + answer.describe_rates())
-
-
-def _read_turn(given: Any) -> str | None:
-    if given is not None:
-        return next(given, None)
-    lines: list[str] = []
-    try:
-        while True:
-            line = input("Chat: " if not lines else "... ")
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line]).strip()
-            lines.append(line[:-1])
-    except EOFError:
-        return None
 
 
 def _answer(

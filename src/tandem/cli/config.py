@@ -1,16 +1,21 @@
 """The root of the configuration, and the flags made from it.
 
 Every setting of every subsystem is a flag ``--section.name``; the few that everybody uses have a
-short name as well. Nobody writes a flag by hand: both come from the structs.
+short name as well. Nobody writes a flag by hand: both come from the structs. ``--help`` shows the
+settings that people use, ``--help-all`` every one.
 """
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import typer
+import typer.core
+from rich.markup import escape
 
 from tandem.core.config import (
     ConfigField,
@@ -19,13 +24,20 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
-from tandem.engine.config import EngineConfig, InstancesConfig
+from tandem.engine.config import EngineConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
 from tandem.store.config import StoreConfig
 
-__all__ = ["SHORT_NAMES", "Config", "load_config", "with_config_flags"]
+__all__ = [
+    "SERVE_SETTINGS",
+    "SHORT_NAMES",
+    "STORE_SETTINGS",
+    "Config",
+    "load_config",
+    "with_config_flags",
+]
 
 SHORT_NAMES = {
     "server.host": "--host",
@@ -33,13 +45,42 @@ SHORT_NAMES = {
     "server.api_key": "--api-key",
     "server.served_model_name": "--served-model-name",
     "engine.max_model_len": "--max-model-len",
-    "instances.prefill": "--prefill",
-    "instances.decode": "--decode",
-    "model.adapter": "--adapter",
     "store.election.backend": "--election",
     "store.election.endpoints": "--etcd-endpoints",
 }
 """Settings that have a second, short flag."""
+
+SERVE_SETTINGS = frozenset(
+    {
+        "model.dtype",
+        "model.expert_format",
+        "model.linear_format",
+        "engine.max_model_len",
+        "engine.kv_cache_gib",
+        "engine.kv_dtype",
+        "server.host",
+        "server.port",
+        "server.api_key",
+        "server.served_model_name",
+    }
+)
+"""Settings of a server that people use; ``--help`` shows these and ``--help-all`` every one."""
+
+STORE_SETTINGS = frozenset(
+    {
+        "store.master",
+        "store.secret",
+        "store.name",
+        "store.listen",
+        "store.segment_bytes",
+        "store.ssd_dir",
+        "store.ssd_bytes",
+        "store.deadline_ms",
+        "store.metrics_port",
+        "store.election.backend",
+    }
+)
+"""The same for the processes and clients of a store."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,7 +90,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
-    instances: InstancesConfig = msgspec.field(default_factory=InstancesConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
     store: StoreConfig = msgspec.field(default_factory=StoreConfig)
@@ -77,33 +117,78 @@ def load_config(
     return resolve_config(Config, file=file, environment=read_environment(), flags=given)
 
 
-def with_config_flags(function: F) -> F:
-    """Give a command one option per setting; it receives them as ``**flags``."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    made = [_make_parameter(field) for field in list_fields(Config)]
-    function.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[*own, *made]
+def with_config_flags(shown: frozenset[str]) -> Callable[[F], F]:
+    """Give a command one option per setting; it receives them as ``**flags``.
+
+    Args:
+        shown: paths of the settings that ``--help`` lists; ``--help-all`` lists the others too.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [
+            p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        made = [_make_parameter(field, shown) for field in list_fields(Config)]
+
+        @functools.wraps(function)
+        def command(*, help_all: bool, **arguments: Any) -> Any:
+            del help_all  # Its callback has printed the help and ended the program.
+            return function(**arguments)
+
+        parameters = [*own, *made, _make_help_all()]
+        command.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess,reportAttributeAccessIssue]
+            parameters=parameters
+        )
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return cast("F", command)
+
+    return decorate
+
+
+def _show_all_help(context: typer.Context, is_wanted: bool) -> None:
+    if not is_wanted:
+        return
+    for parameter in context.command.params:
+        if isinstance(parameter, typer.core.TyperOption):
+            parameter.hidden = False
+    sys.stdout.write(context.get_help() + "\n")
+    raise typer.Exit
+
+
+def _make_help_all() -> inspect.Parameter:
+    option = typer.Option(
+        "--help-all",
+        help="Show this help with every setting.",
+        is_eager=True,
+        callback=_show_all_help,
+        show_default=False,
     )
-    function.__annotations__ |= {p.name: p.annotation for p in made}
-    return function
+    return inspect.Parameter(
+        "help_all",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, option],
+    )
 
 
 def _parameter(field: ConfigField) -> str:
     return field.path.replace(".", "__")
 
 
-def _make_parameter(field: ConfigField) -> inspect.Parameter:
+def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parameter:
     names = [field.flag]
     if field.path in SHORT_NAMES:
         names.insert(0, SHORT_NAMES[field.path])
-    shown = "***" if field.secret and field.default else field.default
+    default = "***" if field.secret and field.default else field.default
     option = typer.Option(
         *names,
-        help=f"{field.description} [{shown}]",
+        # rich takes brackets for markup; a default such as [/dev/shm] would be a closing tag.
+        help=escape(f"{field.description} [{default}]"),
         metavar=field.type_name.upper(),
         rich_help_panel=f"Settings: {field.path.split('.')[0]}",
         show_default=False,
+        hidden=field.path not in shown,
     )
     return inspect.Parameter(
         _parameter(field),

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.config import SHORT_NAMES, Config, load_config, with_config_flags
+from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.config import list_fields, mask_secrets
 
 __all__ = ["show"]
 
 
-@with_config_flags
+@with_config_flags(SERVE_SETTINGS)
 def show(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     json: JsonFlag = False,

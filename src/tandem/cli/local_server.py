@@ -86,7 +86,15 @@ def _wait_for_url(process: subprocess.Popen[str]) -> str:
                 continue
             if match := re.search(r"https?://\S+", line):
                 return match.group(0)
-    raise InternalError("cli.start_server", "the server did not start:\n" + "".join(tail[-15:]))
+    raise InternalError("cli.start_server", f"the server did not start: {_find_reason(tail)}")
+
+
+def _find_reason(lines: list[str]) -> str:
+    """Return the error that ended a server, or its last lines if it names none."""
+    for number, line in enumerate(lines):
+        if line.startswith("tandem: "):
+            return "".join([line.removeprefix("tandem: "), *lines[number + 1 :]]).strip()
+    return "its last lines are\n" + "".join(lines[-15:])
 
 
 def _pump(stream: IO[str], put: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """The ``tandem`` command line: the list of commands, and how an error ends one."""
 
+import os
 import sys
 
 import typer
@@ -18,6 +19,7 @@ from tandem.cli import (
     version,
 )
 from tandem.core.errors import TandemError
+from tandem.core.logs import LogLevel, configure_logging
 
 __all__ = ["app", "main"]
 
@@ -45,11 +47,16 @@ app.add_typer(store.app, name="store")
 
 
 def main() -> None:
-    """Run a command; an error of ours is one line on standard error and exit status 1."""
+    """Run a command; an error that a user can cause is one line on standard error and status 1."""
+    configure_logging("tandem", LogLevel.WARNING)
     try:
         app()
-    except TandemError as error:
-        sys.stderr.write(f"tandem: {error}\n")
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wanted. Python would fail to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (TandemError, OSError, UnicodeError) as error:
+        sys.stderr.write(f"tandem: {error}\n".encode(errors="backslashreplace").decode())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -12,18 +12,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tandem.cli.config import Config, load_config, with_config_flags
+from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.errors import ConfigError
-from tandem.core.logs import configure_logging
+from tandem.core.logs import LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 
 __all__ = ["serve"]
 
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
 
 
-@with_config_flags
+@with_config_flags(SERVE_SETTINGS)
 def serve(
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Folder, hub id or `demo`.")
@@ -32,7 +32,7 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option(help="Say what would run and why; load nothing.")
     ] = False,
-    log_level: LogLevel = "warning",
+    log_level: LogLevelFlag = LogLevel.WARNING,
     json: JsonFlag = False,
     **flags: Any,
 ) -> None:
@@ -62,6 +62,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 
 async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     from tandem.engine.client import InstanceClient
+    from tandem.models.families import read_json
     from tandem.models.hub import resolve_folder
     from tandem.server.app import build_app
     from tandem.server.run import RunningServer, run_server
@@ -69,16 +70,17 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     from tandem.server.tokenizer import load_tokenizer
 
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
+    read_json(folder / "config.json")  # A folder without a model is refused before its tokenizer.
     with _show_loading(quiet=json) as on_stage:
         async with InstanceClient(
             settings.model, settings.engine, settings.rpc, log_level=log_level, on_stage=on_stage
         ) as engine:
-            name = settings.model.path.rstrip("/").rsplit("/", 1)[-1]
             app = build_app(
                 settings.server,
                 engine,
                 load_tokenizer(folder),
-                name,
+                settings.model.path,
+                folder=folder,
                 defaults=load_sampling_defaults(folder),
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
@@ -126,10 +128,14 @@ def _show_loading(*, quiet: bool) -> Iterator[Any]:
     bars = Progress(*columns, console=console, transient=True)
     task = bars.add_task("loading", total=None, visible=not quiet)
 
+    is_drawn = False
+
     def show(stage: StageChanged) -> None:
+        nonlocal is_drawn
         if quiet or not console.is_terminal:
             return
         if stage.stage is InstanceStage.LOADING:
+            is_drawn = True
             bars.start()
             total = stage.total or None
             bars.update(task, description=stage.detail, completed=stage.done, total=total)
@@ -139,4 +145,5 @@ def _show_loading(*, quiet: bool) -> Iterator[Any]:
     try:
         yield show
     finally:
-        bars.stop()
+        if is_drawn:  # Else it would print an empty line.
+            bars.stop()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cli.config import Config, load_config, with_config_flags
+from tandem.cli.config import STORE_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError, NotFoundError
-from tandem.core.logs import configure_logging
+from tandem.core.logs import LogLevel, configure_logging
 
 if TYPE_CHECKING:
     from tandem.store import StoreClient
@@ -26,14 +26,16 @@ __all__ = ["app"]
 app = typer.Typer(help="Keep objects in the memory of many hosts.", no_args_is_help=True)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
 Key = Annotated[str, typer.Argument(help="Key of the object.")]
 DRAIN_POLL_S = 0.1
 
 
 @app.command("master")
-@with_config_flags
-def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
+@with_config_flags(STORE_SETTINGS)
+def master(
+    config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **flags: Any
+) -> None:
     """Run the master of a store until it is told to stop."""
     from tandem.store import MasterService
     from tandem.transfer import SharedLoop
@@ -45,8 +47,8 @@ def master(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any
 
 
 @app.command("host")
-@with_config_flags
-def host(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) -> None:
+@with_config_flags(STORE_SETTINGS)
+def host(config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **flags: Any) -> None:
     """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
     from tandem.store import HostService
     from tandem.transfer import SharedLoop
@@ -58,7 +60,7 @@ def host(config: ConfigFile = None, log_level: LogLevel = "info", **flags: Any) 
 
 
 @app.command("put")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def put(
     key: Key,
     file: Annotated[Path, typer.Argument(help="File with the value; - is standard input.")],
@@ -84,7 +86,7 @@ def put(
 
 
 @app.command("get")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def get(
     key: Key,
     file: Annotated[Path, typer.Argument(help="Where to write; - is standard output.")] = Path("-"),
@@ -102,7 +104,7 @@ def get(
 
 
 @app.command("ls")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def ls(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin so.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 1000,
@@ -124,7 +126,7 @@ def ls(
 
 
 @app.command("rm")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def rm(
     keys: Annotated[list[str], typer.Argument(help="Keys, or prefixes with --prefix.")],
     prefix: Annotated[bool, typer.Option("--prefix", help="Remove all that begin so.")] = False,
@@ -150,7 +152,7 @@ def rm(
 
 
 @app.command("stat")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> None:
     """Show the hosts of a store and what they hold."""
     with _connect(config, flags) as client:
@@ -190,7 +192,7 @@ def _disk_columns(disk: "DiskStatus | None") -> tuple[object, ...]:
 
 
 @app.command("drain")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def drain(
     name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
     wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the end.")] = 600.0,
@@ -222,6 +224,23 @@ def drain(
         print_json({"host": name, "stage": row.stage.value})
     else:
         sys.stdout.write(f"{name} is drained\n")
+
+
+@app.command("retire")
+@with_config_flags
+def retire(
+    name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Give up a host that will not come back; what it holds is dropped if it does."""
+    with _connect(config, flags) as client:
+        client.retire(name)
+    if json:
+        print_json({"host": name, "stage": "retired"})
+    else:
+        sys.stdout.write(f"{name} is retired\n")
 
 
 def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:

@@ -241,9 +241,19 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
     try:
         return msgspec.convert(value, hint, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError("config.resolve", f"{path} (from {origin}): {error}", field=path) from (
-            error
-        )
+        what = f"{path} (from {origin}): {error}{_describe_choices(kind)}"
+        raise ConfigError("config.resolve", what, field=path) from error
+
+
+def _describe_choices(kind: mi.Type) -> str:
+    """Return ``: one of a, b`` for a setting that takes one of a few words, else nothing."""
+    if isinstance(kind, mi.CollectionType):
+        kind = _unwrap(kind.item_type)[0]
+    if isinstance(kind, mi.LiteralType):
+        return f": one of {', '.join(map(str, kind.values))}"
+    if isinstance(kind, mi.EnumType):
+        return f": one of {', '.join(str(member.value) for member in kind.cls)}"
+    return ""
 
 
 def mask_secrets(

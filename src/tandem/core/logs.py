@@ -1,14 +1,28 @@
 """Log lines: ``key=value`` text on standard error, with the request's id where there is one.
 
 Only a process's entry point calls ``configure_logging``; the library never does. INFO is a change
-of state of a process or a peer, DEBUG is per request, and nothing is logged per token.
+of state of a process or a peer, and the access log's one line for each HTTP request; all else that
+is per request is DEBUG, and nothing is logged per token.
 """
 
 import logging
 import sys
 from contextvars import ContextVar
+from enum import StrEnum
 
-__all__ = ["configure_logging", "current_request_id"]
+from tandem.core.errors import TandemError
+
+__all__ = ["LogLevel", "configure_logging", "current_request_id"]
+
+
+class LogLevel(StrEnum):
+    """The least severe level that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Set by whoever handles a request; every record made meanwhile carries it."""
@@ -32,17 +46,25 @@ class _KeyValueFormatter(logging.Formatter):
         parts.append(record.getMessage())
         line = " ".join(parts)
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            error = record.exc_info[1]
+            if isinstance(error, TandemError | OSError):
+                # The world failed, not the code: the message names the cause and the remedy.
+                line += f" error={error}"
+            else:
+                line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-def configure_logging(process: str, level: str = "info") -> None:
-    """Send this process's log lines to standard error; call once, at its entry point."""
+def configure_logging(process: str, level: str = LogLevel.INFO) -> None:
+    """Send this process's log lines to standard error; call once, at its entry point.
+
+    Raises: ValueError (``level`` is no ``LogLevel``).
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_KeyValueFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(LogLevel(level).upper())
     # These say per request what we count in metrics.
     for name in ("uvicorn.access", "httpx", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,8 +1,8 @@
-"""What a model and its KV cache look like, in plain numbers: no torch, no files.
+"""What a model, its plan and its KV cache look like, in plain numbers: no torch, no files.
 
 ``ModelSpec`` is read from a checkpoint's ``config.json`` by ``tandem.models``; ``KVLayout`` is the
-one layout of a KV block in every tier (device, host, SSD, remote), so that the engine, the store
-and the simulator compute the same sizes from the same struct.
+one layout of a KV block in every tier, so that the engine, the store and the simulator compute the
+same sizes from the same struct; ``KvIdentity`` decides whether two instances may share blocks.
 """
 
 from typing import Annotated
@@ -10,16 +10,44 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["DTYPE_BYTES", "KV_CODE_BYTES", "KVLayout", "ModelSpec"]
+from tandem.core.kv_identity import (
+    IDENTITY_VERSION,
+    NUMERICS_VERSION,
+    ROUNDING_VERSION,
+    IdentityDifference,
+    KvIdentity,
+    KvSharing,
+    RoundingClass,
+    make_root_key,
+)
+from tandem.core.kv_layout import (
+    DTYPE_BYTES,
+    KV_CODE_BYTES,
+    BlockLayout,
+    GqaLayout,
+    KVLayout,
+    LayerSlice,
+    MlaLayout,
+)
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element, by the name that torch and the configuration use."""
-
-KV_CODE_BYTES = {"int8": 1, "fp8": 1}
-"""Bytes of one element of KV that is stored in codes with scales: integers, and e4m3."""
-
-SCALE_BYTES = 2
-"""A scale is fp16: one for the key, and one for the value, of a head and token."""
+__all__ = [
+    "DTYPE_BYTES",
+    "IDENTITY_VERSION",
+    "KV_CODE_BYTES",
+    "NUMERICS_VERSION",
+    "ROUNDING_VERSION",
+    "BlockLayout",
+    "GqaLayout",
+    "IdentityDifference",
+    "KVLayout",
+    "KvIdentity",
+    "KvSharing",
+    "LayerSlice",
+    "MlaLayout",
+    "ModelSpec",
+    "RoundingClass",
+    "make_root_key",
+]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 
@@ -80,77 +108,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
         return self.num_moe_layers > 0
-
-
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layout of one KV block: ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
-
-    A block is one contiguous object; one layer of it is one contiguous slice; so is one head's
-    keys (index 0) or values (index 1) within a layer. Where KV is coded (``int8``, ``fp8``), a
-    layer's codes are followed by its scales, fp16 ``[2, num_kv_heads, block_size]``, in the same
-    slice. Version 1 of the layout.
-    """
-
-    num_layers: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    block_size: PositiveInt = 64
-    """Tokens a block holds."""
-    dtype: str = "bfloat16"
-    """A name of ``DTYPE_BYTES`` or of ``KV_CODE_BYTES``."""
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether keys and values are codes with scales."""
-        return self.dtype in KV_CODE_BYTES
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element, without its share of a scale."""
-        return KV_CODE_BYTES[self.dtype] if self.is_coded else DTYPE_BYTES[self.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one block: of its elements, or where it is coded of its bytes, [layers, n]."""
-        if self.is_coded:
-            return (self.num_layers, self.bytes_per_layer)
-        return (self.num_layers, *self.layer_shape)
-
-    @property
-    def layer_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the elements of one layer of a block."""
-        return (2, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def scale_offset(self) -> int:
-        """Byte offset of the scales within a layer's slice: behind all elements."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.item_bytes
-
-    @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of one layer's keys and values in one block, scales included."""
-        scales = 2 * self.num_kv_heads * self.block_size * SCALE_BYTES if self.is_coded else 0
-        return self.scale_offset + scales
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block, all layers."""
-        return self.bytes_per_layer * self.num_layers
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token of context takes, all layers."""
-        return self.bytes_per_block // self.block_size
-
-    def layer_offset(self, layer_idx: int) -> int:
-        """Byte offset, within a block, of a layer's ``bytes_per_layer`` bytes."""
-        assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
-        return layer_idx * self.bytes_per_layer
-
-    def head_offset(self, layer_idx: int, kind: int, head_idx: int) -> int:
-        """Byte offset of one head's keys (``kind`` 0) or values (1) of a layer, in a block."""
-        assert kind in (0, 1), kind
-        assert 0 <= head_idx < self.num_kv_heads, (head_idx, self.num_kv_heads)
-        rows = kind * self.num_kv_heads + head_idx
-        within = rows * self.block_size * self.head_dim * self.item_bytes
-        return self.layer_offset(layer_idx) + within

@@ -27,7 +27,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -115,12 +115,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float | None = None
     """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
     logprobs: list[TokenLogprob] | None = None
+    """If asked for: one for each of ``token_ids``, then one for ``stop_token_id`` where it is."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """In the first output, if asked for; the first token of a prompt has none."""
     stop_token_id: int | None = None
     """The id that ended the request, if one did; it is not among ``token_ids``."""
     error_code: str | None = None
     error_text: str | None = None
+    """For the client's eyes: without the name of the operation that failed."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
@@ -163,7 +165,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_parameters: int
     eos_token_ids: list[int]
-    fingerprint: str
+    weight_version: str
+    """SHA-256 over all bytes of the weights, hex."""
+    system_fingerprint: str
+    """See ``KvIdentity.system_fingerprint``."""
     pid: int
     load_seconds: float
 

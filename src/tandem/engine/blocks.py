@@ -4,7 +4,7 @@ Owns the free list and the reference counts; knows nothing of tokens, of prefixe
 (a block id is an index into whatever the runner allocated). A block is in exactly one state:
 
 - *free*: nobody references it, the prefix index does not hold it, it is in the free list;
-- *used*: at least one request (or pending copy) references it, held by the index or not;
+- *used*: at least one request (or pending copy, or load) references it, held by the index or not;
 - *cached*: nobody references it, but the index holds it and may give it up at any time.
 
 Pure and single-threaded: the scheduler's thread alone touches it.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tandem.core.errors import CapacityError, ConfigError
 
-__all__ = ["BlockCopy", "BlockPool"]
+__all__ = ["BlockCopy", "BlockPool", "KeyedBlock"]
 
 
 class BlockCopy(NamedTuple):
@@ -27,6 +27,19 @@ class BlockCopy(NamedTuple):
     src_block_id: int
     dst_block_id: int
     num_tokens: int
+
+
+class KeyedBlock(NamedTuple):
+    """A full block of the prefix index, for a lower tier to store.
+
+    Not pinned: whoever copies it asks ``Scheduler.is_unchanged`` afterwards, and discards the copy
+    if the block has been given to somebody else meanwhile.
+    """
+
+    key: bytes
+    block_id: int
+    generation: int
+    """``BlockPool.get_generation`` when the block was reported."""
 
 
 class BlockPool:
@@ -50,6 +63,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_refs = [0] * num_blocks
         self._is_held = [False] * num_blocks
+        self._generations = [0] * num_blocks
         self._num_cached = 0
 
     @property
@@ -64,12 +78,16 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that a request or a pending copy references."""
+        """Blocks that a request, a pending copy or a load references."""
         return self.num_blocks - len(self._free) - self._num_cached
 
     def get_num_refs(self, block_id: int) -> int:
-        """References of requests and pending copies; the index's hold is not one."""
+        """References of requests, pending copies and loads; the index's hold is not one."""
         return self._num_refs[block_id]
+
+    def get_generation(self, block_id: int) -> int:
+        """How often a block has been allocated: equal before and after means same content."""
+        return self._generations[block_id]
 
     def allocate(self) -> int:
         """Take a free block with one reference.
@@ -83,6 +101,7 @@ class BlockPool:
             )
         block_id = self._free.pop()
         self._num_refs[block_id] = 1
+        self._generations[block_id] += 1
         return block_id
 
     def retain(self, block_id: int) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError
-from tandem.core.spec import KVLayout, ModelSpec
+from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
@@ -23,6 +23,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.memory import KvPlan, plan_kv_cache
 from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
@@ -99,6 +101,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
             ("requests", f"{self.config.max_running} running", "engine.max_running"),
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
@@ -112,8 +115,11 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     info: InstanceInfo
     model: CausalModel
-    kv_fingerprint: str
-    """Whatever must be equal for KV of equal tokens to be interchangeable, as one string."""
+    identity: KvIdentity
+    """Decides with whom KV may be shared."""
+    cache: PagedKvCache
+    planner: CostTierPlanner | None
+    """Decides about loads; None without tiers."""
 
 
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
@@ -121,12 +127,6 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
 
     Raises: as ``describe_model``; ConfigError if settings do not fit the model or the memory.
     """
-    if model_config.adapter:
-        raise ConfigError(
-            "engine.plan",
-            f"adapter {model_config.adapter}: adapters cannot be served yet, leave it empty",
-            field="model.adapter",
-        )
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     spec = choose_dtype(describe_model(folder), model_config.dtype)
     weights = plan_weights(
@@ -216,6 +216,8 @@ def build_engine(
     engine_config: EngineConfig,
     clock: Clock,
     progress: Callable[[int, int, str], None] | None = None,
+    *,
+    tiers: TierConfig | None = None,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
 
@@ -224,6 +226,8 @@ def build_engine(
         engine_config: 0 where the value is to be decided here.
         clock: the engine's.
         progress: called with (bytes done, bytes in all, what) while weights load.
+        tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
+            what moves the blocks.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
@@ -244,23 +248,21 @@ def build_engine(
         progress=progress,
     )
     pool = BlockPool(plan.kv.num_blocks)
-    fingerprint = f"{model.fingerprint}/{model.numerics}/{plan.layout}"
-    index = PrefixIndex(pool, block_size=plan.layout.block_size, fingerprint=fingerprint)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
+    planner = None
+    if tiers is not None:
+        planner = CostTierPlanner(
+            tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
+        )
+    cache = PagedKvCache(plan.layout, plan.kv.num_blocks, device=model.device, pool=threads)
     engine = Engine(
-        Scheduler(plan.config, pool, index),
-        TorchRunner(
-            model,
-            PagedKvCache(
-                plan.layout,
-                plan.kv.num_blocks,
-                device=model.device,
-                pool=threads,
-            ),
-            threads=plan.torch_threads,
-        ),
+        Scheduler(plan.config, pool, index, planner),
+        TorchRunner(model, cache, threads=plan.torch_threads),
         clock,
         vocab_size=plan.spec.vocab_size,
         eos_token_ids=plan.spec.eos_token_ids,
+        observer=planner,
     )
     info = InstanceInfo(
         model=model_config.path,
@@ -274,8 +276,9 @@ def build_engine(
         weight_bytes=model.weight_bytes,
         num_parameters=plan.spec.num_parameters,
         eos_token_ids=list(plan.spec.eos_token_ids),
-        fingerprint=model.fingerprint,
+        weight_version=model.weights_digest,
+        system_fingerprint=identity.system_fingerprint,
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, fingerprint)
+    return BuiltEngine(engine, info, model, identity, cache, planner)

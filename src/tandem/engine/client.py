@@ -280,7 +280,7 @@ class InstanceClient:
 
         def note_loss(_: Peer, error: TandemError) -> None:
             if not lost.done():
-                lost.set_result(str(error))
+                lost.set_result(error.what)
 
         client.on_peer_lost(note_loss)
         try:
@@ -293,10 +293,18 @@ class InstanceClient:
                     self._info = await client.call("info", Empty(), InstanceInfo)
                     self._was_ready = True
                     self._set_stage(StageChanged(InstanceStage.READY))
+                    if self._settled.is_set():
+                        # As loud as the loss, or who reads of that never learns of its end.
+                        logger.warning(
+                            "event=instance_back restarts=%d pid=%d load_s=%.1f",
+                            self.num_restarts,
+                            self._info.pid,
+                            self._info.load_seconds,
+                        )
                     self._settled.set()
                 return await lost
         except TandemError as error:
-            return str(error)
+            return error.what
 
     def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
         if isinstance(event, StepOutputs):
@@ -330,7 +338,7 @@ class InstanceClient:
                     token_ids=[],
                     finish_reason=FinishReason.ERROR,
                     error_code=error.code,
-                    error_text=str(error),
+                    error_text=error.what,
                 )
             )
         self._streams.clear()

@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError
+from tandem.core.spec import KvSharing
 
-__all__ = ["EngineConfig", "InstancesConfig", "KvDtype", "SchedulingOrder"]
+__all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]
 
 SchedulingOrder = Literal["chunked", "prefill_first", "decode_first"]
 KvDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
@@ -30,6 +31,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "have a scale for each head and token: half of bfloat16's memory, no more speed."
         ),
     ] = "auto"
+    kv_sharing: Annotated[
+        KvSharing,
+        Meta(
+            description="relaxed: KV is shared with instances that round differently (another "
+            "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and the "
+            "same seed gives the same tokens whatever is cached."
+        ),
+    ] = "relaxed"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Prompt and output tokens of a request; 0 = the model's own.")
     ] = 0
@@ -84,24 +93,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_batch_tokens is {self.max_batch_tokens}, below max_running "
                 f"{self.max_running}: every running request needs a token per step",
                 field="engine.max_batch_tokens",
-            )
-
-
-class InstancesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many instances of which role; none of either is one unified instance."""
-
-    prefill: Annotated[int, Meta(ge=0, description="Instances that only prefill.")] = 0
-    decode: Annotated[int, Meta(ge=0, description="Instances that only decode.")] = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what this version cannot run.
-
-        Raises: UnsupportedError.
-        """
-        if self.prefill or self.decode:
-            raise UnsupportedError(
-                "engine.configure",
-                f"{self.prefill} prefill and {self.decode} decode instances: KV cannot move "
-                "between instances yet, leave both at 0 for one unified instance",
-                field="instances.prefill" if self.prefill else "instances.decode",
             )

@@ -10,12 +10,12 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.wire import (
     AddRequest,
     FinishReason,
@@ -23,12 +23,13 @@ from tandem.core.wire import (
     SamplingParams,
     TokenLogprob,
 )
+from tandem.engine.blocks import KeyedBlock
 from tandem.engine.request import Request
-from tandem.engine.runner import Runner, SequenceResult
-from tandem.engine.sampling import BROKEN_ROW, SamplerState
+from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
+from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
 
-__all__ = ["Engine", "EngineCounters"]
+__all__ = ["Engine", "EngineCounters", "MissingBlocks", "StepObserver"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,23 @@ class _PromptFacts(TypedDict, total=False):
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
+class MissingBlocks(NamedTuple):
+    """What the device lacks of a prompt."""
+
+    num_cached: int
+    """Leading full blocks that it has."""
+    keys: list[bytes]
+    """Of those that follow, but for one that ends with the last token, which is computed."""
+
+
+class StepObserver(Protocol):
+    """Learns from the time that steps take."""
+
+    def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Take in one step; under the engine's lock, so it returns at once."""
+        ...
+
+
 class Engine:
     """Runs requests to their end.
 
@@ -77,6 +95,7 @@ class Engine:
         clock: the one that deadlines are measured on.
         vocab_size: token ids outside of it are refused.
         eos_token_ids: the model's own ends of text.
+        observer: told what each step took; the planner of loads.
     """
 
     def __init__(
@@ -87,9 +106,12 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        observer: StepObserver | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._transfers: BlockTransfers | None = None
+        self._observer = observer
         self._clock = clock
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -100,8 +122,28 @@ class Engine:
         self._work = threading.Condition(self._lock)
         self.counters = EngineCounters()
 
-    def add(self, message: AddRequest) -> None:
+    def attach_transfers(self, transfers: BlockTransfers) -> None:
+        """Name who moves blocks to and from lower tiers; before the first step. Borrowed."""
+        self._transfers = transfers
+
+    def find_missing_blocks(self, message: AddRequest) -> MissingBlocks:
+        """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
+
+        For a lookup in the tiers below, before the request is added.
+        """
+        keys = self._scheduler.make_block_keys(message.prompt_ids, message.cache_salt)
+        if message.sampling.prompt_logprobs is not None:
+            keys = []
+        with self._lock:
+            num_cached = self._scheduler.count_cached_blocks(keys)
+        return MissingBlocks(num_cached, keys[num_cached:])
+
+    def add(self, message: AddRequest, *, num_stored_blocks: int = 0) -> None:
         """Accept a request; its outputs come from ``step``.
+
+        Args:
+            message: the request.
+            num_stored_blocks: its leading full blocks that the device or the tiers below hold.
 
         Raises:
             ConfigError: a field is out of what this model can do.
@@ -119,6 +161,7 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             cache_salt=message.cache_salt,
+            num_stored_blocks=num_stored_blocks,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         state = SamplerState(params, seed, self._collect_stop_ids(params), message.prompt_ids)
@@ -143,7 +186,25 @@ class Engine:
     def flush_cache(self) -> int:
         """Forget cached prefixes; return the blocks freed at once."""
         with self._lock:
+            self._work.notify()
             return self._scheduler.flush_cache()
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report loads that ended with content; see ``Scheduler.load_done``. Any thread."""
+        with self._lock:
+            self._scheduler.load_done(request, block_ids)
+            self._work.notify()
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report loads that ended without; see ``Scheduler.load_failed``. Any thread."""
+        with self._lock:
+            self._scheduler.load_failed(request, block_ids)
+            self._work.notify()
+
+    def is_unchanged(self, block: KeyedBlock) -> bool:
+        """Whether a block copied out still has its content; see ``Scheduler.is_unchanged``."""
+        with self._lock:
+            return self._scheduler.is_unchanged(block)
 
     def get_stats(self) -> SchedulerStats:
         """Return the scheduler's snapshot."""
@@ -160,9 +221,16 @@ class Engine:
         return bool(self._live)
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Block until there is something to do; False if the time ran out first."""
+        """Block until there is something to do; False if the time ran out first.
+
+        Requests that only wait for loads are nothing to do, until a load or their time ends.
+        """
         with self._work:
-            return self._work.wait_for(lambda: bool(self._live or self._pending), timeout_s)
+            wake_in_s = self._scheduler.wake_s - self._clock.now_s()
+            return self._work.wait_for(self._has_work, max(min(timeout_s, wake_in_s), 0.0))
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._scheduler.wake_s <= self._clock.now_s()
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return what it gave each request, maybe nothing.
@@ -175,13 +243,16 @@ class Engine:
             begin_s = self._clock.now_s()
             plan = self._scheduler.schedule(begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+        if self._transfers is not None:
+            self._transfers.begin(plan)
         if plan.is_empty:
             return outputs
         try:
             results = self._runner.run(plan, self._states)
         except Exception as error:  # A process edge: requests must end, whatever the model did.
             logger.exception("step failed, its %d requests end", len(plan.sequences))
-            failure = InternalError("engine.step", f"the model failed: {error}")
+            cause = error.what if isinstance(error, TandemError) else error
+            failure = InternalError("engine.step", f"the model failed: {cause}")
             with self._lock:
                 ended = self._scheduler.abandon(plan, self._clock.now_s())
                 return outputs + [
@@ -191,6 +262,9 @@ class Engine:
             end_s = self._clock.now_s()
             self.counters.num_steps += 1
             self.counters.step_seconds += end_s - begin_s
+            if self._observer is not None:
+                num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
+                self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
             return outputs + self._record(plan, results, end_s)
 
     def _check(self, message: AddRequest) -> None:
@@ -261,7 +335,7 @@ class Engine:
             failure = InternalError("engine.sample", "the model's logits are not numbers")
             return self._end(live, failure)
         if reason is FinishReason.STOP:
-            return self._end(live, stop_token_id=token.token_id)
+            return self._end(live, stop=token)
         self.counters.generated_tokens += 1
         output = RequestOutput(
             request_id=request.request_id,
@@ -275,9 +349,9 @@ class Engine:
         return output
 
     def _end(
-        self, live: _Live, failure: InternalError | None = None, stop_token_id: int | None = None
+        self, live: _Live, failure: InternalError | None = None, stop: SampledToken | None = None
     ) -> RequestOutput:
-        """Make the last output of a request that has ended without a token for the client."""
+        """Make the last output of a request that has ended without a token of its text."""
         request = live.request
         assert request.is_finished, f"request {request.request_id} goes on"
         self._forget(live)
@@ -285,9 +359,10 @@ class Engine:
             request_id=request.request_id,
             token_ids=[],
             finish_reason=FinishReason.ERROR if failure else request.finish_reason,
-            stop_token_id=stop_token_id,
+            logprobs=None if stop is None or stop.logprob is None else [stop.logprob],
+            stop_token_id=None if stop is None else stop.token_id,
             error_code=None if failure is None else failure.code,
-            error_text=None if failure is None else str(failure),
+            error_text=None if failure is None else failure.what,
             **self._describe_prompt(live),
         )
 

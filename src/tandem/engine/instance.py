@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.core.clock import MonotonicClock
+from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.logs import configure_logging
 from tandem.core.wire import (
@@ -37,8 +38,15 @@ from tandem.core.wire import (
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
+from tandem.store.config import StoreConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.build import BuiltEngine
+    from tandem.engine.tiers.planner import CostTierPlanner
+    from tandem.engine.tiers.service import TierService
 
 __all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceSpec", "compat_facts", "main"]
 
@@ -48,6 +56,8 @@ INSTANCE_ROLE = "instance"
 SERVER_ROLE = "server"
 IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
+STORE_TIMEOUT_S = 10.0
+"""For the first attempt to reach the store; an instance without it serves all the same."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +68,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     engine: EngineConfig
     rpc: RpcConfig
+    tiers: TierConfig = msgspec.field(default_factory=TierConfig)
+    store: StoreConfig | None = None
+    """Where KV outlives requests and this process; None: nowhere."""
     log_level: str = "info"
 
 
@@ -80,6 +93,7 @@ class Instance:
         self._stage = StageChanged(InstanceStage.STARTING)
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
+        self._tier: TierService | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -104,29 +118,45 @@ class Instance:
             )
         return self._engine
 
-    def _add(self, peer: Peer, request: AddRequest) -> Empty:
+    async def _add(self, peer: Peer, request: AddRequest) -> Empty:
         engine = self._require_engine()
         # The owner is known before the engine can produce anything for it.
         owner = self._owners.setdefault(request.request_id, peer)
         try:
-            engine.add(request)
+            num_stored_blocks = await self._count_stored(engine, request)
+            if owner is peer and self._owners.get(request.request_id) is not peer:
+                return Empty()  # Cancelled while the store was asked; nobody waits for it.
+            engine.add(request, num_stored_blocks=num_stored_blocks)
         except TandemError:
             if owner is peer and not engine.is_live(request.request_id):
                 self._owners.pop(request.request_id, None)
             raise
         return Empty()
 
+    async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
+        """Return how many leading blocks of a prompt the device or the store holds."""
+        if self._tier is None:
+            return 0
+        missing = engine.find_missing_blocks(request)
+        return missing.num_cached + await self._tier.count_stored(missing.keys)
+
     def _cancel(self, peer: Peer, request: CancelRequest) -> None:
-        if self._engine is not None and self._owners.get(request.request_id) is peer:
-            self._engine.cancel(request.request_id)
+        if self._engine is None or self._owners.get(request.request_id) is not peer:
+            return
+        if not self._engine.cancel(request.request_id):
+            # Not added yet, or just ended.
+            self._owners.pop(request.request_id, None)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
         assert self._info is not None
         return self._info
 
-    def _flush_cache(self, peer: Peer, _: Empty) -> int:
-        return self._require_engine().flush_cache()
+    async def _flush_cache(self, peer: Peer, _: Empty) -> int:
+        num_freed = self._require_engine().flush_cache()
+        if self._tier is not None:
+            await self._tier.flush()
+        return num_freed
 
     def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
         if self._engine is None:
@@ -155,8 +185,8 @@ class Instance:
         lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         for request_id in lost:
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self._engine is None or not self._engine.cancel(request_id):
+                self._owners.pop(request_id, None)
 
     def _push_stage(self) -> None:
         for peer in self._server.peers:
@@ -190,12 +220,15 @@ class Instance:
             self._load()
             self._run_engine()
         except TandemError as error:
-            logger.error("event=instance_failed error=%s", error)  # noqa: TRY400
-            self.set_stage(StageChanged(InstanceStage.FAILED, str(error)))
+            # The server reports the failure; an ERROR line here would print it twice.
+            logger.info("event=instance_failed error=%s", error)
+            self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
             # The stage says why; a restart would fail alike, so the server decides.
             self._stopping.wait()
             return 1
         finally:
+            if self._tier is not None:
+                self._tier.stop()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._close_channel.set)
                 channel.join(timeout=5)
@@ -225,12 +258,36 @@ class Instance:
                 reported_s = now_s
                 self.set_stage(StageChanged(InstanceStage.LOADING, what, done, total))
 
-        built = build_engine(self._spec.model, self._spec.engine, MonotonicClock(), show)
+        tiers = None if self._spec.store is None else self._spec.tiers
+        clock = MonotonicClock()
+        built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
+        if built.planner is not None and self._spec.store is not None:
+            self._open_tier(built, built.planner, self._spec.store, clock)
         self._info = msgspec.structs.replace(
             built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
         )
         self._engine = built.engine
         self.set_stage(StageChanged(InstanceStage.READY))
+
+    def _open_tier(
+        self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
+    ) -> None:
+        from tandem.engine.tiers.service import TierService
+        from tandem.engine.tiers.store_tier import BlockMemory
+
+        layout = built.cache.layout
+        tier = TierService(
+            store,
+            self._spec.rpc,
+            self._spec.tiers,
+            BlockMemory(built.cache.view_bytes(), layout.bytes_per_block),
+            identity=built.identity.digest.hex(),
+            clock=clock,
+            on_load=planner.note_load,
+        )
+        built.engine.attach_transfers(tier)
+        tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)
+        self._tier = tier
 
     def _run_engine(self) -> None:
         engine = self._require_engine()

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.engine.blocks import BlockCopy
+from tandem.engine.blocks import BlockCopy, KeyedBlock
 from tandem.engine.request import Request
 
-__all__ = ["ScheduledSequence", "SchedulerStats", "StepPlan"]
+__all__ = ["BlockLoad", "ScheduledSequence", "SchedulerStats", "StepPlan"]
 
 
 class ScheduledSequence(NamedTuple):
@@ -21,9 +21,26 @@ class ScheduledSequence(NamedTuple):
     """The last token is the last known one: its logits choose the next."""
 
 
+class BlockLoad(NamedTuple):
+    """Fill a block, in all layers, from a lower tier.
+
+    The block belongs to the transfer, whatever becomes of the request, until the caller reports
+    its end by ``Scheduler.load_done`` or ``load_failed``: a late write never meets a new owner.
+    """
+
+    request: Request
+    key: bytes
+    block_id: int
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Do the copies, then the forward pass, then sample, then ``complete``."""
+    """One step. Do the copies, then the forward pass, then sample, then ``complete``.
+
+    What concerns lower tiers is read before the step writes, and in this order: ``filled`` and
+    ``evicted``, whose memory the step or a load may reuse; then ``dropped``; then ``loads``, which
+    go on beside this step and those that follow.
+    """
 
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
@@ -31,11 +48,20 @@ class StepPlan:
     """Back in the queue without blocks; what they generated is kept."""
     expired: list[Request] = field(default_factory=list[Request])
     """Finished with ``FinishReason.DEADLINE``, blocks released."""
+    loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    """To be started; those of one request in the order of its tokens."""
+    dropped: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    """Under way and no longer wanted. May be stopped; their end is reported all the same."""
+    filled: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    """Blocks that steps have filled since the last plan, generated tokens included; each content
+    once, however many requests computed it."""
+    evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    """Full blocks whose content this plan gives up."""
     num_tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute; such a plan is not completed."""
+        """Nothing to compute; such a plan is not completed, but may have loads."""
         return not self.sequences
 
 
@@ -45,11 +71,17 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    num_loading: int
+    """Requests that wait for a load."""
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
     num_preemptions: int
     num_evicted_blocks: int
+    num_loaded_blocks: int
+    """Loads that gave a block its content."""
+    num_failed_loads: int
+    """Blocks whose load ended without, or too late."""
     num_prefix_queries: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int

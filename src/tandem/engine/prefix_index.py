@@ -11,8 +11,8 @@ Invariants (``check``): whoever references a node's block references its parent'
 (unreferenced) subtree is evictable as a whole; the LRU order lists a node only after its cached
 children, so its front is always a leaf, and evicting is O(1) and never takes a referenced block.
 
-Pure and single-threaded. Lower tiers will be asked with the same keys from where ``match`` ends;
-per-block side data would be carried by ``PrefixNode``. Neither is built here.
+Pure and single-threaded. Lower tiers are asked with the same keys from where ``match`` ends
+(``tandem.engine.loads``); per-block side data would be carried by ``PrefixNode`` and is not built.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
-from tandem.engine.blocks import BlockPool
+from tandem.core.spec import make_root_key
+from tandem.engine.blocks import BlockPool, KeyedBlock
 
 __all__ = [
     "TOKEN_BYTES",
@@ -33,7 +34,6 @@ __all__ = [
     "PrefixStats",
     "hash_block",
     "pack_tokens",
-    "root_digest",
 ]
 
 TOKEN_BYTES = 4
@@ -47,18 +47,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Key of the full block that holds ``token_ids`` after the block (or root) ``parent``."""
     return hashlib.sha256(parent + pack_tokens(token_ids)).digest()
-
-
-def root_digest(fingerprint: str, salt: str) -> bytes:
-    """Key that chains start from: equal roots mean that KV of equal tokens is interchangeable.
-
-    Args:
-        fingerprint: weights, weight format, KV dtype, layout and adapter, as one string.
-        salt: separates users who must not share; ``""`` is a salt like any other.
-    """
-    # The length prefix keeps ("ab", "c") apart from ("a", "bc").
-    head = fingerprint.encode()
-    return hashlib.sha256(struct.pack("<Q", len(head)) + head + salt.encode()).digest()
 
 
 class PrefixNode:
@@ -129,14 +117,14 @@ class PrefixIndex:
         pool: shared with the scheduler; blocks of requests are released through ``release`` here,
             so that the index learns which became evictable.
         block_size: tokens per block.
-        fingerprint: see ``root_digest``.
+        identity: ``KvIdentity.digest`` of the KV in the blocks.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, fingerprint: str = "") -> None:
+    def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.stats = PrefixStats()
         self._pool = pool
         self._block_size = block_size
-        self._fingerprint = fingerprint
+        self._identity = identity
         # A root lives as long as it has children or a request stands on it.
         self._roots: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
         self._by_key: dict[bytes, PrefixNode] = {}
@@ -145,7 +133,7 @@ class PrefixIndex:
 
     def make_root_key(self, salt: str) -> bytes:
         """Return the key that chains of this salt start from."""
-        return root_digest(self._fingerprint, salt)
+        return make_root_key(self._identity, salt)
 
     def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
         """Append the keys of the full blocks of ``token_ids``, which follow the blocks of ``keys``.
@@ -273,16 +261,28 @@ class PrefixIndex:
         if position == len(siblings) or not siblings[position].startswith(tokens):
             self._link(parent, None, tokens, block_id)
 
-    def evict(self, num_blocks: int) -> int:
-        """Free up to ``num_blocks`` cached blocks, least recently used first; return how many."""
+    def describe(self, node: PrefixNode) -> KeyedBlock:
+        """Return a full node's key and block, for a lower tier."""
+        assert node.key is not None, f"block {node.block_id} is partial"
+        return KeyedBlock(node.key, node.block_id, self._pool.get_generation(node.block_id))
+
+    def evict(self, num_blocks: int) -> list[KeyedBlock]:
+        """Free up to ``num_blocks`` cached blocks, least recently used first.
+
+        Returns: the full ones among them; their memory still holds them until it is reused. The
+        tail of a prompt has no key: no lower tier holds it.
+        """
+        evicted: list[KeyedBlock] = []
         count = 0
         while count < num_blocks and self._lru:
             node, _ = self._lru.popitem(last=False)
             assert not node.children, f"block {node.block_id} is evicted before its children"
+            if node.key is not None:
+                evicted.append(self.describe(node))
             self._unlink(node)
             count += 1
         self.stats.num_evicted_blocks += count
-        return count
+        return evicted
 
     def clear(self) -> int:
         """Forget everything; return how many blocks became free at once.

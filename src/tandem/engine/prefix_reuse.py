@@ -1,12 +1,15 @@
 """What a request takes from the prefix index and what it gives back.
 
 Owns the keys and the index position of each request (fields of ``Request``) and the table of
-blocks that running prefills are about to compute. The scheduler decides who is admitted and when;
-this decides what is shared. Pure, single-threaded.
+blocks that running prefills are about to compute, or loads to bring. The scheduler decides who is
+admitted and when; this decides what is shared. Pure, single-threaded.
 """
 
+from collections.abc import Sequence
+
+from tandem.engine.blocks import KeyedBlock
 from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
-from tandem.engine.request import Request
+from tandem.engine.request import Request, RequestState
 
 __all__ = ["PrefixReuse"]
 
@@ -29,11 +32,22 @@ class PrefixReuse:
         self._index = index
         self._block_size = block_size
         self._expected: dict[bytes, Request] = {}
-        """Key of a block to the running request whose prefill computes it."""
+        """Key of a block to the request whose prefill computes it or whose load brings it."""
+        self._filled: list[KeyedBlock] = []
 
     def open(self, request: Request) -> None:
         """Prepare a request that has just arrived."""
         request.root_key = self._index.make_root_key(request.cache_salt)
+
+    def make_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of a prompt's full blocks, without one that ends with its last token."""
+        if not self.is_enabled:
+            return []
+        keys: list[bytes] = []
+        num_tokens = (len(prompt_ids) - 1) // self._block_size * self._block_size
+        root_key = self._index.make_root_key(cache_salt)
+        self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
+        return keys
 
     def find(self, request: Request) -> PrefixMatch:
         """Return what the index holds of a request's tokens, all but the last one.
@@ -53,20 +67,50 @@ class PrefixReuse:
         return self._index.count_cached_blocks(request.block_keys)
 
     def is_expected(self, request: Request) -> bool:
-        """Whether this step brings a running request closer to a block that ``request`` shares.
+        """Whether this step, or a load, brings another request closer to a block that it shares.
 
         So copies of a prompt that arrive together compute it once. The wait is bounded by the
-        other's prompt, as it counts only while the other advances, and by ``MAX_DEFERRALS``.
+        other's prompt or load, as it counts only while the other advances, and by
+        ``MAX_DEFERRALS``.
         """
-        if not self._expected or not request.can_reuse_prefix:
-            return False
         if request.num_deferrals >= MAX_DEFERRALS:
             return False
+        other = self.find_provider(request)
+        return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
+
+    def find_provider(self, request: Request) -> Request | None:
+        """Return who computes or loads the first block that a request lacks; None for nobody."""
+        if not self._expected or not request.can_reuse_prefix:
+            return None
         num_cached = self.count_cached_blocks(request)
         if num_cached == len(request.block_keys):
-            return False
-        other = self._expected.get(request.block_keys[num_cached])
-        return other is not None and other.is_scheduled
+            return None
+        return self._expected.get(request.block_keys[num_cached])
+
+    def list_missing_keys(self, request: Request, num_cached: int) -> list[bytes]:
+        """Return the keys of the full blocks after the first ``num_cached`` that it could reuse.
+
+        Not of one that ends with the last known token: that token is computed in any case.
+        """
+        self._extend_keys(request)
+        return request.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
+
+    def expect(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Note that a request is about to provide blocks."""
+        for key in keys:
+            self._expected[key] = request
+
+    def forget_expected(self, request: Request, keys: Sequence[bytes]) -> None:
+        """End ``expect``, whether the blocks came or not."""
+        if self._expected:
+            for key in keys:
+                if self._expected.get(key) is request:
+                    del self._expected[key]
+
+    def take_filled(self) -> list[KeyedBlock]:
+        """Return the blocks that became full and matchable since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
 
     def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
         """Reference the blocks of a match for a request that starts; return the shared ones.
@@ -81,8 +125,7 @@ class PrefixReuse:
             request.prefix_node = (
                 match.nodes[-1] if match.nodes else self._index.get_root(request.root_key)
             )
-            for key in request.block_keys[len(shared) :]:
-                self._expected[key] = request
+            self.expect(request, request.block_keys[len(shared) :])
         return shared
 
     def release_copied(self, src_block_id: int) -> None:
@@ -107,18 +150,21 @@ class PrefixReuse:
                 block_id = request.block_table[position]
                 tokens = request.get_tokens(position * size, (position + 1) * size)
                 node = self._index.insert(node, request.block_keys[position], tokens, block_id)
-                if node.block_id != block_id:
+                if node.block_id == block_id:
+                    self._filled.append(self._index.describe(node))
+                else:
                     _replace_block(request, position, node.block_id)
                 position += 1
             request.prefix_node = node
             request.num_indexed_blocks = position
         if is_prompt_end:
-            self._forget_expected(request)
+            self.forget_expected(request, request.block_keys)
             self._index_tail(request)
 
     def detach(self, request: Request) -> None:
         """Take all blocks from a request; what it has computed stays matchable."""
-        self._forget_expected(request)
+        if request.is_prefilling:
+            self.forget_expected(request, request.block_keys)
         self._index_tail(request)
         self._index.release(request.block_table)
         request.block_table = ()
@@ -129,6 +175,7 @@ class PrefixReuse:
     def clear(self) -> int:
         """Forget all prefixes, those under way included; return the blocks freed at once."""
         self._expected.clear()
+        self._filled.clear()
         return self._index.clear()
 
     def _extend_keys(self, request: Request) -> None:
@@ -148,12 +195,6 @@ class PrefixReuse:
         tail = request.get_tokens(position * self._block_size, request.num_computed_tokens)
         if tail:
             self._index.insert_tail(node, tail, request.block_table[position])
-
-    def _forget_expected(self, request: Request) -> None:
-        if self._expected and request.is_prefilling:
-            for key in request.block_keys:
-                if self._expected.get(key) is request:
-                    del self._expected[key]
 
 
 def _replace_block(request: Request, position: int, block_id: int) -> None:

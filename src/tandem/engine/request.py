@@ -20,6 +20,8 @@ class RequestState(StrEnum):
     """Where a request stands; only the scheduler moves it."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Not admitted before its load from a lower tier has ended, or has taken too long."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again, without blocks, with the tokens it has generated."""
@@ -38,6 +40,8 @@ class Request:
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
         cache_salt: requests of different salts never share blocks.
+        num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
+            when it arrived.
     """
 
     request_id: str
@@ -47,6 +51,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    num_stored_blocks: int = 0
 
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens sampled so far, the one that ended the request included."""
@@ -59,6 +64,8 @@ class Request:
     """Leading tokens whose KV is in the blocks."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix index when it was first admitted; what usage reports."""
+    num_loaded_tokens: int = 0
+    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -78,6 +85,10 @@ class Request:
     """Cancelled while in flight: ends when the step completes."""
     num_deferrals: int = 0
     """Steps it was passed over because a running request computes a prefix that it shares."""
+    has_loaded: bool = False
+    """A load was started since it last became waiting; a second one could go on for ever."""
+    loaded_blocks: range = range(0)
+    """Positions of the blocks that its last load brought."""
     root_key: bytes = b""
     block_keys: list[bytes] = field(default_factory=list[bytes])
     """Digests of its leading full blocks, as far as they were needed."""

@@ -4,7 +4,7 @@ A runner gets the scheduler's plan and gives back what was sampled. It owns the 
 cache; which block belongs to whom is the scheduler's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from tandem.core.wire import TokenLogprob
 from tandem.engine.sampling import SampledToken, SamplerState
 from tandem.engine.scheduler import StepPlan
 
-__all__ = ["Runner", "SequenceResult"]
+__all__ = ["BlockTransfers", "Runner", "SequenceResult"]
 
 
 @dataclass(slots=True)
@@ -28,12 +28,34 @@ class SequenceResult:
 class Runner(Protocol):
     """Executes plans, one at a time."""
 
-    def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
+    def run(
+        self,
+        plan: StepPlan,
+        states: Mapping[str, SamplerState],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> dict[str, SequenceResult]:
         """Copy the plan's blocks, compute its tokens, sample where it says so.
 
         Args:
             plan: not modified; its blocks are reserved until the scheduler completes it.
             states: sampling state by request id.
+            on_layer: called with each layer's index, in order, as soon as that layer's KV of this
+                step is in the blocks and while the step goes on, so that it can be announced or
+                sent. On the thread that runs the step, which waits for it. What it raises ends the
+                step and leaves ``run``.
         Returns: a result for every sequence of the plan.
+        """
+        ...
+
+
+class BlockTransfers(Protocol):
+    """Moves blocks between the device and the lower tiers, beside the steps."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take up what a plan asks of the lower tiers; see ``StepPlan`` for the order.
+
+        Called for every plan, one without sequences too, before its step writes. Returns soon and
+        does not raise. The end of each load is reported to ``Engine.load_done`` or
+        ``load_failed``, within a time that is bounded, from any thread.
         """
         ...

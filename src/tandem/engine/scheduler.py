@@ -12,21 +12,26 @@ Rules that everything below serves:
 - Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
   block's worth of growth for everybody, fits beside what the running ones still need.
 - Tokens become matchable when the step that computed them has completed, not before.
+- A load from a lower tier takes only blocks that neither the running requests nor those ahead in
+  the queue need next, and never so many that a running request could not reach its full length. So
+  a load delays no decode. Its blocks are free when the transfer into them has ended, not before.
 
 Single-threaded. ``schedule`` and ``complete`` alternate; the rest may come in between.
 """
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import FinishReason
-from tandem.engine.blocks import BlockCopy, BlockPool
+from tandem.engine.blocks import BlockCopy, BlockPool, KeyedBlock
 from tandem.engine.config import EngineConfig
-from tandem.engine.plan import ScheduledSequence, SchedulerStats, StepPlan
+from tandem.engine.loads import BlockLoads, TierPlanner
+from tandem.engine.plan import BlockLoad, ScheduledSequence, SchedulerStats, StepPlan
 from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.prefix_reuse import PrefixReuse
 from tandem.engine.request import Request, RequestState
@@ -36,6 +41,10 @@ __all__ = ["ScheduledSequence", "Scheduler", "SchedulerStats", "StepPlan"]
 MAX_CANDIDATES = 128
 """Waiting requests looked at per step; with more, arrival order alone decides (as in SGLang):
 ordering a long queue costs more than the hits it finds."""
+
+LOADING_SHARE = 4
+"""One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
+this goes; with more in transfer, requests would wait for the link and not for their own blocks."""
 
 _NOT_FINISHED: Mapping[str, FinishReason] = MappingProxyType({})
 
@@ -47,11 +56,18 @@ class Scheduler:
         config: with ``max_model_len`` resolved.
         pool: of the same number of blocks as the runner's memory.
         index: over that pool.
+        tiers: decides what is loaded from lower tiers; None: nothing is.
 
     Raises: ConfigError (``max_model_len`` is 0).
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        index: PrefixIndex,
+        tiers: TierPlanner | None = None,
+    ) -> None:
         if config.max_model_len < 1:
             raise ConfigError(
                 "engine.create_scheduler",
@@ -62,13 +78,18 @@ class Scheduler:
         self._pool = pool
         self._index = index
         self._prefix = PrefixReuse(index, config.block_size, is_enabled=config.prefix_cache)
+        self._tiers = tiers if config.prefix_cache else None
+        self._loads = BlockLoads(pool, index, self._prefix, config.block_size)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self._max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
+        self._loading: list[Request] = []
         self._running: list[Request] = []
         self._deadlines: list[tuple[float, int, Request]] = []
         self._in_flight: StepPlan | None = None
+        self._evicted: list[KeyedBlock] = []
+        self._wake_s = math.inf
         self._num_added = 0
         self._num_preemptions = 0
         self._was_prefill_step = False
@@ -82,8 +103,16 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request is waiting, loading or running."""
         return bool(self._requests)
+
+    @property
+    def wake_s(self) -> float:
+        """When ``schedule`` has something to do: ``-inf`` is now, ``inf`` not before a call.
+
+        While everything that is live only waits for loads, the next deadline.
+        """
+        return self._wake_s
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -114,6 +143,7 @@ class Scheduler:
         )
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_queue_order)
+        self._wake_s = -math.inf
         if request.deadline_s is not None:
             self._add_deadline(request, request.deadline_s)
 
@@ -121,7 +151,7 @@ class Scheduler:
         """End a request with ``FinishReason.CANCELLED``; False if no such request is live.
 
         Its blocks are released now or, if it is in the plan in flight, by ``complete``, which
-        then returns it.
+        then returns it. Blocks that a load writes into are released when that has ended.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -133,8 +163,52 @@ class Scheduler:
         return True
 
     def flush_cache(self) -> int:
-        """Forget all prefixes; return the blocks freed at once. Running requests go on."""
+        """Forget all prefixes; return the blocks freed at once. Running requests go on.
+
+        Loads under way are given up: what they bring was asked for under the forgotten prefixes.
+        """
+        for request in self._loads.give_up_all():
+            self._end_loading(request)
+        self._wake_s = -math.inf
         return self._prefix.clear()
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Take in blocks whose load has ended with their content, verified.
+
+        Args:
+            request: of the ``BlockLoad``, whether it is still live or not.
+            block_ids: of loads of that request; nothing writes into them any more.
+
+        Raises: ConflictError (no such load is under way); nothing has changed then.
+        """
+        if self._loads.note_done(request, block_ids):
+            self._end_loading(request)
+        self._wake_s = -math.inf
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Take in blocks whose load has ended without content; the request computes them.
+
+        Args and Raises as for ``load_done``.
+        """
+        if self._loads.note_failed(request, block_ids):
+            self._end_loading(request)
+        self._wake_s = -math.inf
+
+    def is_unchanged(self, block: KeyedBlock) -> bool:
+        """Whether a block still has the content with which ``schedule`` reported it.
+
+        Ask after copying it out, and before anybody may read the copy: only ``schedule`` gives
+        blocks away, so the memory was not written before it changed hands here.
+        """
+        return self._pool.get_generation(block.block_id) == block.generation
+
+    def make_block_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of a prompt's full blocks that a request may reuse. Changes nothing."""
+        return self._prefix.make_keys(prompt_ids, cache_salt)
+
+    def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain the device holds."""
+        return self._index.count_cached_blocks(keys)
 
     def get_stats(self) -> SchedulerStats:
         """Return gauges and counters for the metrics. O(1)."""
@@ -142,11 +216,14 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_loading=len(self._loading),
             num_blocks=self._pool.num_blocks,
             num_used_blocks=self._pool.num_used,
             num_cached_blocks=self._pool.num_cached,
             num_preemptions=self._num_preemptions,
             num_evicted_blocks=prefix.num_evicted_blocks,
+            num_loaded_blocks=self._loads.num_loaded,
+            num_failed_loads=self._loads.num_failed,
             num_prefix_queries=prefix.num_queries,
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
@@ -196,6 +273,8 @@ class Scheduler:
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now_s)
                 plan.expired.append(request)
+        if self._tiers is not None:
+            self._plan_loads(plan, self._tiers, now_s)
         match self._config.scheduling_order:
             case "chunked":
                 self._plan_decodes(plan)
@@ -208,7 +287,27 @@ class Scheduler:
                 self._plan_decode_first(plan, now_s)
         if not plan.is_empty:
             self._in_flight = plan
+        plan.dropped = self._loads.take_dropped()
+        plan.filled = self._prefix.take_filled()
+        plan.evicted, self._evicted = self._evicted, []
+        self._wake_s = self._find_wake_s(plan, now_s)
         return plan
+
+    def _find_wake_s(self, plan: StepPlan, now_s: float) -> float:
+        if plan.sequences or plan.loads or plan.expired:
+            return -math.inf
+        # Nothing can be done now: all wait for transfers, until one of these moments.
+        wake_s = self._deadlines[0][0] if self._deadlines else math.inf
+        for request in self._loading:
+            wait_until_s = self._loads.get_wait_until_s(request)
+            if wait_until_s is not None:
+                wake_s = min(wake_s, wait_until_s)
+        for request in self._waiting:
+            # The order of the queue changes with it, and another one in front may fit.
+            passed_over_s = request.arrival_s + self._config.max_passover_s
+            if passed_over_s > now_s:
+                wake_s = min(wake_s, passed_over_s)
+        return wake_s
 
     def _plan_decode_first(self, plan: StepPlan, now_s: float) -> None:
         """Decodes alone while any can run, except that prefills do not wait for ever.
@@ -281,7 +380,7 @@ class Scheduler:
     def _allocate(self, num_blocks: int) -> tuple[int, ...]:
         pool = self._pool
         if num_blocks > pool.num_free:
-            self._index.evict(num_blocks - pool.num_free)
+            self._evicted += self._index.evict(num_blocks - pool.num_free)
         return tuple([pool.allocate() for _ in range(num_blocks)])
 
     def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
@@ -334,6 +433,7 @@ class Scheduler:
         victim.state = RequestState.PREEMPTED
         victim.num_preemptions += 1
         victim.num_deferrals = 0
+        victim.has_loaded = False
         self._num_preemptions += 1
         insort(self._waiting, victim, key=_queue_order)
 
@@ -342,6 +442,73 @@ class Scheduler:
         _remove_sorted(self._running, request, _urgency)
         self._prefix.detach(request)
         request.is_prefilling = False
+
+    # ---------------------------------------------------------------- loads
+
+    def _plan_loads(self, plan: StepPlan, tiers: TierPlanner, now_s: float) -> None:
+        """Start loads for requests in the queue, in its order, as far as blocks allow."""
+        for request in list(self._loading):
+            wait_until_s = self._loads.get_wait_until_s(request)
+            if wait_until_s is not None and wait_until_s <= now_s:
+                self._end_loading(request)
+        if not self._waiting:
+            return
+        room = self._pool.num_blocks // LOADING_SHARE - self._loads.num_in_transfer
+        reserved = sum(map(self._count_outstanding, self._running))
+        largest = max(map(self._count_full_length, self._running), default=0)
+        for request in self._order_waiting(now_s):
+            if room <= 0:
+                return
+            match = self._prefix.find(request).without_copy()
+            # What is matched gets pinned, so that what is loaded can be inserted behind it.
+            room_here = min(
+                room,
+                self._count_available() - self._index.count_evictable(match) - reserved,
+                self._pool.num_blocks - self._loads.num_pinned - len(match.nodes) - largest,
+            )
+            if room_here > 0 and self._may_load(request):
+                loads = self._start_load(request, match, tiers, room_here, now_s)
+                plan.loads += loads
+                room -= len(loads)
+            if request.state is not RequestState.LOADING:
+                reserved += self._count_lookahead(request)
+                largest = max(largest, self._count_full_length(request))
+
+    def _may_load(self, request: Request) -> bool:
+        if request.has_loaded or not request.can_reuse_prefix:
+            return False
+        return self._prefix.find_provider(request) is None
+
+    def _start_load(
+        self, request: Request, match: PrefixMatch, tiers: TierPlanner, room: int, now_s: float
+    ) -> list[BlockLoad]:
+        """Start to load at most ``room`` blocks for a waiting request, if its planner wants it."""
+        keys = self._prefix.list_missing_keys(request, len(match.nodes))
+        if not keys:
+            return []
+        decision = tiers.choose_load(request, keys, len(match.nodes), now_s)
+        num_blocks = min(decision.num_blocks, len(keys), room)
+        if num_blocks <= 0:
+            return []
+        self._index.acquire(match)
+        fresh = self._allocate(num_blocks)
+        wait_until_s = now_s + decision.wait_s
+        loads = self._loads.start(request, match, keys[:num_blocks], fresh, wait_until_s)
+        if decision.wait_s > 0:
+            _remove_sorted(self._waiting, request, _queue_order)
+            request.state = RequestState.LOADING
+            self._loading.append(request)
+        return loads
+
+    def _end_loading(self, request: Request) -> None:
+        """Put a request that waited for a load back into the queue."""
+        if request.state is RequestState.LOADING:
+            self._loading.remove(request)
+            request.state = _get_queue_state(request)
+            insort(self._waiting, request, key=_queue_order)
+
+    def _count_full_length(self, request: Request) -> int:
+        return self._count_blocks(request.max_total_tokens)
 
     # ---------------------------------------------------------------- admission
 
@@ -408,6 +575,10 @@ class Scheduler:
         return False
 
     def _fits(self, request: Request, match: PrefixMatch, budget: int, reserved: int) -> bool:
+        # No preemption frees what loads pin: whoever runs must reach its full length without it.
+        pinned = self._loads.num_pinned - self._loads.count_releasable(request)
+        if pinned and pinned + self._count_full_length(request) > self._pool.num_blocks:
+            return False
         available = self._count_available() - self._index.count_evictable(match)
         if self._running:
             needed = self._count_lookahead(request) + reserved
@@ -429,7 +600,12 @@ class Scheduler:
             self._index.stats.num_queries += 1
             self._index.stats.num_query_tokens += request.prompt_len
             self._index.stats.num_hit_tokens += start
+            loaded = request.loaded_blocks
+            num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
+            request.num_loaded_tokens = num_loaded * self._config.block_size
         shared = self._prefix.attach(request, match)
+        # What is still on its way comes too late.
+        self._loads.give_up(request)
         fresh = self._allocate(self._count_blocks(start + num_tokens) - len(shared))
         if match.source is not None:
             plan.copies.append(BlockCopy(match.source.block_id, fresh[0], match.num_source_tokens))
@@ -534,8 +710,12 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
         if request.state is RequestState.RUNNING:
             self._leave_running(request)
+        elif request.state is RequestState.LOADING:
+            self._loading.remove(request)
         else:
             _remove_sorted(self._waiting, request, _queue_order)
+        self._loads.give_up(request)
+        self._wake_s = -math.inf
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.finished_s = now_s
@@ -548,6 +728,7 @@ class Scheduler:
         owners: Counter[int] = Counter()
         for request in self._running:
             owners.update(request.block_table)
+        owners.update(self._loads.list_references())
         if self._in_flight is not None:
             owners.update(copy.src_block_id for copy in self._in_flight.copies)
         for block_id in range(self._pool.num_blocks):
@@ -555,10 +736,14 @@ class Scheduler:
             assert owners[block_id] == num_refs, (
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
-        assert len(self._running) + len(self._waiting) == len(self._requests), (
-            f"{len(self._running)} running and {len(self._waiting)} waiting of "
-            f"{len(self._requests)} requests"
+        num_listed = len(self._running) + len(self._loading) + len(self._waiting)
+        assert num_listed == len(self._requests), (
+            f"{len(self._running)} running, {len(self._loading)} loading and "
+            f"{len(self._waiting)} waiting of {len(self._requests)} requests"
         )
+        for request in self._loading:
+            assert request.state is RequestState.LOADING, f"{request.request_id} does not load"
+            assert self._loads.get_wait_until_s(request) is not None, f"{request.request_id}: none"
         _check_sorted(self._running, _urgency)
         _check_sorted(self._waiting, _queue_order)
 
@@ -566,6 +751,10 @@ class Scheduler:
 def _urgency(request: Request) -> tuple[int, int]:
     """Key of the running set."""
     return (request.priority, request.seq_no)
+
+
+def _get_queue_state(request: Request) -> RequestState:
+    return RequestState.PREEMPTED if request.num_preemptions else RequestState.WAITING
 
 
 def _queue_order(request: Request) -> tuple[int, bool, int]:

@@ -1,6 +1,6 @@
 """The runner that computes with torch, on a ``CausalModel`` and its block-major KV cache."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,12 @@ class TorchRunner:
         self._threads = threads
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> dict[str, SequenceResult]:
+    def run(
+        self,
+        plan: StepPlan,
+        states: Mapping[str, SamplerState],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> dict[str, SequenceResult]:
         """See ``Runner.run``."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
@@ -41,7 +46,7 @@ class TorchRunner:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         chunks = [_make_chunk(sequence) for sequence in plan.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size)
-        logits_RV = self._model.forward(batch, self._kv_cache)
+        logits_RV = self._model.forward(batch, self._kv_cache, on_layer)
         return _read_logits(plan, states, logits_RV, self._kv_cache.pool)
 
 

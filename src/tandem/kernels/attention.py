@@ -49,6 +49,12 @@ PLAIN = AttentionRule()
 
 def write_kv(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
     """Put the step's keys and values, [T, 2, K, d] with any strides, into their slots."""
+    _fill_slots(step, layer_idx, kv_T2Kd)
+    if step.on_layer is not None:
+        step.on_layer(layer_idx)
+
+
+def _fill_slots(step: PagedStep, layer_idx: int, kv_T2Kd: Tensor) -> None:
     cache = step.cache
     if step.native is not None:
         rows = kv_T2Kd.contiguous().flatten(1, 2)
@@ -307,6 +313,8 @@ class Attention(Operator):
             native.pool,
         )
         native.attention.store(self.layer_idx, by_head, heads)
+        if native.on_layer is not None:
+            native.on_layer(self.layer_idx)
         rule = self.rule
         native.attention.attend(
             self.layer_idx,

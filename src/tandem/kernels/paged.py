@@ -2,8 +2,8 @@
 
 ``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
 the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
-tokens in all layers, contiguous: [layers, 2, kv_heads, block_size, head_dim], or where KV is coded
-the bytes of each layer, codes and then scales (``KVLayout``).
+tokens in all layers, contiguous: [layers, *chunks, block_size, row_size], or where KV is coded the
+bytes of each layer, codes and then scales (``KVLayout``; chunks are [2, kv_heads] for GQA).
 
 Invariants: a token's KV lives at slot (block_table[position // block_size], position %
 block_size); within a batch no two tokens share a slot; the tail of a block that is being filled
@@ -12,14 +12,17 @@ never bring another request's NaN into a sum. One thread at a time per cache.
 """
 
 from math import prod
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem._native import AlignedBuffer, KvPool, ThreadPool
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.core.spec import KVLayout
+from tandem.core.spec import KVLayout, MlaLayout
 from tandem.kernels.native import Buffer, is_native, view_tensor
 
 __all__ = ["TORCH_DTYPES", "PagedBatch", "PagedKvCache", "SequenceChunk", "allocate_blocks"]
@@ -35,6 +38,9 @@ TORCH_DTYPES = {
 MIN_HUGE_BYTES = 16 << 20
 """From here on blocks lie on huge pages: a long context is more small pages than the core has
 translations for. Attention over 32k tokens took 0.88 of the time, over 128k 0.74."""
+
+POOL_ALIGNMENT = 64
+"""Bytes: a cache line, the widest vector load, and what direct I/O and devices are content with."""
 
 MIN_RUN_TOKENS = 8
 """Mean length from which copying runs beats scattering tokens: a copy costs as much as 8 do."""
@@ -181,12 +187,15 @@ class PagedKvCache:
         num_blocks: blocks in the pool; ids are 0 to num_blocks - 1.
         device: where the pool lives.
         pool: threads for the native operators on this cache; None runs them on the caller's.
-        tensor: memory to use instead of allocating, [num_blocks, *layout.shape], contiguous;
-            borrowed for the life of the cache, contents must be finite.
+        memory: memory to use instead of allocating: any writable, contiguous buffer of at least
+            ``num_blocks * layout.bytes_per_block`` bytes on the CPU, at an address that is a
+            multiple of 64, such as an array of the transfer engine or a mapping of a peer's. Held,
+            not copied. What blocks hold that are in use must be finite.
 
     Raises:
-        ShapeError: ``tensor`` has another shape, dtype or stride.
-        UnsupportedError: coded KV off the CPU, where no operator reads it.
+        ShapeError: ``memory`` is too small, not contiguous or not aligned.
+        UnsupportedError: read-only ``memory``, or ``memory`` for another device; coded KV off the
+            CPU, where no operator reads it.
     """
 
     def __init__(
@@ -196,18 +205,15 @@ class PagedKvCache:
         *,
         device: torch.device | str = "cpu",
         pool: ThreadPool | None = None,
-        tensor: Tensor | None = None,
+        memory: memoryview | NDArray[np.uint8] | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
         dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
-        if tensor is None:
+        if memory is None:
             tensor = allocate_blocks(shape, dtype, device)
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ShapeError(
-                "kernels.wrap_kv_cache",
-                f"got {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}, need "
-                f"contiguous {dtype} {shape}: allocate it from this layout",
-            )
+        else:
+            tensor = _wrap_memory(memory, num_blocks * layout.bytes_per_block, device)
+            tensor = tensor.view(dtype).view(shape)
         self.layout = layout
         self.pool = pool
         self.device = tensor.device
@@ -217,27 +223,38 @@ class PagedKvCache:
         """The same memory as native attention takes it; None where torch attends."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Buffer]] = (None, {})
         if layout.is_coded:
-            size = layout.scale_offset
+            size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
             codes = tensor[:, :, :size].unflatten(2, layout.layer_shape)
-            scales = tensor[:, :, size:].unflatten(2, (*layout.layer_shape[:3], -1))
+            scales = tensor[:, :, size:].unflatten(2, (*rows_shape, -1))
             self._by_token = (codes, scales)
             return
         self._by_token = (tensor,)
         layers = range(layout.num_layers)
-        self.slots = [tensor[:, layer].permute(0, 3, 1, 2, 4) for layer in layers]
-        """Per layer, [num_blocks, block_size, 2, kv_heads, head_dim]: where a step's KV goes."""
-        rows_per_layer = 2 * layout.num_kv_heads
-        rows = tensor.view(-1, layout.block_size * layout.head_dim)
-        self.chunks = [rows[layer * rows_per_layer :] for layer in layers]
-        """Per layer, [chunks, block_size * head_dim]: one head's keys or values in one block.
-        Row ``block * rows_per_block + kind * kv_heads + head`` whatever the layer."""
-        self._scratch = tensor.new_empty(0, layout.block_size * layout.head_dim)
-        self.rows_per_block = layout.num_layers * rows_per_layer
+        self.slots = [tensor[:, layer].movedim(-2, 1) for layer in layers]
+        """Per layer, [num_blocks, block_size, *chunk_shape, row_size]: where a step's KV goes."""
+        rows = tensor.view(-1, layout.block_size * layout.row_size)
+        self.chunks = [rows[layer * layout.chunks_per_layer :] for layer in layers]
+        """Per layer, [chunks, block_size * row_size]: one chunk of one block. Row ``block *
+        rows_per_block + chunk`` whatever the layer; GQA's chunk is ``kind * kv_heads + head``."""
+        self._scratch = tensor.new_empty(0, layout.block_size * layout.row_size)
+        self.rows_per_block = layout.num_layers * layout.chunks_per_layer
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the stored keys and values."""
         return self.tensor.dtype
+
+    def view_bytes(self) -> NDArray[np.uint8]:
+        """Return all blocks as bytes, one block after the other; the same memory.
+
+        Raises: UnsupportedError (the cache is not in host memory).
+        """
+        if self.device.type != "cpu":
+            raise UnsupportedError(
+                "kernels.view_kv_bytes",
+                f"the blocks are on {self.device}: only the host's are seen",
+            )
+        return self.tensor.view(-1).view(torch.uint8).numpy()
 
     def scratch_for(self, num_rows: int) -> Tensor:
         """Return room for ``num_rows`` rows of ``chunks``; the next call may return the same.
@@ -245,7 +262,7 @@ class PagedKvCache:
         Kept and grown, as memory fresh from the system costs more to touch than to fill.
         """
         if len(self._scratch) < num_rows:
-            width = self.layout.block_size * self.layout.head_dim
+            width = self.layout.block_size * self.layout.row_size
             self._scratch = self.tensor.new_empty(num_rows, width)
         return self._scratch[:num_rows]
 
@@ -271,8 +288,8 @@ class PagedKvCache:
                 "kernels.copy_block", f"{num_tokens} tokens of a block of {size}: pass 0 to {size}"
             )
         for part in self._by_token:
-            part[target, :, :, :, :num_tokens] = part[source, :, :, :, :num_tokens]
-            part[target, :, :, :, num_tokens:] = 0
+            part[target, ..., :num_tokens, :] = part[source, ..., :num_tokens, :]
+            part[target, ..., num_tokens:, :] = 0
 
     def gather_index(self, block_ids: Tensor) -> Tensor:
         """Rows of ``chunks[layer]`` that hold the given blocks of several sequences.
@@ -280,13 +297,44 @@ class PagedKvCache:
         Args:
             block_ids: int64 [S, n].
 
-        Returns: int64 [2 * S * kv_heads * n], so that the gathered rows view as
-            [2, S * kv_heads, n * block_size, head_dim]: keys, then values.
+        Returns: int64 [chunks * S * n], so that the gathered rows view as
+            [2, S * kv_heads, n * block_size, head_dim], keys and then values, or for latents as
+            [S, n * block_size, row_size].
         """
-        heads = self.layout.num_kv_heads
-        kinds = torch.arange(2, device=block_ids.device).view(2, 1, 1, 1) * heads
+        kinds, heads = self.layout.chunk_shape or (1, 1)
+        kind_ids = torch.arange(kinds, device=block_ids.device).view(kinds, 1, 1, 1) * heads
         head_ids = torch.arange(heads, device=block_ids.device).view(1, 1, heads, 1)
-        return (block_ids[None, :, None] * self.rows_per_block + kinds + head_ids).flatten()
+        return (block_ids[None, :, None] * self.rows_per_block + kind_ids + head_ids).flatten()
+
+
+def _wrap_memory(
+    memory: memoryview | NDArray[np.uint8], size_bytes: int, device: torch.device | str
+) -> Tensor:
+    """View the first ``size_bytes`` of somebody's memory as uint8; the tensor keeps it alive."""
+    where, field = "kernels.wrap_kv_cache", "memory"
+    exporter: Any = memory  # numpy's stubs do not say that arrays have the buffer protocol.
+    view = memoryview(exporter)
+    if torch.device(device).type != "cpu":
+        raise UnsupportedError(
+            where, f"host memory for a cache on {device}: leave it out", field=field
+        )
+    if view.readonly:
+        raise UnsupportedError(where, "the memory is read-only: map it writable", field=field)
+    if not view.c_contiguous or view.nbytes < size_bytes:
+        raise ShapeError(
+            where,
+            f"{view.nbytes} bytes, strides {view.strides}, need {size_bytes} contiguous bytes: "
+            "allocate num_blocks * layout.bytes_per_block",
+            field=field,
+        )
+    tensor = torch.frombuffer(view, dtype=torch.uint8)[:size_bytes]
+    if tensor.data_ptr() % POOL_ALIGNMENT:
+        raise ShapeError(
+            where,
+            f"the memory begins at {tensor.data_ptr():#x}, need a multiple of {POOL_ALIGNMENT}",
+            field=field,
+        )
+    return tensor
 
 
 def allocate_blocks(
@@ -307,13 +355,20 @@ def allocate_blocks(
 
 
 def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
-    if not layout.is_coded:
-        return KvPool.grouped(view_tensor(tensor)) if is_native(tensor) else None
-    if tensor.device.type != "cpu":
+    if layout.is_coded and tensor.device.type != "cpu":
         raise UnsupportedError(
             "kernels.wrap_kv_cache",
             f"{layout.dtype} KV on {tensor.device}: only the CPU's attention reads it, use auto",
             field="kv_dtype",
         )
-    sizes = (layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return KvPool.coded(view_tensor(tensor), layout.dtype, *sizes)
+    if not layout.is_coded and not is_native(tensor):
+        return None
+    view, dtype, size = view_tensor(tensor), layout.dtype, layout.block_size
+    if isinstance(layout, MlaLayout):
+        rank = layout.kv_lora_rank
+        if layout.is_coded:
+            return KvPool.coded_latent(view, dtype, size, layout.row_size, rank)
+        return KvPool.latent(view, rank)
+    if layout.is_coded:
+        return KvPool.coded(view, dtype, layout.num_kv_heads, size, layout.head_dim)
+    return KvPool.grouped(view)

@@ -3,6 +3,7 @@
 Shapes: T tokens, S sequences, K KV heads, C tokens of context.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,21 @@ class NativeStep:
         cache: the block pool, whose ``native`` is there.
         cos: [T, r] of the model's dtype; r items of a head are rotated.
         sin: the same.
+        on_layer: as of ``PagedStep``.
     """
 
-    def __init__(self, batch: PagedBatch, cache: PagedKvCache, cos: Tensor, sin: Tensor) -> None:
+    def __init__(
+        self,
+        batch: PagedBatch,
+        cache: PagedKvCache,
+        cos: Tensor,
+        sin: Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
         assert cache.native is not None, "the cache is not native"
         self.num_tokens = batch.num_tokens
         self.pool = cache.pool
+        self.on_layer = on_layer
         self.attention = _native.PlannedAttention(
             cache.native, batch.block_table, batch.query_start, batch.context_lens, cache.pool
         )
@@ -119,6 +129,7 @@ class PagedStep:
         cache: the block pool; the layers write this step's KV to it.
         rope: gives the angles.
         dtype: the model's.
+        on_layer: called with each layer's index once its KV of this step is in the blocks.
     """
 
     def __init__(
@@ -127,8 +138,10 @@ class PagedStep:
         cache: PagedKvCache,
         rope: Rope,
         dtype: torch.dtype,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.batch = batch
+        self.on_layer = on_layer
         self.cache = cache
         self.cos, self.sin = rope.compute(batch.positions, dtype)
         self.native: NativeStep | None = None
@@ -136,7 +149,7 @@ class PagedStep:
         self.decodes: list[DecodeGroup] = []
         self.prefills: list[Prefill] = []
         if cache.native is not None and dtype in NATIVE_DTYPES:
-            self.native = NativeStep(batch, cache, self.cos, self.sin)
+            self.native = NativeStep(batch, cache, self.cos, self.sin, on_layer)
             return
         half = self.sin.shape[-1] // 2
         signed = torch.cat((-self.sin[:, :half], self.sin[:, half:]), dim=-1)

@@ -53,6 +53,3 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 0
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"
-    adapter: Annotated[
-        str, Meta(description="Folder of a LoRA adapter to serve beside the model.")
-    ] = ""

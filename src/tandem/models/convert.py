@@ -8,11 +8,13 @@ from tandem.core.errors import CapacityError, ConfigError
 from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.paged import TORCH_DTYPES
 from tandem.models.families import open_checkpoint
+from tandem.models.identity import list_config_values
 from tandem.models.injection import apply_rules, load_rules
 from tandem.models.operators import WeightSettings
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.precision import choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
+from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.weights import Progress, WeightSource
 
 __all__ = ["ConvertReport", "convert_model"]
@@ -70,11 +72,19 @@ def convert_model(
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
-    config_bytes = (checkpoint.folder / "config.json").read_bytes()
     dtype = TORCH_DTYPES[spec.dtype]
+    digests = DigestCache.of_user(checkpoint.folder)
     with (
         WeightSource(checkpoint.folder, dtype=dtype, progress=progress) as source,
-        PackedCaches(root, source=source.fingerprint(config_bytes)) as caches,
+        WeightHasher(source.entries, num_threads=pool.num_threads, cache=digests) as hasher,
+        PackedCaches(
+            root,
+            source=name_packed_source(
+                hasher.result(progress),
+                list_config_values(checkpoint.config),
+                "" if source.holds_exactly(dtype) else spec.dtype,
+            ),
+        ) as caches,
     ):
         settings = WeightSettings.of_plan(plan, pool, caches)
         apply_rules(model, checkpoint.config, load_rules(rules), device="cpu", settings=settings)

@@ -5,6 +5,7 @@ activation, an unknown quantization or RoPE) is refused by name. What passes is 
 ``ModelSpec``; transformers' own config class fills the defaults, so that both agree.
 """
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,16 @@ from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, Unsu
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.hub import resolve_folder
 
-__all__ = ["FAMILIES", "Checkpoint", "Family", "describe_model", "open_checkpoint"]
+__all__ = [
+    "ACTIVATIONS",
+    "FAMILIES",
+    "LAYER_TYPES",
+    "ROPE_TYPES",
+    "Checkpoint",
+    "Family",
+    "describe_model",
+    "open_checkpoint",
+]
 
 SMALL_MODEL_BYTES = 256 << 20
 """Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
@@ -27,6 +37,15 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS = ("silu", "swish")
+
+MODELS_PAGE = "docs/reference/models.md"
+"""Generated from the tables here."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Under which names configurations tell the number of routed experts."""
+CLOSE_NAME = 0.6
+"""From this ratio of difflib on, two names are kin: qwen2 and qwen3 are, bert and llama are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +146,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse(what: str, field: str) -> UnsupportedError:
-    return UnsupportedError("models.check_config", what, field=field)
+    text = f"{what}; {MODELS_PAGE} lists what runs"
+    return UnsupportedError("models.check_config", text, field=field)
+
+
+def _find_nearest(model_type: str, raw: dict[str, Any]) -> Family:
+    """Return the family that is most like a model: with experts or without, then by name."""
+    inner = raw.get("text_config")
+    places = [raw, inner] if isinstance(inner, dict) else [raw]
+    counts = [place.get(name) for place in places for name in EXPERT_COUNTS]
+    is_moe = any(isinstance(count, int) and count > 1 for count in counts)
+    kin = {name: family for name, family in FAMILIES.items() if family.is_moe == is_moe}
+    close = difflib.get_close_matches(model_type, kin, n=1, cutoff=CLOSE_NAME)
+    # Else the plainest of its kind, of which most others are variants.
+    return kin[close[0]] if close else FAMILIES["qwen3_moe" if is_moe else "llama"]
 
 
 def _check_family(raw: dict[str, Any]) -> Family:
@@ -136,15 +168,15 @@ def _check_family(raw: dict[str, Any]) -> Family:
         raise ConfigError(
             "models.check_config", f"model_type is {model_type!r}: need a name", field="model_type"
         )
-    known = ", ".join(FAMILIES)
+    nearest = _find_nearest(model_type, raw)
+    hint = f"the nearest supported family is {nearest.model_type} ({nearest.architecture})"
     if raw.get("is_encoder_decoder"):
         raise _refuse(
-            f"{model_type} is an encoder-decoder: only decoders run here", "is_encoder_decoder"
+            f"{model_type} is an encoder-decoder: only decoders run here, {hint}",
+            "is_encoder_decoder",
         )
     if model_type not in FAMILIES:
-        raise _refuse(
-            f"model_type {model_type!r} is not supported: known are {known}", "model_type"
-        )
+        raise _refuse(f"model_type {model_type!r} is not supported: {hint}", "model_type")
     family = FAMILIES[model_type]
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
@@ -204,18 +236,16 @@ def _check_config(config: Any) -> None:
             field="sliding_window",
         )
     layer_types = getattr(config, "layer_types", None) or ()
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
     if unknown:
-        raise _refuse(
-            f"layer_types {unknown}: only full_attention and sliding_attention", "layer_types"
-        )
+        raise _refuse(f"layer_types {unknown}: known are {', '.join(LAYER_TYPES)}", "layer_types")
     if "sliding_attention" in layer_types and window is None:
         raise ConfigError(
             "models.check_config",
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
         )
-    if config.hidden_act not in ("silu", "swish"):
+    if config.hidden_act not in ACTIVATIONS:
         raise _refuse(f"hidden_act {config.hidden_act!r}: only silu runs here", "hidden_act")
     rope = config.rope_parameters
     rope_type = rope.get("rope_type", "default")

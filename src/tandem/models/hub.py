@@ -108,9 +108,15 @@ def _snapshot(
             "models.pull", f"{model_id} at {revision or 'the default branch'}: {error}"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if local_only:
+            raise NotFoundError(
+                "models.resolve",
+                f"{model_id} is not in the local cache: run `tandem pull {model_id}` while online",
+            ) from error
         raise NotFoundError(
-            "models.resolve",
-            f"{model_id} is not in the local cache: run `tandem pull {model_id}` while online",
+            "models.pull",
+            f"{model_id} is not in the local cache and the hub cannot be reached: check the "
+            "network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy the folder here and name it",
         ) from error
     except (HfHubHTTPError, ConnectionError, TimeoutError) as error:
         raise PeerLostError(

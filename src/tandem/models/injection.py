@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.kernels.formats import WeightFormat
+from tandem.kernels.matrix import MatrixSettings
 from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
@@ -24,7 +26,7 @@ from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Outcome", "apply_rules", "load_rules"]
+__all__ = ["Outcome", "apply_rules", "find_module_format", "load_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +141,18 @@ def _apply_one(
             return Outcome(name, class_name, DEFAULT, assignment.rule, f"cannot: {error}")
         return Outcome(name, class_name, DEFAULT, assignment.rule, f"not fused: {error}")
     model.set_submodule(name, built)
-    notes = [_note_format(built), _note_devices(rule, device)]
+    weight_format = find_module_format(built)
+    notes = ["" if weight_format is None else weight_format.name, _note_devices(rule, device)]
     note = "; ".join(note for note in notes if note)
     return Outcome(name, class_name, entry.name, assignment.rule, note)
 
 
-def _note_format(operator: nn.Module) -> str:
-    if isinstance(operator, NativeExperts):
-        return operator.weight_format.name
-    settings = getattr(operator, "settings", None)
-    return settings.weight_format.name if settings and settings.weight_format else ""
+def find_module_format(module: nn.Module) -> WeightFormat | None:
+    """Return the format in which a module stores its matrices; None: as tensors, or it has none."""
+    if isinstance(module, NativeExperts):
+        return module.weight_format
+    settings = getattr(module, "settings", None)
+    return settings.weight_format if isinstance(settings, MatrixSettings) else None
 
 
 def _note_devices(rule: Rule, device: str) -> str:

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that runs paged batches."""
 
-import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,30 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.core.spec import DTYPE_BYTES, KV_CODE_BYTES, KVLayout, ModelSpec
+from tandem.core.spec import (
+    DTYPE_BYTES,
+    KV_CODE_BYTES,
+    GqaLayout,
+    KvIdentity,
+    KVLayout,
+    KvSharing,
+    ModelSpec,
+)
 from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.experts import read_experts
-from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.injection import apply_rules, load_rules, require_no_meta
 from tandem.models.operators import WeightSettings, make_rope_parameters
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.plan import RulesReport
 from tandem.models.precision import WeightPlan, choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
+from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.weights import Progress, WeightSource
 
 __all__ = ["CausalModel", "load_model", "make_kv_layout"]
@@ -41,7 +50,7 @@ class CausalModel:
     Attributes:
         spec: what it is; ``spec.dtype`` is the dtype it runs in.
         report: which rule took which module, and unused rules.
-        fingerprint: SHA-256 over configuration and samples of all weights.
+        weights_digest: SHA-256 over all bytes of the weights, hex.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
         plan: how weights are stored where no rule says otherwise.
     """
@@ -51,14 +60,16 @@ class CausalModel:
         skeleton: Any,
         spec: ModelSpec,
         report: RulesReport,
-        fingerprint: str,
+        weights_digest: str,
+        config_values: dict[str, str],
         ignored_weights: dict[str, str],
         plan: WeightPlan,
         device: torch.device,
     ) -> None:
         self.spec = spec
         self.report = report
-        self.fingerprint = fingerprint
+        self.weights_digest = weights_digest
+        self._config_values = config_values
         self.ignored_weights = ignored_weights
         self.plan = plan
         self.device = device
@@ -83,21 +94,21 @@ class CausalModel:
         packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
 
-    @property
-    def numerics(self) -> str:
-        """SHA-256 over what, beside the weights, decides the values of a KV block.
+    def kv_identity(self, layout: KVLayout, sharing: KvSharing = "relaxed") -> KvIdentity:
+        """Return what decides whether KV that this model wrote may be shared.
 
-        The dtype, for each module its operator and weight format, so that a rule for one layer
-        counts as well as a setting for all, and the parts of experts.
+        Args:
+            layout: of the blocks that hold it.
+            sharing: whether other rounding classes may read and write the same blocks.
         """
-        digest = hashlib.sha256(self.spec.dtype.encode())
-        for outcome in self.report.outcomes:
-            digest.update(f"\0{outcome.module}\0{outcome.operator}\0{outcome.note}".encode())
-        # Sums of parts are rounded apart.
-        for module in self.skeleton.modules():
-            if isinstance(module, NativeExperts) and module.num_parts > 1:
-                digest.update(f"\0{module.num_parts}".encode())
-        return digest.hexdigest()
+        return make_kv_identity(
+            self.skeleton,
+            weights=self.weights_digest,
+            config=self._config_values,
+            spec=self.spec,
+            layout=layout,
+            sharing=sharing,
+        )
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
         """Return the layout of a KV block.
@@ -120,12 +131,18 @@ class CausalModel:
         return PagedKvCache(layout, num_blocks, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: PagedBatch, kv_cache: PagedKvCache) -> Tensor:
+    def forward(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
+            on_layer: called with each layer's index once its KV of this step is in the blocks.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
 
@@ -144,7 +161,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = PagedStep(batch, kv_cache, self._rope, self.dtype)
+        step = PagedStep(batch, kv_cache, self._rope, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -209,20 +226,31 @@ def load_model(
     all_rules = load_rules(rules)
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
-    config_bytes = (checkpoint.folder / "config.json").read_bytes()
+    config_values = list_config_values(checkpoint.config)
     with ExitStack() as stack:
         source = stack.enter_context(
             WeightSource(
                 checkpoint.folder, dtype=TORCH_DTYPES[spec.dtype], device=device, progress=progress
             )
         )
-        fingerprint = source.fingerprint(config_bytes)
+        hasher = stack.enter_context(
+            WeightHasher(
+                source.entries,
+                num_threads=pool.num_threads,
+                cache=DigestCache.of_user(checkpoint.folder),
+            )
+        )
         root = None
         if plan.experts.weight_format is not None:
             root = choose_root(packed_cache, checkpoint.folder, plan.experts.size_bytes)
         caches = None
         if root is not None:
-            caches = stack.enter_context(PackedCaches(root, source=fingerprint))
+            packed_source = name_packed_source(
+                hasher.result(progress),
+                config_values,
+                "" if source.holds_exactly(source.dtype) else spec.dtype,
+            )
+            caches = stack.enter_context(PackedCaches(root, source=packed_source))
         model = build_skeleton(checkpoint.config)
         settings = WeightSettings.of_plan(plan, pool, caches, expert_parts)
         table, outcomes = apply_rules(
@@ -230,6 +258,7 @@ def load_model(
         )
         _load_weights(model, checkpoint, source)
         ignored = source.check_all_used(_list_harmless(checkpoint))
+        weights_digest = hasher.result(progress)
     report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
@@ -237,7 +266,16 @@ def load_model(
             "event=memory_not_bound what=weights why=%r",
             "the kernel refused mbind: they lie where threads touched them first",
         )
-    return CausalModel(model, spec, report, fingerprint, ignored, plan, torch.device(device))
+    return CausalModel(
+        model,
+        spec,
+        report,
+        weights_digest,
+        config_values,
+        ignored,
+        plan,
+        torch.device(device),
+    )
 
 
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
@@ -258,7 +296,7 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
-    return KVLayout(
+    return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

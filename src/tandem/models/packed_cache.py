@@ -36,6 +36,7 @@ __all__ = [
     "PackedFile",
     "PackedManifest",
     "choose_root",
+    "find_risk",
 ]
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class PackedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     layout: str
     source: str
-    """Fingerprint of the checkpoint; see ``WeightSource.fingerprint``."""
+    """Hash over what the packed bytes were made from; see ``tandem.models.loader``."""
     weight_format: str
     files: dict[str, PackedFile]
     """By dotted path of the operator."""
@@ -95,7 +96,7 @@ class PackedCaches:
 
     Args:
         root: holds a folder per format.
-        source: the checkpoint's fingerprint.
+        source: see ``PackedManifest``.
     """
 
     def __init__(self, root: Path, *, source: str) -> None:
@@ -140,7 +141,7 @@ class PackedCache:
 
     Args:
         folder: made when something is written; readable by its owner alone.
-        source: the checkpoint's fingerprint.
+        source: see ``PackedManifest``.
         weight_format: the format's name.
     """
 
@@ -183,7 +184,7 @@ class PackedCache:
         try:
             info = path.stat()
             size = info.st_size
-            risk = _find_risk(info)
+            risk = find_risk(info)
             if risk:
                 logger.warning("event=packed_file_refused path=%s why=%r", path, risk)
                 return None
@@ -267,7 +268,7 @@ class PackedCache:
         path = self.folder / MANIFEST_NAME
         wanted = self._manifest
         try:
-            risk = _find_risk(self.folder.stat())
+            risk = find_risk(self.folder.stat())
             if risk:
                 logger.warning("event=packed_cache_refused folder=%s why=%r", self.folder, risk)
                 return wanted
@@ -305,7 +306,7 @@ class PackedCache:
             return True
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            risk = _find_risk(self.folder.stat())
+            risk = find_risk(self.folder.stat())
             if risk:
                 self._stop_writing(risk)
                 return False
@@ -329,7 +330,7 @@ class PackedCache:
         logger.warning("event=packed_cache_not_written folder=%s why=%r", self.folder, why)
 
 
-def _find_risk(info: os.stat_result) -> str:
+def find_risk(info: os.stat_result) -> str:
     """Return who else may write to a file or folder; nothing where that is only us and root."""
     if info.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {info.st_uid}"

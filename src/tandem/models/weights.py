@@ -9,7 +9,6 @@ Invariants: a name is in one file; a file's ranges lie within it; files lie in t
 loading, every tensor was used or is known to be harmless. Pickles are never opened.
 """
 
-import hashlib
 import json
 import mmap
 import re
@@ -37,9 +36,6 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format's own library."""
 
 MAX_DIMENSIONS = 16
-
-SAMPLE_BYTES = 4096
-"""Of each tensor, what the fingerprint reads from its start, middle and end."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -371,25 +367,12 @@ class WeightSource:
             unused[name] = reasons[0]
         return unused
 
-    def fingerprint(self, config: bytes) -> str:
-        """Return a SHA-256 that tells checkpoints apart without reading them whole.
-
-        Over ``config``, and of each tensor, by name: dtype, shape, and 4 KiB of its start, middle
-        and end. Fine-tuning changes nearly every tensor nearly everywhere, so two checkpoints with
-        equal samples are equal; a hand-made change of single bytes elsewhere goes unseen.
-        """
-        digest = hashlib.sha256(b"tandem-fingerprint-1\0")
-        digest.update(len(config).to_bytes(8, "little") + config)
-        for name in sorted(self.entries):
-            entry = self.entries[name]
-            head = [name, entry.dtype, list(entry.shape)]
-            digest.update(json.dumps(head).encode() + b"\0")
-            data = self._map(entry.path)
-            size = entry.end - entry.begin
-            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-                first = entry.begin + start
-                digest.update(data[first : min(first + SAMPLE_BYTES, entry.end)])
-        return digest.hexdigest()
+    def holds_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether reading in ``dtype`` rounds no stored tensor."""
+        return all(
+            entry.dtype not in DTYPES or torch.promote_types(DTYPES[entry.dtype], dtype) == dtype
+            for entry in self.entries.values()
+        )
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:

@@ -61,7 +61,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: Annotated[str, Meta(min_length=1, max_length=64)]
     """Random for each start of a process: the same name with another id has restarted."""
     compat: dict[str, str] = {}
-    """Facts both sides must agree on, e.g. model fingerprint and block size."""
+    """Facts both sides must agree on, e.g. the version of the messages."""
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):

@@ -1,36 +1,40 @@
 """The application: routes, middleware and what they share.
 
-Order of the gates, outermost first: admission (counts, drains), host, key, then the route. Probes
-pass all of them. No request is handled in two places, and every answer that is an error leaves
-through ``_answer_error``.
+Order of the gates, outermost first: access log (ids), CORS (answers preflights, which carry no
+key), admission (counts, drains), host, key, then the route. Probes pass all of them. No request is
+handled in two places, and every answer that is an error leaves through ``_answer_error``.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.core.errors import InternalError, TandemError
-from tandem.server import generate, status, tokens
+from tandem.server.access import CLIENT_CLOSED, AccessLog
 from tandem.server.auth import ApiKeyGate
-from tandem.server.chat import answer_chat
 from tandem.server.chat_template import ChatTemplate
-from tandem.server.completions import answer_completion
 from tandem.server.config import ServerConfig, check_exposure, is_loopback, load_api_keys
 from tandem.server.connection import ClientGoneError
 from tandem.server.context import ServerContext
+from tandem.server.endpoints import list_endpoints
 from tandem.server.engine import EngineClient
 from tandem.server.hosts import HostGate
 from tandem.server.http_errors import HttpError, describe_error, error_response
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
+from tandem.server.load_log import log_load
 from tandem.server.metrics import ServerMetrics
+from tandem.server.names import find_names
+from tandem.server.openapi import Handler
 from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
 from tandem.server.tokenizer import Tokenizer, TokenThreads
@@ -39,17 +43,17 @@ __all__ = ["build_app"]
 
 _logger = logging.getLogger(__name__)
 
-_Handler = Callable[[ServerContext, Request], Awaitable[Response]]
-_CLIENT_CLOSED = 499
-"""What nginx logs for a client that left; nobody reads it."""
+_CORS_MAX_AGE_S = 600
+"""How long a browser may remember what was allowed."""
 
 
 def build_app(
     config: ServerConfig,
     engine: EngineClient,
     tokenizer: Tokenizer,
-    model_name: str,
+    model: str,
     *,
+    folder: Path | None = None,
     defaults: SamplingDefaults | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
@@ -58,7 +62,8 @@ def build_app(
         config: checked here.
         engine: borrowed; may still be loading.
         tokenizer: of the model that the engine runs.
-        model_name: reported where ``served_model_name`` does not say otherwise.
+        model: what the user named, a folder or a hub id; see ``names.find_names``.
+        folder: where its files are.
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
@@ -68,22 +73,29 @@ def build_app(
     """
     keys = load_api_keys(config)
     check_exposure(config, keys)
-    names = config.served_model_name or (model_name,)
-    metrics = ServerMetrics(names[0])
+    models = find_names(model, config.served_model_name, folder)
+    metrics = ServerMetrics(models.first)
     context = ServerContext(
         config=config,
         engine=engine,
         encoder=_make_encoder(config, tokenizer),
-        model_names=names,
+        models=models,
         defaults=defaults if defaults is not None else SamplingDefaults(),
         metrics=metrics,
         lifecycle=Lifecycle(metrics),
+        has_keys=bool(keys),
     )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         warm_up = asyncio.create_task(context.encoder.warm_up())
+        load_log = None
+        if config.load_log_s > 0:
+            load_log = asyncio.create_task(log_load(context, config.load_log_s))
         yield
+        if load_log is not None:
+            load_log.cancel()
+            await asyncio.gather(load_log, return_exceptions=True)
         await warm_up
         context.encoder.close()
 
@@ -91,19 +103,41 @@ def build_app(
     if not is_loopback(config.host):
         hosts.append(config.host)
     app = Starlette(
-        routes=_make_routes(context),
-        middleware=[
-            Middleware(
-                AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight
-            ),
-            Middleware(HostGate, allowed=hosts),
-            Middleware(ApiKeyGate, keys=keys),
+        routes=[
+            Route(each.path, _bind(context, each.handler), methods=list(each.methods))
+            for each in list_endpoints(config)
         ],
+        middleware=_make_gates(context, keys, hosts),
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )
     app.state.context = context
     return app
+
+
+def _make_gates(
+    context: ServerContext, keys: tuple[str, ...], hosts: list[str]
+) -> list[Middleware]:
+    config = context.config
+    cors: list[Middleware] = []
+    if config.cors_origins:
+        cors.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+                max_age=_CORS_MAX_AGE_S,
+            )
+        )
+    return [
+        Middleware(AccessLog, clock=context.clock),
+        *cors,
+        Middleware(AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight),
+        Middleware(HostGate, allowed=hosts, origins=config.cors_origins),
+        Middleware(ApiKeyGate, keys=keys),
+    ]
 
 
 def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
@@ -119,41 +153,12 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
     return PromptEncoder(tokenizer, TokenThreads(config.tokenizer_threads), template)
 
 
-def _make_routes(context: ServerContext) -> list[Route]:
-    get, post = ("GET",), ("POST",)
-    table: list[tuple[str, Sequence[str], _Handler]] = [
-        ("/v1/chat/completions", post, answer_chat),
-        ("/v1/completions", post, answer_completion),
-        ("/v1/models", get, status.list_models),
-        ("/v1/models/{name:path}", get, status.get_model),
-        ("/generate", post, generate.answer_generate),
-        ("/tokenize", post, tokens.tokenize),
-        ("/v1/tokenize", post, tokens.tokenize),
-        ("/detokenize", post, tokens.detokenize),
-        ("/v1/detokenize", post, tokens.detokenize),
-        ("/get_model_info", get, status.get_model_info),
-        ("/model_info", get, status.get_model_info),
-        ("/get_server_info", get, status.get_server_info),
-        ("/server_info", get, status.get_server_info),
-        ("/flush_cache", ("GET", "POST"), status.flush_cache),
-        ("/abort_request", post, status.abort_request),
-        ("/health", get, status.get_health),
-        ("/ready", get, status.get_ready),
-    ]
-    if context.config.metrics:
-        table.append(("/metrics", get, status.get_metrics))
-    return [
-        Route(path, _bind(context, handler), methods=list(methods))
-        for path, methods, handler in table
-    ]
-
-
-def _bind(context: ServerContext, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(context, request)
         except ClientGoneError:
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         except HttpError as error:
             return error_response(error)
         except TandemError as error:
@@ -173,9 +178,11 @@ def _answer_error(request: Request, error: TandemError) -> Response:
     return error_response(answer)
 
 
-async def _answer_http_exception(_: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
     """Give the router's own refusals (no such path, wrong method) the common shape."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
     return error_response(
         HttpError(
             error.status_code,

@@ -32,7 +32,7 @@ from tandem.server.protocol.openai import (
     ChatRequest,
 )
 from tandem.server.sse import DONE, EventStream, encode_event
-from tandem.server.usage import count_usage, make_chat_logprobs
+from tandem.server.usage import count_piece_usage, count_usage, make_chat_logprobs
 
 __all__ = ["answer_chat"]
 
@@ -90,7 +90,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     options = read_options(request, "chatcmpl")
     group = await context.start(plans, options, arrived_s)
     answer = _Answer(
-        context, request, options.name, model, info.fingerprint[:16], context.now_unix_s(), n
+        context, request, options.name, model, info.system_fingerprint, context.now_unix_s(), n
     )
     if request.stream is True:
         return EventStream(group, _events(answer, group), context.config.send_timeout_s)
@@ -196,7 +196,7 @@ async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[byt
                 yield encode_event(_encode(answer.make_chunk([first])))
             chunk = answer.make_chunk([_make_choice(answer, generation, piece)])
             if is_continuous:
-                chunk.usage = count_usage([generation])
+                chunk.usage = count_piece_usage(generation, piece)
             elif has_usage:
                 # OpenAI sends null until the last event.
                 chunk.usage = None

@@ -6,7 +6,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +28,7 @@ from tandem.server.protocol.openai import (
     CompletionRequest,
 )
 from tandem.server.sse import DONE, EventStream, encode_event
-from tandem.server.usage import add_completion_logprobs, count_usage
+from tandem.server.usage import add_completion_logprobs, count_piece_usage, count_usage
 
 __all__ = ["answer_completion"]
 
@@ -126,7 +125,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         request,
         options.name,
         model,
-        info.fingerprint[:16],
+        info.system_fingerprint,
         context.now_unix_s(),
         n,
         _make_echoes(context, prompts) if request.echo is True else None,
@@ -213,11 +212,12 @@ async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[byt
                 answer.make_text(generation, piece, is_first=first),
                 piece.finish_reason,
                 answer.make_logprobs(generation, piece, is_first=first),
-                generation.stop_reason if generation.stop_reason is not None else UNSET,
             )
+            if piece.finish_reason is not None and generation.stop_reason is not None:
+                choice.stop_reason = generation.stop_reason
             chunk = answer.make_completion([choice])
             if is_continuous:
-                chunk.usage = count_usage([generation])
+                chunk.usage = count_piece_usage(generation, piece)
             elif has_usage:
                 # OpenAI sends null until the last event.
                 chunk.usage = None

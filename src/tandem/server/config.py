@@ -35,7 +35,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     served_model_name: Annotated[
         tuple[str, ...],
-        Meta(description="Names clients may ask for, the first is reported; empty: the model's."),
+        Meta(
+            description="Names that /v1/models lists, the first is reported; empty: the last part "
+            "of the model's. Its path and 'default' are accepted too."
+        ),
     ] = ()
     ssl_certfile: Annotated[
         str | None, Meta(description="PEM certificate chain; with ssl_keyfile, serve HTTPS.")
@@ -46,6 +49,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Host names accepted in the Host header beside loopback, this machine's "
             "name and IP addresses; '*.example.org' covers a domain, '*' switches the check off."
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins of web pages that may use this server from a browser, such as "
+            "https://chat.example.org; '*' is every one; empty: none but its own."
         ),
     ] = ()
     max_body_bytes: Annotated[
@@ -82,6 +92,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
     metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
+    load_log_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds between log lines (level info) that tell the load while there is "
+            "any; 0 is none.",
+        ),
+    ] = 10.0
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the a
 in it depends on HTTP; handlers get it as their first argument.
 """
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,17 +12,28 @@ from datetime import UTC, datetime
 
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError
-from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, SamplingParams
+from tandem.core.wire import (
+    AddRequest,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    SamplingParams,
+)
 from tandem.server.config import ServerConfig
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
 from tandem.server.metrics import RequestTimer, ServerMetrics
+from tandem.server.names import ModelNames
 from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
 from tandem.server.stop_strings import StopMatcher, StopStrings
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
+
+
+_STATS_TIMEOUT_S = 2.0
+"""A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +73,18 @@ class ServerContext:
     """Everything a handler needs.
 
     Attributes:
-        model_names: what clients may ask for; the first is reported.
+        models: what clients may ask for.
+        has_keys: whether clients need an API key.
     """
 
     config: ServerConfig
     engine: EngineClient
     encoder: PromptEncoder
-    model_names: tuple[str, ...]
+    models: ModelNames
     defaults: SamplingDefaults
     metrics: ServerMetrics
     lifecycle: Lifecycle
+    has_keys: bool = False
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
@@ -80,13 +94,12 @@ class ServerContext:
         Raises:
             NotFoundError: another model was asked for.
         """
-        if name is None or name == "":
-            return self.model_names[0]
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
-            what = f"model {name[:200]!r} is not served here: ask for {served}"
+        found = self.models.find(name if name is not None else "")
+        if found is None:
+            served = ", ".join(self.models.served)
+            what = f"model {str(name)[:200]!r} is not served here: ask for {served}"
             raise NotFoundError("server.check_model", what, field="model")
-        return name
+        return found
 
     def ready_info(self) -> InstanceInfo:
         """Return what runs.
@@ -102,6 +115,14 @@ class ServerContext:
             detail = f": {stage.detail}" if stage.detail else ""
             raise PeerLostError("server.ready_info", f"{what}{detail}; /ready tells when")
         return info
+
+    async def read_stats(self) -> InstanceStats | None:
+        """Return the instance's counters, None while it is down or does not answer."""
+        try:
+            async with asyncio.timeout(_STATS_TIMEOUT_S):
+                return await self.engine.stats()
+        except (PeerLostError, TimeoutError):  # DeadlineError is a TimeoutError.
+            return None
 
     def now_unix_s(self) -> int:
         """Return the wall clock, for ``created`` fields."""

@@ -4,7 +4,6 @@ Answers as SGLang 0.5 does: one object for one prompt, a list for a list or for 
 a stream hold the whole text so far and the ``index`` of their prompt.
 """
 
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError
+from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
 from tandem.server.completions import encode_prompts
 from tandem.server.connection import limit_time, read_body, run_while_connected
@@ -65,6 +65,7 @@ class _Progress:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_ended: bool = False
 
 
 async def answer_generate(context: ServerContext, http: Request) -> Response:
@@ -86,7 +87,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
         max_model_len=context.ready_info().max_model_len,
     )
     plans, progress = _plan(context, request, prompt_ids, samplings, prompt_field)
-    name = request.rid if isinstance(request.rid, str) else uuid.uuid4().hex
+    name = request.rid if isinstance(request.rid, str) else current_request_id.get()
     salt = request.cache_salt if request.cache_salt is not None else request.extra_key
     options = RequestOptions(
         name,
@@ -203,7 +204,7 @@ def _plan(
             rid = rids[index] if rids else request.rid
             progress.append(
                 _Progress(
-                    rid if isinstance(rid, str) else uuid.uuid4().hex,
+                    rid if isinstance(rid, str) else current_request_id.get(),
                     num_top is not None,
                     first,
                     request.return_text_in_logprobs is True,
@@ -245,6 +246,7 @@ async def _events(
 def _add(state: _Progress, piece: Piece) -> None:
     state.text += piece.text
     state.ids += piece.token_ids
+    state.has_ended = piece.finish_reason is not None
     if state.wants_logprobs:
         state.logprobs += piece.logprobs
 
@@ -254,24 +256,27 @@ def _make_response(
 ) -> GenerateResponse:
     meta = MetaInfo(
         id=state.rid,
-        finish_reason=_finish(generation),
+        finish_reason=_finish(generation) if state.has_ended else None,
         prompt_tokens=generation.prompt_len,
-        completion_tokens=generation.num_tokens,
+        completion_tokens=len(state.ids),
         cached_tokens=generation.cached_len,
     )
-    if generation.finish_reason is not None:
+    if state.has_ended:
         meta.e2e_latency = generation.timer.elapsed_s
     if state.wants_logprobs:
         _add_logprobs(context, generation, state, meta)
     return GenerateResponse(text=state.text, output_ids=state.ids, meta_info=meta)
 
 
-def _finish(generation: Generation) -> dict[str, Any] | None:
+def _finish(generation: Generation) -> dict[str, Any]:
     match generation.finish_reason:
-        case None:
-            return None
         case "stop":
-            return {"type": "stop", "matched": generation.stop_reason}
+            matched = generation.stop_reason
+            # SGLang names the token of the model's own that ended the text, OpenAI's dialect not.
+            return {
+                "type": "stop",
+                "matched": generation.stop_token_id if matched is None else matched,
+            }
         case "length":
             return {"type": "length", "length": generation.num_tokens}
         case reason:

@@ -32,12 +32,17 @@ _FINISH = {
 
 
 class Piece(NamedTuple):
-    """What came newly out of a generation; the last has a ``finish_reason``."""
+    """What came newly out of a generation; the last has a ``finish_reason``.
+
+    The generation itself may be further by the time a piece is sent.
+    """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob]
     finish_reason: str | None
+    num_tokens: int
+    """Of the generation, up to this piece."""
 
 
 class Generation:
@@ -70,6 +75,9 @@ class Generation:
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        """The stop string or id of the request that ended the text; None for the model's own."""
+        self.stop_token_id: int | None = None
+        """The token that ended the text, be it the request's or the model's own."""
         self._detokenizer = detokenizer
         self._matcher = matcher
         self.timer = timer
@@ -129,6 +137,7 @@ class Generation:
         text = self._detokenizer.feed(output.token_ids)
         if output.stop_token_id is not None:
             self.num_tokens += 1
+            self.stop_token_id = output.stop_token_id
             self._pending_ids.append(output.stop_token_id)
             if output.stop_token_id in self.request.sampling.stop_token_ids:
                 self.stop_reason = output.stop_token_id
@@ -155,7 +164,7 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason)
+        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason, self.num_tokens)
         self._pending_ids, self._pending = [], []
         return piece
 

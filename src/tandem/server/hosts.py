@@ -3,7 +3,7 @@
 A page on the internet can make its own name resolve to 127.0.0.1 (DNS rebinding) and then talk to
 a local server as if it were its own. Its requests still carry its name in the Host header, so names
 that are not ours are refused; an IP address there cannot come from rebinding. Simple cross-origin
-posts carry an Origin, which must be the server's own or an allowed name.
+posts carry an Origin, which must be the server's own, an allowed name, or an origin of CORS.
 """
 
 import ipaddress
@@ -24,10 +24,12 @@ class HostGate:
 
     Args:
         allowed: names, ``*.domain`` or ``*``, beside loopback, this machine's name and addresses.
+        origins: of pages that may read answers, ``scheme://host:port`` or ``*``.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
         self._app = app
+        self._origins = frozenset(origins)
         self._is_off = "*" in allowed
         own = ("localhost", "127.0.0.1", "::1", socket.gethostname())
         self._names = {name.lower() for name in (*own, *allowed)}
@@ -51,7 +53,7 @@ class HostGate:
             what = f"Host {authority[:200]!r} is not served here: add it to server.allowed_hosts"
             return HttpError(400, what, param="Host", code="host_not_allowed")
         origin = found.get(b"origin")
-        if origin is not None:
+        if origin is not None and not self._origins & {"*", origin.decode("latin-1")}:
             source = _authority_of(origin.decode("latin-1"))
             is_own = source is not None and source == authority
             name = _host_of(f"//{source}") if source is not None else None

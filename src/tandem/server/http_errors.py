@@ -11,7 +11,14 @@ from starlette.responses import Response
 
 from tandem.core.errors import TandemError
 
-__all__ = ["ErrorBody", "HttpError", "describe_error", "encode_error", "error_response"]
+__all__ = [
+    "ErrorBody",
+    "ErrorReply",
+    "HttpError",
+    "describe_error",
+    "encode_error",
+    "error_response",
+]
 
 RETRY_SOON_S = 1
 """After a full queue: a slot comes free within about one generation."""
@@ -38,6 +45,12 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     type: str
     param: str | None = None
     code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    """The document of every answer that is an error."""
+
+    error: ErrorBody
 
 
 class HttpError(Exception):
@@ -80,7 +93,7 @@ def describe_error(error: TandemError) -> HttpError:
 
 def encode_error(body: ErrorBody) -> bytes:
     """Encode the JSON document of an error."""
-    return msgspec.json.encode({"error": body})
+    return msgspec.json.encode(ErrorReply(body))
 
 
 def error_response(error: HttpError) -> Response:

@@ -17,7 +17,7 @@ __all__ = ["AdmissionGate", "Lifecycle"]
 
 _logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Probes: answered without a key, while draining, and however full the server is."""
 
 

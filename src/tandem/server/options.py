@@ -4,10 +4,10 @@ Owns the list of fields that are known, not supported, and refused by name becau
 would change the answer.
 """
 
-import uuid
 from collections.abc import Sequence
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.logs import current_request_id
 from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
 from tandem.server.prompts import fit_max_tokens
 from tandem.server.protocol.openai import SamplingFields
@@ -95,7 +95,7 @@ def read_options(request: SamplingFields, prefix: str) -> RequestOptions:
     """Return what concerns the request as a whole; ``prefix`` begins an id of our own."""
     name = request.request_id if request.request_id is not None else request.rid
     return RequestOptions(
-        name=name if name is not None else f"{prefix}-{uuid.uuid4().hex}",
+        name=name if name is not None else f"{prefix}-{current_request_id.get()}",
         priority=request.priority if request.priority is not None else 0,
         cache_salt=request.cache_salt if request.cache_salt is not None else "",
         timeout_s=request.timeout,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
@@ -39,6 +40,18 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection, ended at once by a client that ends its side and does not read.
+
+    asyncio would close it when all bytes are sent, which that client can put off for ever.
+    """
+
+    def eof_received(self) -> None:
+        """End the connection; asyncio closes it unless told otherwise."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+
 class RunningServer:
     """A server that listens; the handle given to ``on_started``. On its event loop alone."""
 
@@ -48,6 +61,7 @@ class RunningServer:
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
+        self._abort: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Begin to drain; called again, stop waiting for what still runs."""
@@ -55,8 +69,13 @@ class RunningServer:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
             return
         _logger.warning("event=stop_forced in_flight=%d", self._context.lifecycle.num_in_flight)
+        # uvicorn's own forced exit skips the lifespan's end and logs a traceback for it.
+        if self._abort is None:
+            self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
+
+    async def _abort_and_exit(self) -> None:
+        await self._context.lifecycle.abort(None)
         self._server.should_exit = True
-        self._server.force_exit = True
 
     async def _drain_and_exit(self) -> None:
         await self._context.lifecycle.drain(self._context.config.drain_timeout_s)
@@ -81,6 +100,7 @@ async def run_server(
     listener = _bind(config)
     settings = uvicorn.Config(
         app,
+        http=_Connection,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -83,6 +83,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except TimeoutError as error:
             raise ClientGoneError from error
+        # A send that fails tells of it in the loop's next turn. Without one between events that
+        # are ready together, all of them would go to a socket that is gone.
+        await asyncio.sleep(0)
 
 
 def _error_event(error: TandemError) -> bytes:

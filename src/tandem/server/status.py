@@ -1,66 +1,87 @@
 """What runs and how it fares: models, health, readiness, information, metrics, cache control."""
 
-import asyncio
-
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import tandem
-from tandem.core.errors import ConfigError, PeerLostError
-from tandem.core.wire import InstanceStage, InstanceStats
+from tandem.core.errors import ConfigError
+from tandem.core.wire import InstanceStage
 from tandem.server.connection import read_body
 from tandem.server.context import ServerContext
 from tandem.server.http_errors import RETRY_LATER_S
 from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.openai import ModelCard, ModelList
 from tandem.server.protocol.sglang import AbortRequest
+from tandem.server.protocol.status import (
+    AbortReply,
+    FlushReply,
+    Health,
+    ModelInfo,
+    Readiness,
+    ServerInfo,
+    Version,
+)
 
 __all__ = [
     "abort_request",
     "flush_cache",
     "get_health",
+    "get_live",
     "get_metrics",
     "get_model",
     "get_model_info",
     "get_ready",
     "get_server_info",
+    "get_version",
     "list_models",
 ]
-
-_STATS_TIMEOUT_S = 2.0
-"""A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
 _encode = msgspec.json.Encoder().encode
 
 
+def _is_ready(context: ServerContext) -> bool:
+    is_up = context.engine.stage.stage == InstanceStage.READY and context.engine.info is not None
+    return is_up and not context.lifecycle.is_draining
+
+
+def _name_stage(context: ServerContext) -> str:
+    is_draining = context.lifecycle.is_draining
+    return str(InstanceStage.DRAINING if is_draining else context.engine.stage.stage)
+
+
+def _answer(reply: msgspec.Struct, *, is_ok: bool = True) -> Response:
+    return Response(
+        _encode(reply),
+        status_code=200 if is_ok else 503,
+        headers={} if is_ok else {"Retry-After": str(RETRY_LATER_S)},
+        media_type="application/json",
+    )
+
+
 async def get_health(context: ServerContext, _: Request) -> Response:
-    """Liveness: 200 while loading and draining too, 503 once the instance has failed for good."""
-    stage = context.engine.stage.stage
-    is_failed = stage == InstanceStage.FAILED
-    return JSONResponse({"status": str(stage)}, status_code=503 if is_failed else 200)
+    """Say whether requests are served: 200 if so, 503 while loading, down or draining."""
+    return _answer(Health(_name_stage(context)), is_ok=_is_ready(context))
+
+
+async def get_live(context: ServerContext, _: Request) -> Response:
+    """Say whether the server works, be it loading or draining: 503 is for a restart."""
+    is_failed = context.engine.stage.stage == InstanceStage.FAILED
+    return _answer(Health(_name_stage(context)), is_ok=not is_failed)
 
 
 async def get_ready(context: ServerContext, _: Request) -> Response:
-    """Readiness: 200 if a request would be served now, else 503 with how far loading has come."""
+    """Say what /health says, and how far loading has come."""
     stage = context.engine.stage
-    is_draining = context.lifecycle.is_draining
-    is_ready = (
-        stage.stage == InstanceStage.READY and context.engine.info is not None and not is_draining
-    )
-    name = InstanceStage.DRAINING if is_draining else stage.stage
-    return JSONResponse(
-        {
-            "status": str(name),
-            "detail": stage.detail,
-            "done": stage.done,
-            "total": stage.total,
-        },
-        status_code=200 if is_ready else 503,
-        headers={} if is_ready else {"Retry-After": str(RETRY_LATER_S)},
-    )
+    reply = Readiness(_name_stage(context), stage.detail, stage.done, stage.total)
+    return _answer(reply, is_ok=_is_ready(context))
+
+
+async def get_version(_: ServerContext, __: Request) -> Response:
+    """Return the version."""
+    return _answer(Version(tandem.__version__))
 
 
 def _make_card(context: ServerContext, name: str) -> ModelCard:
@@ -68,75 +89,71 @@ def _make_card(context: ServerContext, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=context.created_at,
-        root=context.model_names[0],
+        root=context.models.root,
         max_model_len=info.max_model_len if info is not None else None,
     )
 
 
 async def list_models(context: ServerContext, _: Request) -> Response:
     """List the names that can be asked for."""
-    models = ModelList(data=[_make_card(context, name) for name in context.model_names])
-    return Response(_encode(models), media_type="application/json")
+    models = ModelList(data=[_make_card(context, name) for name in context.models.served])
+    return _answer(models)
 
 
 async def get_model(context: ServerContext, http: Request) -> Response:
     """Describe one model; names may hold slashes."""
     name = context.check_model(http.path_params["name"])
-    return Response(_encode(_make_card(context, name)), media_type="application/json")
+    return _answer(_make_card(context, name))
 
 
 async def get_model_info(context: ServerContext, _: Request) -> Response:
     """Describe the model as SGLang does; its frontend reads ``model_path``."""
     info = context.ready_info()
-    return JSONResponse(
-        {
-            "model_path": info.model,
-            "tokenizer_path": info.model,
-            "served_model_name": context.model_names[0],
-            "is_generation": True,
-            "preferred_sampling_params": {
-                k: v for k, v in msgspec.to_builtins(context.defaults).items() if v is not None
-            },
-            "model_type": info.architecture,
-            "max_model_len": info.max_model_len,
-            "num_parameters": info.num_parameters,
-            "weight_version": info.fingerprint,
-        }
+    recommended = msgspec.to_builtins(context.defaults)
+    return _answer(
+        ModelInfo(
+            model_path=context.models.root,
+            tokenizer_path=context.models.root,
+            served_model_name=context.models.first,
+            preferred_sampling_params={k: v for k, v in recommended.items() if v is not None},
+            model_type=info.architecture,
+            max_model_len=info.max_model_len,
+            num_parameters=info.num_parameters,
+            weight_version=info.weight_version,
+        )
     )
 
 
 async def get_server_info(context: ServerContext, _: Request) -> Response:
     """Return settings (without secrets), what runs, and its counters."""
-    stats = await _read_stats(context)
+    stats = await context.read_stats()
     config = msgspec.to_builtins(context.config)
     for secret in ("api_key", "api_key_file", "ssl_certfile", "ssl_keyfile"):
         del config[secret]
     info = context.engine.info
-    return JSONResponse(
-        {
-            "version": tandem.__version__,
-            "served_model_name": context.model_names[0],
-            "config": config,
-            "instance": msgspec.to_builtins(info) if info is not None else None,
-            "stats": msgspec.to_builtins(stats) if stats is not None else None,
-            "stage": msgspec.to_builtins(context.engine.stage),
-            "max_total_num_tokens": info.num_blocks * info.block_size if info is not None else 0,
-            # SGLang's benchmark client looks for a list here.
-            "internal_states": [],
-        }
+    return _answer(
+        ServerInfo(
+            version=tandem.__version__,
+            served_model_name=context.models.first,
+            config=config,
+            instance=info,
+            stats=stats,
+            stage=context.engine.stage,
+            max_total_num_tokens=info.num_blocks * info.block_size if info is not None else 0,
+        )
     )
 
 
 async def get_metrics(context: ServerContext, _: Request) -> Response:
     """Return the Prometheus page."""
-    stats = await _read_stats(context)
+    stats = await context.read_stats()
     return Response(context.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
 async def flush_cache(context: ServerContext, _: Request) -> Response:
     """Forget cached prefixes that no running request uses."""
     num_blocks = await context.engine.flush_cache()
-    return JSONResponse({"success": True, "num_freed_blocks": num_blocks})
+    return _answer(FlushReply(success=True, num_freed_blocks=num_blocks))
 
 
 async def abort_request(context: ServerContext, http: Request) -> Response:
@@ -146,13 +163,4 @@ async def abort_request(context: ServerContext, http: Request) -> Response:
     if request.rid is None and not request.abort_all:
         raise ConfigError("server.abort_request", "rid is missing, and abort_all", field="rid")
     name = None if request.abort_all else request.rid
-    return JSONResponse({"num_aborted": await context.lifecycle.abort(name)})
-
-
-async def _read_stats(context: ServerContext) -> InstanceStats | None:
-    """Return the instance's counters, None while it is down or does not answer."""
-    try:
-        async with asyncio.timeout(_STATS_TIMEOUT_S):
-            return await context.engine.stats()
-    except (PeerLostError, TimeoutError):  # DeadlineError is a TimeoutError.
-        return None
+    return _answer(AbortReply(await context.lifecycle.abort(name)))

@@ -2,7 +2,7 @@
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tandem.core.errors import ConfigError
 from tandem.server.completions import encode_prompts
@@ -11,11 +11,13 @@ from tandem.server.context import ServerContext
 from tandem.server.prompts import read_prompts
 from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.openai import DetokenizeRequest, TokenizeRequest
+from tandem.server.protocol.status import DetokenizeReply, TokenizeReply
 
 __all__ = ["detokenize", "tokenize"]
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_encode = msgspec.json.Encoder().encode
 
 
 async def tokenize(context: ServerContext, http: Request) -> Response:
@@ -48,14 +50,13 @@ async def tokenize(context: ServerContext, http: Request) -> Response:
     info = context.engine.info
     names = context.encoder.tokenizer.token_name
     strings = [[names(i) for i in each] for each in ids] if request.return_token_strs else None
-    return JSONResponse(
-        {
-            "tokens": ids if is_list else ids[0],
-            "count": counts if is_list else counts[0],
-            "max_model_len": info.max_model_len if info is not None else None,
-            "token_strs": strings if is_list or strings is None else strings[0],
-        }
+    reply = TokenizeReply(
+        tokens=ids if is_list else ids[0],
+        count=counts if is_list else counts[0],
+        max_model_len=info.max_model_len if info is not None else None,
+        token_strs=strings if is_list or strings is None else strings[0],
     )
+    return Response(_encode(reply), media_type="application/json")
 
 
 async def detokenize(context: ServerContext, http: Request) -> Response:
@@ -65,7 +66,7 @@ async def detokenize(context: ServerContext, http: Request) -> Response:
     context.check_model(request.model)
     tokenizer = context.encoder.tokenizer
     if not request.tokens:
-        return JSONResponse({"prompt": "", "text": ""})
+        return Response(_encode(DetokenizeReply("", "")), media_type="application/json")
     sequences, is_list = read_prompts(request.tokens, tokenizer.vocab_size, "tokens")
     skip = request.skip_special_tokens is True
 
@@ -79,5 +80,4 @@ async def detokenize(context: ServerContext, http: Request) -> Response:
 
     texts = await context.encoder.threads.run(decode)
     text = texts if is_list else texts[0]
-    # "prompt" is vLLM's name, "text" SGLang's.
-    return JSONResponse({"prompt": text, "text": text})
+    return Response(_encode(DetokenizeReply(text, text)), media_type="application/json")

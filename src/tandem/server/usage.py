@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.core.wire import TokenLogprob
-from tandem.server.generation import Generation
+from tandem.server.generation import Generation, Piece
 from tandem.server.protocol.openai import (
     ChatLogprob,
     ChatLogprobs,
@@ -14,14 +14,21 @@ from tandem.server.protocol.openai import (
 )
 from tandem.server.tokenizer import Tokenizer
 
-__all__ = ["add_completion_logprobs", "count_usage", "make_chat_logprobs"]
+__all__ = ["add_completion_logprobs", "count_piece_usage", "count_usage", "make_chat_logprobs"]
 
 
 def count_usage(generations: Sequence[Generation], n: int = 1) -> Usage:
-    """Count the tokens so far; a prompt with ``n`` answers counts once."""
-    firsts = generations[::n]
+    """Count the tokens of generations that ended; a prompt with ``n`` answers counts once."""
+    return _make_usage(generations[::n], sum(generation.num_tokens for generation in generations))
+
+
+def count_piece_usage(generation: Generation, piece: Piece) -> Usage:
+    """Count the tokens of one generation up to a piece."""
+    return _make_usage([generation], piece.num_tokens)
+
+
+def _make_usage(firsts: Sequence[Generation], completion: int) -> Usage:
     prompt = sum(generation.prompt_len for generation in firsts)
-    completion = sum(generation.num_tokens for generation in generations)
     cached = sum(generation.cached_len for generation in firsts)
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
@@ -69,7 +76,9 @@ def add_completion_logprobs(
             target.top_logprobs.append(None)
             continue
         target.token_logprobs.append(entry.logprob)
-        # The chosen token is always there, as in OpenAI's own answers.
-        likeliest = {tokenizer.token_text(i): logprob for i, logprob in entry.top}
-        target.top_logprobs.append({text: entry.logprob} | likeliest)
+        # The chosen token is always there, as in OpenAI's own answers. Several may have one text
+        # (pieces of a character): the likeliest of them stands, by which clients tell greedy ones.
+        likeliest = {tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top)}
+        likeliest[text] = max(entry.logprob, likeliest.get(text, entry.logprob))
+        target.top_logprobs.append(likeliest)
     return offset

@@ -36,6 +36,7 @@ from tandem.store.messages import (
     PrefixRemoval,
     RemoveObjects,
     RemovePrefix,
+    RetireHost,
     StoreStatus,
 )
 from tandem.store.reading import ObjectRead, ObjectReader, not_found
@@ -330,8 +331,8 @@ class AsyncStoreClient:
     async def remove(self, key: str) -> bool:
         """Remove an object; readers that have begun are not disturbed.
 
-        Returns: whether there was one. When this returns no restart brings it back, unless a host
-            that holds it was away.
+        Returns: whether there was one. When this returns nothing brings it back: no restart, and
+            no host that was away.
         """
         return (await self.remove_many([key]))[0]
 
@@ -389,6 +390,14 @@ class AsyncStoreClient:
         """Have a host emptied; ``status`` tells when it is. Raises: NotFoundError."""
         check_keys([host], field="host")
         await self._calls.simple("drain", DrainHost(host), Ack)
+
+    async def retire(self, host: str) -> None:
+        """Give a host up that is away for good: nothing waits for it any more.
+
+        What it has is dropped if it returns all the same. Raises: NotFoundError; ConflictError if
+        it is connected.
+        """
+        await self._calls.simple("retire", RetireHost(host), Ack)
 
     async def aclose(self) -> None:
         """End what runs behind. The channel and the port are the caller's to close."""

@@ -31,6 +31,8 @@ __all__ = ["Commits"]
 
 logger = logging.getLogger(__name__)
 
+UNSURE_LOOK_S = 0.01
+"""Between two looks whether a host that may have an object has come back."""
 LONG_BATCH = 8
 """Objects whose staging takes longer than their host takes to begin."""
 
@@ -122,54 +124,81 @@ class Commits:
 
     async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
         """Seal and show; hosts are sent of the blob what is theirs."""
-        async with _KeysHeld(self._sealing, batch.keys):
-            puts = self._master.puts
+        deadline_s = self._master.clock.now_s() + self._master.config.put_timeout_ms / 1e3
+        while True:
+            # Meanwhile others may put the same keys; upserts do.
+            left_s = deadline_s - self._master.clock.now_s()
+            if left_s > 0 and self._is_unsure(batch):
+                await self._master.wait_learnt(left_s)
+                await asyncio.sleep(UNSURE_LOOK_S)
+                continue
+            async with _KeysHeld(self._sealing, batch.keys):
+                if self._is_unsure(batch) and self._master.clock.now_s() < deadline_s:
+                    continue
+                return await self._seal_held(batch, checksums, blob)
+
+    def _is_unsure(self, batch: PutBatch) -> bool:
+        """Whether a host that is waited for may have what the batch is not to replace."""
+        if batch.request.upsert or not self._master.lookups.can_be_unsure:
+            return False
+        taken = self._master.directory.exists_many(batch.keys)
+        if all(taken):
+            return False
+        missing = [key for key, is_taken in zip(batch.keys, taken, strict=True) if not is_taken]
+        return self._master.lookups.is_unsure(missing)
+
+    async def _seal_held(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
+        """Seal and show. REQUIRES: the keys are held."""
+        puts = self._master.puts
+        puts.forget_lost(batch)
+        statuses = bytearray([CommitStatus.EXPIRED]) * len(batch.keys)
+        if self._is_unsure(batch):
+            puts.release(batch)  # It could not be found out in time: to be put again.
+            return bytes(statuses)
+        if not batch.request.upsert:
+            taken = self._master.directory.exists_many(batch.keys)
+            if any(taken):
+                came_late = [i for i, is_taken in enumerate(taken) if is_taken]
+                puts.release(batch, came_late)
+                for i in came_late:
+                    statuses[i] = CommitStatus.EXISTS
+        first_version = self._master.take_versions(len(batch.keys))
+        records = {
+            number: self._make_records(batch, number, checksums, first_version)
+            for number, places in batch.places.items()
+            if places
+        }
+        blobs = {number: blob.take([*batch.places[number]]) for number in records}
+        orders = self._seal_on_hosts(records, blobs, blob.is_values)
+        staged = None
+        if _can_stage(batch, checksums):
+            # The orders leave now, and what can be done meanwhile is.
+            orders = DirectTask(orders, asyncio.get_running_loop())
+            if len(batch.keys) >= LONG_BATCH:
+                # With fewer cores than processes, the host may be waiting for ours.
+                os.sched_yield()
+            staged = self._stage(batch, checksums, first_version)
+        try:
+            sealed = await orders
+        except asyncio.CancelledError:
+            if isinstance(orders, DirectTask):
+                orders.cancel()
+            raise
+        except Exception:
+            if staged is not None:
+                self._master.directory.unstage_many(staged)
             puts.forget_lost(batch)
-            statuses = bytearray([CommitStatus.EXPIRED]) * len(batch.keys)
-            if not batch.request.upsert:
-                taken = self._master.directory.exists_many(batch.keys)
-                if any(taken):
-                    came_late = [i for i, is_taken in enumerate(taken) if is_taken]
-                    puts.release(batch, came_late)
-                    for i in came_late:
-                        statuses[i] = CommitStatus.EXISTS
-            first_version = self._master.take_versions(len(batch.keys))
-            records = {
-                number: self._make_records(batch, number, checksums, first_version)
-                for number, places in batch.places.items()
-                if places
-            }
-            blobs = {number: blob.take([*batch.places[number]]) for number in records}
-            orders = self._seal_on_hosts(records, blobs, blob.is_values)
-            staged = None
-            if _can_stage(batch, checksums):
-                # The orders leave now, and what can be done meanwhile is.
-                orders = DirectTask(orders, asyncio.get_running_loop())
-                if len(batch.keys) >= LONG_BATCH:
-                    # With fewer cores than processes, the host may be waiting for ours.
-                    os.sched_yield()
-                staged = self._stage(batch, checksums, first_version)
-            try:
-                sealed = await orders
-            except asyncio.CancelledError:
-                if isinstance(orders, DirectTask):
-                    orders.cancel()
-                raise
-            except Exception:
-                if staged is not None:
-                    self._master.directory.unstage_many(staged)
-                puts.forget_lost(batch)
-                for number in batch.places:
-                    self._wipe(batch, number, first_version)
-                raise
-            puts.forget_lost(batch)
-            for number in [number for number in batch.places if number not in sealed]:
+            for number in batch.places:
                 self._wipe(batch, number, first_version)
-                del batch.places[number]
-            replaced = self._insert(batch, checksums, first_version, statuses, staged)
-            # Until the old versions are gone, a crash could bring them back.
-            for gone in replaced:
-                await asyncio.shield(gone)
+            raise
+        puts.forget_lost(batch)
+        for number in [number for number in batch.places if number not in sealed]:
+            self._wipe(batch, number, first_version)
+            del batch.places[number]
+        replaced = self._insert(batch, checksums, first_version, statuses, staged)
+        # Until the old versions are gone, a crash could bring them back.
+        for gone in replaced:
+            await asyncio.shield(gone)
         return bytes(statuses)
 
     def _wipe(self, batch: PutBatch, number: int, first_version: int) -> None:
@@ -253,6 +282,9 @@ class Commits:
         """Show what is sealed somewhere; returns what is done when old versions are gone."""
         directory, request = self._master.directory, batch.request
         replaced: list[asyncio.Future[Any]] = []
+        # An upsert does not wait for who may have had an object.
+        is_unsure = request.upsert and self._master.is_learning
+        created = CommitStatus.REPLACED if is_unsure else CommitStatus.CREATED
         placed = [number for number, places in batch.places.items() if places]
         shown: Sequence[int] = range(len(batch.keys))
         keys = batch.keys
@@ -260,9 +292,9 @@ class Commits:
             shown = sorted({i for number in placed for i in batch.places[number]})
             keys = [keys[i] for i in shown]
             for i in shown:
-                statuses[i] = CommitStatus.CREATED
+                statuses[i] = created
         else:
-            statuses[:] = bytes([CommitStatus.CREATED]) * len(statuses)
+            statuses[:] = bytes([created]) * len(statuses)
         removals = self._master.removals
         if removals.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):

@@ -11,6 +11,10 @@ from tandem.core.errors import ConfigError
 __all__ = ["StoreConfig", "StoreElectionConfig"]
 
 
+UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+PAGE_BYTES = 4096
+
+
 class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How several masters agree on which of them leads."""
 
@@ -46,6 +50,15 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     key_file: Annotated[
         str, Meta(description="Key of that certificate; empty: in the same file.")
     ] = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` as bytes, whole pages; 0 if it is empty."""
+        number = self.memory.rstrip("BKMGTi ")
+        if not number:
+            return 0
+        unit = self.memory[len(number) :].strip()
+        return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
 
     def __repr__(self) -> str:
         """Show the settings without the password."""
@@ -94,6 +107,14 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Literal["local", "shm", "cma", "tcp"], ...],
         Meta(description="Ways for the bytes; the fastest that reaches is taken."),
     ] = ("local", "shm", "cma", "tcp")
+    memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$",
+            description="Memory of the store that `tandem serve` starts for itself, such as 8GiB; "
+            "empty = none.",
+        ),
+    ] = ""
     segment_bytes: Annotated[
         int, Meta(ge=2**16, le=2**39, description="Memory that a host offers.")
     ] = 2**30
@@ -166,8 +187,17 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 4
     recovery_ms: Annotated[
         int,
-        Meta(ge=0, le=600_000, description="A new master waits this long for hosts before a miss."),
+        Meta(ge=0, le=600_000, description="The master of a new store waits this long for hosts."),
     ] = 1_000
+    member_lease_ms: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=3_600_000,
+            description="A host not heard of for so long is declared lost: until it is back, what "
+            "only it has reads as absent where the master never knew of it.",
+        ),
+    ] = 10_000
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="Port of GET /metrics on loopback; 0 = none.")
     ] = 0

@@ -35,6 +35,7 @@ from tandem.store.messages import (
     Joined,
     JoinHost,
     KeyBytes,
+    LeaveStore,
     LoadObject,
     Opened,
     OpenWriter,
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 PAGE_OBJECTS = 4_000
 """Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
 CALL_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0
 RETRY_S = 0.25
 REPORT_GAP_S = 0.02
 """Between two reports about the disk: what happens meanwhile goes into one."""
@@ -184,6 +186,16 @@ class StoreHost:
 
     def _describe_growth(self) -> SegmentGrown:
         return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
+
+    async def leave(self) -> None:
+        """Tell the master that this host ends and that its segment goes with it."""
+        if self.master is None or not self.is_joined.is_set():
+            return
+        try:
+            leaving = LeaveStore(self._session)
+            await self.master.call("leave", leaving, Ack, timeout_s=LEAVE_TIMEOUT_S)
+        except TandemError as error:
+            logger.info("event=leave_untold host=%s reason=%s", self.name, error)
 
     async def aclose(self) -> None:
         """Stop joining, pulling and reporting."""

@@ -69,7 +69,9 @@ class LeaderClient:
         self._settled = asyncio.Event()
         """Set while there is a leader, and when the search was given up."""
         self._failure: TandemError | None = None
-        self._last_error: TandemError = PeerLostError("store.leader", "no master was asked yet")
+        self._last_error: TandemError = PeerLostError(
+            "store.leader", f"no master answered at {', '.join(urls)}: is one running?"
+        )
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -148,7 +150,8 @@ class LeaderClient:
                 client = await self._seek()
             except TandemError as error:
                 # Refused by name by all of them: another round would be refused as well.
-                logger.exception("event=search_given_up masters=%s", ",".join(self._urls))
+                # Every call raises it; an ERROR line here would report it twice.
+                logger.info("event=search_given_up masters=%s error=%s", self._urls, error)
                 self._failure = error
                 self._settled.set()
                 return

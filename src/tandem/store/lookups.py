@@ -95,7 +95,7 @@ class Lookups:
             places=found.places,
             endpoints=[self._master.hosts[host].endpoint() for host in sorted(used)],
             lease_ms=lease_ms,
-            is_recovering=num_missing > 0 and self._master.is_recovering,
+            is_recovering=num_missing > 0 and self._master.is_learning,
             on_disk=bytes(on_disk) if any(on_disk) else b"",
         )
 
@@ -206,12 +206,28 @@ class Lookups:
             return KeyBytes(flags)
         # What is not there may yet be seen by somebody.
         leaving = self._master.removals.leaving
-        is_unsure = self._master.is_recovering or any(
-            not flag and key in leaving
-            for key, flag in zip(request.keys, flags, strict=True)
-            if leaving
-        )
+        missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
+        is_unsure = self.is_unsure(missing) or any(key in leaving for key in missing if leaving)
         return KeyBytes(flags, is_unsure)
+
+    @property
+    def can_be_unsure(self) -> bool:
+        """Whether ``is_unsure`` is so of any keys; nearly always not."""
+        return self._master.directory.num_unreadable > 0 or self._master.is_learning
+
+    def is_unsure(self, keys: Sequence[str]) -> bool:
+        """Whether one of the keys, none of which can be read, may have an object all the same."""
+        if self._master.is_learning:
+            return True
+        directory, is_awaited = self._master.directory, self._master.membership.is_awaited
+        if not directory.num_unreadable:
+            return False
+        rows = [row for key in keys if (row := directory.find(key)) != NO_ROW]
+        return any(
+            any(is_awaited(replica.host) for replica in directory.replicas(row))
+            or any(map(is_awaited, directory.disks(row)))
+            for row in rows
+        )
 
     async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
         """Return a page of keys."""

@@ -32,7 +32,6 @@ from tandem.store.messages import (
     ExtentRecords,
     FindObjects,
     FoundObjects,
-    HostStage,
     HostStatus,
     InventoryDone,
     InventoryPage,
@@ -41,6 +40,7 @@ from tandem.store.messages import (
     KeyBytes,
     KeyList,
     KeyPage,
+    LeaveStore,
     ListKeys,
     Located,
     LocateObjects,
@@ -51,6 +51,7 @@ from tandem.store.messages import (
     RemovePrefix,
     RepinExtents,
     ReportBadReplica,
+    RetireHost,
     SegmentGrown,
     StageObjects,
     StartedPut,
@@ -64,6 +65,7 @@ from tandem.store.policies import Strategy, order_hosts
 from tandem.store.puts import Puts, check_pin
 from tandem.store.removals import Removals
 from tandem.store.requests import Requests
+from tandem.store.roster import MemoryRosterStore, RosterStore
 from tandem.store.segment import append_record
 from tandem.store.sessions import Caller
 from tandem.store.space import ORDER_TIMEOUT_S, Extent, HostSpace
@@ -107,6 +109,7 @@ class StoreMaster:
         draw: ``draw(n)`` is a random number in ``[0, n)``.
         term: the elected one; None for a single master, which always leads.
         open_way: opens a fast way for orders to a host that takes them; None for none.
+        roster: keeps the membership beyond the life of this master; None: nothing does.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class StoreMaster:
         draw: Callable[[int], int],
         term: "Term | None" = None,
         open_way: "OpenWay | None" = None,
+        roster: RosterStore | None = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -134,7 +138,6 @@ class StoreMaster:
         self._outbid: list[tuple[int, int]] = []
         """What this master gave in earlier epochs: above the first version, up to the second."""
         self.space_freed = asyncio.Event()
-        self._started_ms = self.now_ms()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -147,7 +150,7 @@ class StoreMaster:
         self.lookups = Lookups(self)
         self.removals = Removals(self)
         self.eviction = Eviction(self)
-        self.membership = Membership(self)
+        self.membership = Membership(self, MemoryRosterStore() if roster is None else roster)
         self.upkeep = Upkeep(self)
         self._running: asyncio.Task[None] | None = None
 
@@ -167,10 +170,12 @@ class StoreMaster:
             ("pin", self._pin, PinObjects, KeyBytes),
             ("report_bad", self._report_bad, ReportBadReplica, Ack),
             ("drain", self.membership.drain, DrainHost, Ack),
+            ("retire", self.membership.retire, RetireHost, Ack),
             ("status", self._status, type(None), StoreStatus),
             ("join", self.membership.join, JoinHost, Joined),
             ("inventory", self.membership.inventory, InventoryPage, Ack),
             ("inventory_done", self.membership.inventory_done, InventoryDone, Ack),
+            ("leave", self.membership.leave, LeaveStore, Ack),
             ("grown", self.membership.grown, SegmentGrown, Ack),
             ("disk_report", self.membership.disk_report, DiskReport, KeyBytes),
         ]
@@ -293,7 +298,7 @@ class StoreMaster:
         key, version = directory.key(row), directory.version(row)
         length = self.extent_of(row, 0).length
         free_at_ms = directory.lease_until_ms(row)
-        if self.is_recovering:
+        if self.is_learning:
             self.dropped_versions[key] = version
         # Clients may remember where it was, and take it for present while there is a header.
         is_known = free_at_ms > self.now_ms()
@@ -335,7 +340,8 @@ class StoreMaster:
     def drop_replica(self, row: int, host: int) -> None:
         """Give up one copy in memory, and the object if that was the last of any kind."""
         if len(self.directory.replicas(row)) <= 1 and not self.directory.disks(row):
-            self.drop_row(row)
+            # A removal that comes now must not be over before it could not come back.
+            self.drop_row(row, wait=True)
             return
         self._drop_copy(row, host)
 
@@ -358,7 +364,7 @@ class StoreMaster:
         *,
         version: int | None = None,
         was_shown: bool = True,
-    ) -> None:
+    ) -> "list[asyncio.Future[None]]":
         """Have a copy wiped that the directory does not know (any more).
 
         A removal of its key is not over before: a new master would find the header.
@@ -370,6 +376,8 @@ class StoreMaster:
             free_at_ms: as ``HostSpace.drop``.
             version: if given, it may be on its way to the disk of the host, which is to forget it.
             was_shown: see ``Removals.note_going``.
+
+        Returns: done when that is so, or the host is lost.
         """
         done = host.drop(extent, free_at_ms, wait=True)
         assert done is not None
@@ -377,6 +385,7 @@ class StoreMaster:
         if version is not None and host.disk is not None:
             going.append(host.forget(key, version, after=done))
         self.removals.note_going(key, going, was_shown=was_shown)
+        return going
 
     def lose_disk(self, row: int, host: int) -> None:
         """The copy on a disk is gone already, and the object if that was the last."""
@@ -416,26 +425,25 @@ class StoreMaster:
         return records
 
     @property
-    def is_recovering(self) -> bool:
-        """Whether a miss may only mean that its host has not told yet."""
-        if any(host.stage is HostStage.JOINING for host in self.hosts.values()):
-            return True
-        return self.now_ms() - self._started_ms < self.config.recovery_ms
-
-    @property
     def is_learning(self) -> bool:
-        """Whether a host may have what this master has never heard of: not one that comes back."""
-        if any(h.stage is HostStage.JOINING and not h.is_all_known for h in self.hosts.values()):
-            return True
-        return self.now_ms() - self._started_ms < self.config.recovery_ms
+        """Whether a miss may only mean that its host has not told yet."""
+        return self.membership.is_learning
 
     async def recover(self) -> None:
-        """Wait until all hosts that are there, or should be, have told what they have."""
+        """Wait until all members have told what they have, or are declared lost."""
+        while self.is_learning:
+            await shield(self._begin_recovery())
+
+    async def wait_learnt(self, timeout_s: float) -> None:
+        """As ``recover``, but no longer than so."""
         if self.is_learning:
-            # It may be over before it has begun: time passes between two looks.
-            if self._recovering is None or self._recovering.done():
-                self._recovering = self.spawn(self._look_until_learnt())
-            await shield(self._recovering)
+            await asyncio.wait([self._begin_recovery()], timeout=timeout_s)
+
+    def _begin_recovery(self) -> "DirectTask[None]":
+        # It may be over before it has begun: time passes between two looks.
+        if self._recovering is None or self._recovering.done():
+            self._recovering = self.spawn(self._look_until_learnt())
+        return self._recovering
 
     async def _look_until_learnt(self) -> None:
         try:
@@ -445,9 +453,11 @@ class StoreMaster:
             self._recovering = None
 
     async def _run(self) -> None:
+        await self.membership.load()
         while True:
             await asyncio.sleep(TICK_S)
             now_ms = self.now_ms()
+            self.membership.step(now_ms)
             self.puts.expire(now_ms)
             for host in self.hosts.values():
                 host.free_leased(now_ms)
@@ -456,7 +466,7 @@ class StoreMaster:
                 self.space_freed.set()  # A lease or a pin may have ended: they try again.
             self.upkeep.begin_loads(now_ms)
             self.upkeep.step(now_ms)
-            if self.dropped_versions and not self.is_recovering:
+            if self.dropped_versions and not self.is_learning:
                 self.dropped_versions.clear()
 
     # Pins and replicas.
@@ -543,8 +553,9 @@ class StoreMaster:
                     damaged=[*host.damaged, *([] if host.disk is None else host.disk.damaged)],
                 )
                 for host in self.hosts.values()
+                if not host.is_retired
             ],
-            is_recovering=self.is_recovering,
+            is_recovering=self.is_learning,
             damaged=list(self.damaged),
         )
 

@@ -36,6 +36,7 @@ __all__ = [
     "KeyList",
     "KeyPage",
     "LeaderAnswer",
+    "LeaveStore",
     "ListKeys",
     "LoadObject",
     "LocateObjects",
@@ -51,6 +52,7 @@ __all__ = [
     "RemovePrefix",
     "RepinExtents",
     "ReportBadReplica",
+    "RetireHost",
     "SealExtents",
     "SegmentGrown",
     "StageObjects",
@@ -149,6 +151,7 @@ class CommitStatus(IntEnum):
     EXISTS = 1
     """Another writer was first; its value stays."""
     REPLACED = 2
+    """With ``upsert`` also while hosts have not told yet whether there was one."""
     EXPIRED = 3
     """The write is not known (any more): nothing of it is visible. Put again."""
 
@@ -297,6 +300,12 @@ class ReportBadReplica(msgspec.Struct, frozen=True):
 
 class DrainHost(msgspec.Struct, frozen=True):
     """Move everything off a host and give it nothing new."""
+
+    name: str
+
+
+class RetireHost(msgspec.Struct, frozen=True):
+    """Give a host up that is away: nothing waits for it, and what it has is dead."""
 
     name: str
 
@@ -456,6 +465,12 @@ class InventoryDone(msgspec.Struct, frozen=True):
     can_write: bool
     damaged: list[str] = []
     """What of the segment did not hold together since the host started."""
+
+
+class LeaveStore(msgspec.Struct, frozen=True):
+    """The host ends and removes what it has: nobody needs to wait for it."""
+
+    session: int
 
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -190,7 +190,7 @@ class Puts:
         )
         wait_ms = min(request.wait_ms, self._master.config.put_wait_ms)
         deadline_s = self._master.clock.now_s() + wait_ms / 1e3
-        if not self._master.hosts:
+        if not any(host.caller is not None for host in self._master.hosts.values()):
             # Nothing to wait for but a host.
             await self._wait_in_line(max(0.0, deadline_s - self._master.clock.now_s()))
         is_last = False
@@ -290,7 +290,7 @@ class Puts:
         if not hosts or _can_hold([host.capacity_bytes for host in hosts], batch.lengths):
             return True
         able = [host.final_bytes for host in self._master.hosts.values() if not host.is_leaving]
-        if not self._master.is_recovering and not _can_hold(able, batch.lengths):
+        if not self._master.is_learning and not _can_hold(able, batch.lengths):
             raise self._describe_full(batch)
         return False
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.store.index import NO_ROW
 from tandem.store.lookups import SCAN_KEYS
 from tandem.store.messages import KeyBytes, PrefixRemoval, RemoveObjects, RemovePrefix
+from tandem.store.roster import Tombstone
 from tandem.store.sessions import Caller
 
 if TYPE_CHECKING:
@@ -45,12 +46,25 @@ class Removals:
     async def _remove_keys(self, keys: Sequence[str], begin: int) -> bytes:
         # Whether they are found or not: a host that has not told yet may have a copy.
         await self._master.recover()
+        num_lost = self._master.membership.num_lost
+        flags, versions = await self._drop_keys(keys, begin)
+        tombstones = list(map(Tombstone, keys, versions))
+        await self._master.membership.bury(tombstones, num_lost)
+        return flags
+
+    async def _drop_keys(self, keys: Sequence[str], begin: int) -> tuple[bytes, list[int]]:
+        """Remove what there is on hosts that are there; return when it is wiped.
+
+        Returns: a byte for each: 1 for what was found; and the version up to which it is dead.
+        """
         flags = bytearray(len(keys))
         pending: list[asyncio.Future[Any]] = []
         directory = self._master.directory
+        versions = [begin] * len(keys)
         for i, key in enumerate(keys):
             row = directory.find(key)
             if row != NO_ROW and not self._master.has_given(directory.version(row), since=begin):
+                versions[i] = max(begin, directory.version(row))
                 self._master.drop_row(row, wait=True)
                 self._master.counters.objects_removed += 1
                 flags[i] = 1
@@ -58,10 +72,11 @@ class Removals:
             going = self.find_going(key)
             if going is not None:
                 pending.append(going)
+        self._master.membership.mark_removed(list(map(Tombstone, keys, versions)))
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
-        return bytes(flags)
+        return bytes(flags), versions
 
     def note_going(
         self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
@@ -122,12 +137,22 @@ class Removals:
 
     async def _remove_matches(self, prefix: str, begin: int) -> int:
         matches = await self._master.lookups.match_prefix(prefix)
-        count = 0
+        membership = self._master.membership
+        num_lost, tombstone = membership.num_lost, Tombstone(prefix, begin, is_prefix=True)
+        # Also for what nobody here has heard of.
+        membership.mark_removed([tombstone])
+        count, newer = 0, list[Tombstone]()
         for at in range(0, len(matches), SCAN_KEYS):
-            count += sum(await self._remove_keys(matches[at : at + SCAN_KEYS], begin))
+            keys = matches[at : at + SCAN_KEYS]
+            flags, versions = await self._drop_keys(keys, begin)
+            count += sum(flags)
+            newer += [
+                Tombstone(*pair) for pair in zip(keys, versions, strict=True) if pair[1] > begin
+            ]
         # What others are removing is not gone before its headers are.
         for gone in [gone for key, gone in self._removing.items() if key.startswith(prefix)]:
             await asyncio.shield(gone)
+        await membership.bury([tombstone, *newer], num_lost)
         return count
 
 

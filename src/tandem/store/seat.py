@@ -18,6 +18,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.master import OpenWay, StoreMaster
 from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
+from tandem.store.roster import RosterStore
 from tandem.store.sessions import Caller
 
 __all__ = ["MasterSeat"]
@@ -50,6 +51,7 @@ class MasterSeat:
         draw: chance, see ``StoreMaster``.
         end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
         open_way: see ``StoreMaster``.
+        open_roster: returns the way to the membership for the term of an epoch.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class MasterSeat:
         draw: Callable[[int], int],
         end_sessions: Callable[[TandemError], None],
         open_way: OpenWay | None = None,
+        open_roster: Callable[[int], RosterStore] | None = None,
     ) -> None:
         self.counters = StoreCounters()
         self.campaign: Campaign | None = None
@@ -69,6 +72,7 @@ class MasterSeat:
         self._draw = draw
         self._end_sessions = end_sessions
         self._open_way = open_way
+        self._open_roster = open_roster
         self._closing: set[asyncio.Task[None]] = set()
         self.master = self._make_master(0)
         """While nobody sits here, one of epoch 0, empty, that nobody can call."""
@@ -127,6 +131,7 @@ class MasterSeat:
             draw=self._draw,
             term=term,
             open_way=self._open_way,
+            roster=None if not epoch or self._open_roster is None else self._open_roster(epoch),
         )
         master.counters = self.counters
         return master

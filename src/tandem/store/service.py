@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -46,6 +46,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.damage import DamageList
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
+from tandem.store.election import Holder
 from tandem.store.fast_calls import (
     FAST_METHODS,
     CallServer,
@@ -60,10 +61,15 @@ from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.messages import CallAddress, JoinHost
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
+from tandem.store.roster import RosterStore
+from tandem.store.roster_file import FileRosterStore
 from tandem.store.seat import MasterSeat
 from tandem.store.segment import Segment
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
+
+if TYPE_CHECKING:
+    from tandem.store.etcd import EtcdBackend
 
 __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]
 
@@ -199,6 +205,7 @@ class MasterService:
         self._http: asyncio.Server | None = None
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
+        self._backend: EtcdBackend | None = None
         self.seat: MasterSeat
 
     @property
@@ -231,6 +238,7 @@ class MasterService:
             draw=secrets.randbelow,
             end_sessions=self._server.end_sessions,
             open_way=self._open_way,
+            open_roster=self._open_roster,
         )
         opening.push_async_callback(self.seat.aclose)
         methods = [
@@ -275,6 +283,23 @@ class MasterService:
         peer = await open_peer(self._engine, join.address)
         return CallWay(self._engine, peer, join.call_token)
 
+    def _open_roster(self, epoch: int) -> RosterStore:
+        """Return the way to the membership: in etcd, or in files of this master's folder."""
+        if self._backend is None:
+            url = self._server.endpoint
+            path = parse_endpoint(url).path
+            name = _file_name(url.partition("://")[2] if path is None else path.name)
+            return FileRosterStore(_state_folder(url), name)
+        from tandem.store.etcd_roster import EtcdRosterStore
+
+        timeout_s = self._config.election.timeout_ms / 1e3
+        return EtcdRosterStore(self._backend, Holder(self._address, epoch), timeout_s=timeout_s)
+
+    @property
+    def _address(self) -> str:
+        """Where others reach this master."""
+        return self._config.election.address or self.endpoint
+
     def _note_caller(self, peer: Peer) -> None:
         self._callers[peer.instance_id] = peer
 
@@ -288,10 +313,11 @@ class MasterService:
 
         election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
+        self._backend = backend
         self.seat.campaign = Campaign(
             backend,
             clock=clock,
-            address=election.address or self.endpoint,
+            address=self._address,
             ttl_s=election.ttl_s,
             timeout_s=election.timeout_ms / 1e3,
             on_elected=self.seat.take,
@@ -331,11 +357,22 @@ class MasterService:
 
 
 class HostService:
-    """A host process: its segment outlives it. An async context manager; entering it does not wait
-    for a master.
+    """A host process. An async context manager; entering it does not wait for a master.
+
+    Args:
+        config: of the store.
+        rpc: the control channel's settings.
+        keep_segment: whether a clean end leaves the segment's file; None: if the host has a name
+            by which it is found again. A process that dies leaves it in any case.
     """
 
-    def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        rpc: RpcConfig | None = None,
+        *,
+        keep_segment: bool | None = None,
+    ) -> None:
         machine = config.machine or socket.gethostname()
         name = config.name or f"{machine}:{os.getpid()}"
         self._urls = _endpoints(config)
@@ -345,12 +382,12 @@ class HostService:
         self._machine = machine
         self.host: StoreHost
         self._folder: DiskFolder | None = None
+        # Without a name of its own, nobody could find the file again.
+        self._is_kept = bool(config.name) if keep_segment is None else keep_segment
 
     async def __aenter__(self) -> Self:
         config = self._config
         path = Path(config.segment_dir) / f"{_file_name(self._name)}.segment"
-        # Without a name of its own, nobody could find the file again.
-        self._is_kept = bool(config.name)
         opened = await asyncio.to_thread(Segment.open_file, path, config.segment_bytes)
         self._segment = opened
         self._engine = _make_engine(config, self._urls[0], self._name, config.listen)
@@ -416,6 +453,8 @@ class HostService:
         return disk
 
     async def __aexit__(self, *_: object) -> None:
+        if not self._is_kept and self.host.disk is None:
+            await self.host.leave()
         await self.host.aclose()
         await self._calls.aclose()
         await self._channel.aclose()

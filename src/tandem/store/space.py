@@ -80,6 +80,7 @@ class _Drop:
     extent: Extent
     free_at_ms: int
     done: asyncio.Future[None] | None
+    is_wiped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +124,14 @@ class HostSpace:
         """To be drained, now or when it has joined again."""
         self.is_known = False
         """This master has seen its whole inventory once, so what it does not know is stale."""
+        self.is_retired = False
+        """Its operator has given it up: it is no member until it joins again."""
+        self.dead_below = self.disk_dead_below = -1
+        """What its segment, or disk, brings up to these versions is dead: it was retired."""
+        self.unconfirmed_from = 0
+        """The first round of tombstones of which it may have what they are for."""
+        self.purging: list[asyncio.Future[Any]] = []
+        """Done when what its inventory brought in vain is wiped."""
         self.caller: Caller | None = None
         self.line: OrderLine | None = None
         """Its orders; None without a session."""
@@ -181,6 +190,11 @@ class HostSpace:
     def is_writable(self) -> bool:
         """Whether new objects may go there."""
         return self.stage is HostStage.ACTIVE and self.allocator is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is there and has told what it has."""
+        return self.caller is not None and self.stage is not HostStage.JOINING
 
     @property
     def is_all_known(self) -> bool:
@@ -244,6 +258,7 @@ class HostSpace:
         self.stage = HostStage.JOINING
         self.num_pages = 0
         self.confirmed.clear()
+        self.purging.clear()
         self.disk, self.disk_number = join.disk, -1
         if join.disk_id != self.disk_id:
             self.disk_id, self.is_disk_known = join.disk_id, False
@@ -263,6 +278,7 @@ class HostSpace:
             task.cancel()
         self._unanswered.clear()
         self._doubted_s = None
+        self.purging.clear()
         self._is_wiping = False
         for writer in self.writers.values():
             writer.base.cancel()
@@ -484,6 +500,18 @@ class HostSpace:
         """Whether the object there has been dropped, and its space is not free yet."""
         return offset in self._drops
 
+    def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
+        """Return what is done when the object dropped there is wiped; None if it is.
+
+        It is also done when the host is lost: then it may not be.
+        """
+        dropped = self._drops[offset]
+        if dropped.is_wiped:
+            return None
+        if dropped.done is None:
+            dropped.done = asyncio.get_running_loop().create_future()
+        return dropped.done
+
     def free_leased(self, now_ms: int) -> None:
         """Free the space whose last lease has ended; what lost hosts hold can be read no more."""
         if self._unwiped:
@@ -513,6 +541,7 @@ class HostSpace:
                 continue
             now_ms = self._now_ms()
             for dropped in batch:
+                dropped.is_wiped = True
                 if dropped.free_at_ms > now_ms or dropped.extent.offset in self.guarded:
                     heapq.heappush(self._leased, (dropped.free_at_ms, dropped.extent.offset))
                     self._leased_bytes += dropped.extent.length

@@ -256,3 +256,7 @@ class StoreClient:
     def drain(self, host: str) -> None:
         """See ``AsyncStoreClient.drain``."""
         self._run(self._client.drain(host))
+
+    def retire(self, host: str) -> None:
+        """See ``AsyncStoreClient.retire``."""
+        self._run(self._client.retire(host))

@@ -110,7 +110,7 @@ class Batch:
 
     Once ``wait``, ``cancel`` or an ``await`` has returned or raised, for whatever reason, no byte
     of a local buffer is touched any more. What a failed WRITE left in the segment is undefined, but
-    nothing that is submitted later is overwritten by it.
+    nothing that this process submits later, to whatever engine, is overwritten by it.
     """
 
     def __init__(self, engine: "TransferEngine", core: CoreBatch, lengths: Sequence[int]) -> None:

@@ -56,6 +56,16 @@ class Notification(msgspec.Struct, frozen=True):
 class TransferEngine:
     """A segment of one's own, and the way to those of others. A context manager.
 
+    Order of writes: once an operation of this process has ended, in whatever way, nothing that it
+    sent touches memory after a later operation of this process on the same range has succeeded,
+    whatever engine, segment or transport either takes. After a WRITE that failed, the next
+    operation towards that peer may wait for the peer's answer first.
+
+    Against *another* process that is merely stopped there is no such promise: it goes on with its
+    WRITE when it continues. Only its death fences it, or the withdrawal of a registration that no
+    other writer shares: give each writer a registration of its own, and ``unregister`` it before
+    the range is handed to the next.
+
     Args:
         config: without a ``secret`` nobody can reach this engine, and it can open nobody.
 
@@ -419,6 +429,9 @@ class TransferEngine:
 
     def close(self, *, deadline_s: float | None = None) -> None:
         """End all transfers, take all memory back, leave all peers. May be repeated.
+
+        The threads and descriptors are gone when it returns, or with the last call that another
+        thread still makes.
 
         Raises: DeadlineError if a peer on this host did not let go of a buffer; that memory is
             then kept until the process ends.

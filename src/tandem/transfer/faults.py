@@ -131,6 +131,15 @@ class _Way:
         self.queue: list[tuple[float, bytearray]] = []
 
 
+def _is_closed_by_peer(stream: socket.socket) -> bool:
+    try:
+        return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 class FaultProxy:
     """A TCP proxy: listens on loopback, forwards to ``target``. One thread. A context manager.
 
@@ -141,7 +150,8 @@ class FaultProxy:
     - ``drop_frames``, ``duplicate``, ``reorder``: probabilities per whole frame of the engine's
       protocol that it is lost, sent twice, or sent after the next one;
     - ``delay_s`` holds each chunk back, ``rate`` is bytes per second (0 = unlimited);
-    - ``is_stalled`` swallows nothing and moves nothing, ``is_dead`` refuses and cuts.
+    - ``is_stalled`` swallows nothing and moves nothing, ``is_dead`` refuses and cuts;
+    - ``hold`` stalls the connections that exist now, later ones move; ``release`` ends that.
 
     ``num_faults``, ``num_bytes`` and ``num_connections`` count. A handshake is never a whole-frame
     fault, so that the path can come back.
@@ -160,8 +170,10 @@ class FaultProxy:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.pairs: dict[socket.socket, socket.socket] = {}
+        self.targets: set[socket.socket] = set()  # Those that lead to the target.
         self.ways: dict[socket.socket, _Way] = {}  # By the socket that they lead to.
         self.ending: set[socket.socket] = set()
+        self.held: frozenset[socket.socket] = frozenset()  # Replaced as a whole: by other threads.
         self.budget = 0.0
         self.budget_at = time.monotonic()
         self.is_stopping = False
@@ -173,6 +185,19 @@ class FaultProxy:
         self._wants_cut = True
 
     _wants_cut = False
+
+    def hold(self) -> None:
+        """Move nothing over the connections that exist now, until ``release``."""
+        self.held = frozenset(self.pairs.copy())
+
+    def release(self) -> None:
+        """Move what was held."""
+        self.held = frozenset()
+
+    @property
+    def num_held_open(self) -> int:
+        """Held connections that the target has not closed."""
+        return sum(not _is_closed_by_peer(far) for far in self.held if far in self.targets)
 
     def close(self) -> None:
         """Cut everything and end the thread."""
@@ -201,6 +226,7 @@ class FaultProxy:
                     isinstance(source, socket.socket)
                     and source in self.pairs
                     and not self.is_stalled
+                    and source not in self.held
                 ):
                     self._forward(source)
             self._flush()
@@ -219,6 +245,7 @@ class FaultProxy:
             near.close()
             return
         self.num_connections += 1
+        self.targets.add(far)
         for a, b in ((near, far), (far, near)):
             a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             a.setblocking(False)
@@ -308,6 +335,8 @@ class FaultProxy:
     def _flush(self) -> None:
         now = time.monotonic()
         for target, way in list(self.ways.items()):
+            if target in self.held:
+                continue
             chunks = way.queue
             while chunks and chunks[0][0] <= now and not self.is_stalled:
                 chunk = chunks[0][1]
@@ -333,6 +362,7 @@ class FaultProxy:
             del self.pairs[end]
             self.ways.pop(end, None)
             self.ending.discard(end)
+            self.targets.discard(end)
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(end)
             end.close()

@@ -1,0 +1,72 @@
+"""Reading a person's turns in ``tandem chat``: line editing, history and several lines.
+
+prompt_toolkit owns the terminal. Where standard input or output is no terminal, turns are plain
+lines, so that a script can pipe a conversation in.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["make_reader"]
+
+HISTORY_FILE = Path("~/.cache/tandem/chat_history")
+
+
+def make_reader() -> Callable[[], str | None]:
+    """Return a function that reads one turn; it returns None when the input has ended.
+
+    A line that ends in a backslash continues on the next one. On a terminal Alt-Enter starts a new
+    line as well, the arrow keys edit and recall earlier turns, and Ctrl-C clears the line.
+    """
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return _make_terminal_reader()
+    return lambda: _read_lines(lambda label: input(label))
+
+
+def _make_terminal_reader() -> Callable[[], str | None]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    file = _open_history()
+    history = InMemoryHistory() if file is None else FileHistory(str(file))
+    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
+
+    def ask(label: str) -> str:
+        while True:
+            try:
+                return session.prompt(label)
+            except KeyboardInterrupt:
+                continue  # As in a shell: the line is dropped, the conversation goes on.
+
+    return lambda: _read_lines(ask)
+
+
+def _open_history() -> Path | None:
+    """Return the history file, readable by its owner only; None if it cannot be made."""
+    try:
+        file = HISTORY_FILE.expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+    except (OSError, RuntimeError):  # The latter where no home is known.
+        return None
+    return file
+
+
+def _read_lines(ask: Callable[[str], str]) -> str | None:
+    lines: list[str] = []
+    try:
+        while True:
+            line = ask("Chat: " if not lines else "... ")
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line]).strip()
+            lines.append(line[:-1])
+    except EOFError:
+        return None

@@ -1,0 +1,119 @@
+"""Load or compute: the decision about blocks that a lower tier holds.
+
+The inequality of the Mooncake paper (FAST'25, equation 2), with rates that are measured here
+instead of peak figures: loading n blocks takes ``latency + n * block_bytes / bandwidth``, computing
+them ``n * block_size / prefill_rate``. The prefill rate is of whole
+prefills, so it is too high for the far end of a long context, where attention costs more: there
+fewer blocks are loaded than would pay off, never more.
+
+Pure: time is an argument, measurements are given by whoever makes them.
+"""
+
+from collections.abc import Sequence
+
+from tandem.engine.loads import LoadDecision
+from tandem.engine.request import Request
+from tandem.engine.tiers.config import TierConfig
+
+__all__ = ["CostTierPlanner", "RateEstimate"]
+
+DECAY = 0.2
+"""Share of what was measured so far that each new measurement takes away."""
+COLD_WAIT_S = 1.0
+"""How long a request waits for a load while one of the rates is unknown."""
+MIN_PREFILL_TOKENS = 32
+"""Steps with fewer prefilled tokens say little of the rate: their fixed cost dominates."""
+
+
+class RateEstimate:
+    """Units per second over the recent past; None until something was measured.
+
+    A quotient of two decaying sums, so a long measurement counts for more than a short one, whose
+    fixed cost dominates.
+    """
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    @property
+    def per_s(self) -> float | None:
+        """The rate."""
+        return self._amount / self._seconds if self._seconds > 0 else None
+
+    def note(self, amount: float, seconds: float) -> None:
+        """Take in one measurement; an empty or timeless one says nothing."""
+        if amount <= 0 or seconds <= 0:
+            return
+        self._amount = self._amount * (1 - DECAY) + amount
+        self._seconds = self._seconds * (1 - DECAY) + seconds
+
+
+class CostTierPlanner:
+    """Chooses loads by cost; the ``TierPlanner`` of an engine with a store.
+
+    Args:
+        config: policies and bounds.
+        block_size: tokens per block.
+        block_bytes: of one block in all layers.
+    """
+
+    def __init__(self, config: TierConfig, *, block_size: int, block_bytes: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self.load_rate = RateEstimate()
+        """Bytes per second from the store into blocks, waits included."""
+        self.prefill_rate = RateEstimate()
+        """Tokens per second of prefills."""
+
+    def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Take in what a step took; its decodes count as so many tokens."""
+        if num_prefill_tokens >= MIN_PREFILL_TOKENS:
+            self.prefill_rate.note(num_tokens, seconds)
+
+    def note_load(self, size_bytes: int, seconds: float) -> None:
+        """Take in what a load took."""
+        self.load_rate.note(size_bytes, seconds)
+
+    def estimate_load_s(self, num_blocks: int) -> float | None:
+        """Return how long loading so many blocks takes; None while unknown."""
+        rate = self.load_rate.per_s
+        return None if rate is None else num_blocks * self._block_bytes / rate
+
+    def estimate_compute_s(self, num_blocks: int) -> float | None:
+        """Return how long computing so many blocks takes; None while unknown."""
+        rate = self.prefill_rate.per_s
+        return None if rate is None else num_blocks * self._block_size / rate
+
+    def choose_load(
+        self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
+    ) -> LoadDecision:
+        """Decide by cost; see ``TierPlanner.choose_load``."""
+        del now_s
+        num_held = min(request.num_stored_blocks - num_matched, len(keys))
+        if num_held <= 0 or self._config.decision == "compute":
+            return LoadDecision(0)
+        load_s = self.estimate_load_s(num_held)
+        compute_s = self.estimate_compute_s(num_held)
+        if (
+            self._config.decision == "auto"
+            and load_s is not None
+            and compute_s is not None
+            and load_s >= compute_s
+        ):
+            return LoadDecision(0)
+        return LoadDecision(num_held, self._choose_wait_s(compute_s))
+
+    def _choose_wait_s(self, compute_s: float | None) -> float:
+        deadline_s = self._config.load_deadline_ms / 1e3
+        match self._config.prefetch:
+            case "best_effort":
+                return 0.0
+            case "wait":
+                return deadline_s
+            case "timeout":
+                # Having waited as long as computing takes, a request is at most twice as late as
+                # if it had computed at once, whatever becomes of the load.
+                wait_s = COLD_WAIT_S if compute_s is None else compute_s
+                return min(max(wait_s, self._config.min_wait_ms / 1e3), deadline_s)

@@ -1,0 +1,184 @@
+"""The store tier of an instance: a thread with the store's client, found again when it is lost.
+
+The engine and the control channel see one object from the start. While no store can be reached,
+lookups find nothing and blocks are not stored; requests are computed as without a store.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.core.clock import Clock
+from tandem.core.errors import CapacityError, PeerLostError, TandemError
+from tandem.engine.plan import StepPlan
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier, TierCounters
+from tandem.rpc import RpcConfig
+from tandem.store import ClientService, StoreConfig
+from tandem.transfer import SharedLoop
+
+__all__ = ["TierService"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""Between attempts to reach a store."""
+STOP_TIMEOUT_S = 5.0
+T = TypeVar("T")
+
+
+class TierService:
+    """Owns the tier's thread; a ``BlockTransfers`` and what arriving requests ask.
+
+    Args:
+        store: where the store is. Its deadline is replaced by that of the tier.
+        rpc: the control channel's settings.
+        config: policies and bounds of the tier.
+        memory: of the engine's blocks.
+        identity: digest of the ``KvIdentity``.
+        clock: measures rates.
+        on_load: told the bytes and seconds of each read that succeeded; on the tier's thread.
+    """
+
+    def __init__(
+        self,
+        store: StoreConfig,
+        rpc: RpcConfig,
+        config: TierConfig,
+        memory: BlockMemory,
+        *,
+        identity: str,
+        clock: Clock,
+        on_load: Callable[[int, float], None],
+    ) -> None:
+        self._store = msgspec.structs.replace(store, deadline_ms=config.load_deadline_ms, name="")
+        self._rpc = rpc
+        self._config = config
+        self._memory = memory
+        self._identity = identity
+        self._clock = clock
+        self._on_load = on_load
+        self._tier: StoreTier | None = None
+        self._sink: LoadSink | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._tried = threading.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a store was reached."""
+        return self._tier is not None
+
+    @property
+    def counters(self) -> TierCounters:
+        """Totals since the store was reached; zeros before."""
+        return TierCounters() if self._tier is None else self._tier.counters
+
+    def start(self, sink: LoadSink, *, timeout_s: float) -> None:
+        """Start the thread and wait for the first attempt to reach the store.
+
+        A store that is not there is looked for again and again; serving does not wait for it.
+        """
+        self._sink = sink
+        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._thread.start()
+        self._tried.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the thread; blocks that wait to be stored are lost."""
+        if self._thread is None:
+            return
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take up what a plan asks; see ``BlockTransfers.begin``."""
+        tier = self._tier
+        if tier is not None:
+            tier.begin(plan)
+            return
+        # Nothing was found while there was no tier, so nothing is to be loaded.
+        assert not plan.loads, "a load without a store"
+
+    async def count_stored(self, keys: Sequence[bytes]) -> int:
+        """As ``StoreTier.count_stored``; from any event loop."""
+        tier = self._tier
+        if tier is None:
+            return 0
+        return await self._call(tier.count_stored(keys))
+
+    async def flush(self) -> int:
+        """Remove this identity's blocks from the store; return how many. From any event loop.
+
+        Raises: TandemError (the store cannot be reached: its blocks are still there).
+        """
+        tier = self._tier
+        if tier is None:
+            raise PeerLostError("kv_tier.flush", "the store is not reached: try again later")
+        return await self._call(tier.flush())
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None, "start() comes first"
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise PeerLostError("kv_tier.call", "the instance is stopping") from error
+        return await asyncio.wrap_future(future)
+
+    # The thread.
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        try:
+            while not self._stopping.is_set():
+                try:
+                    await self._serve_connected()
+                except (TandemError, OSError) as error:
+                    logger.warning("event=kv_store_unreachable error=%s", error)
+                    self._tried.set()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stopping.wait(), RETRY_S)
+        finally:
+            self._tried.set()
+
+    async def _serve_connected(self) -> None:
+        assert self._sink is not None
+        assert self._stopping is not None
+        if self._memory.block_bytes > self._store.max_value_bytes:
+            raise CapacityError(
+                "kv_tier.open",
+                f"a block has {self._memory.block_bytes} bytes, store.max_value_bytes is "
+                f"{self._store.max_value_bytes}: raise it, or choose a smaller engine.block_size",
+            )
+        async with ClientService(self._store, self._rpc) as service:
+            tier = StoreTier(
+                service.client,
+                self._memory,
+                identity=self._identity,
+                config=self._config,
+                clock=self._clock,
+                on_load=self._on_load,
+            )
+            tier.attach(self._sink)
+            try:
+                await tier.probe()
+                logger.info("event=kv_store_connected identity=%s", self._identity[:12])
+                self._tier = tier
+                self._tried.set()
+                await self._stopping.wait()
+            finally:
+                await tier.aclose()

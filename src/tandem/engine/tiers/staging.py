@@ -1,0 +1,46 @@
+"""Memory in which blocks wait to be stored, so that the device's blocks need not.
+
+A fixed number of slots of one block each, in one buffer that the store's client has registered.
+Slots are taken and given back by any thread.
+"""
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["StagingSlots"]
+
+
+class StagingSlots:
+    """A free list of slots.
+
+    Args:
+        num_slots: blocks that fit.
+        block_bytes: of one.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.memory: npt.NDArray[np.uint8] = np.empty(num_slots * block_bytes, dtype=np.uint8)
+        self._free = list(range(num_slots))
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Return a free slot, now the caller's; None if there is none."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """End the use of a slot."""
+        with self._lock:
+            self._free.append(slot)
+
+    def view(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a slot."""
+        return self.memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]

@@ -1,0 +1,449 @@
+"""L3: full blocks of KV as objects of the store.
+
+A block is one object: its key is that of the prefix chain, which the ``KvIdentity`` and the salt
+begin, so a block that may not be shared is not found. Data flows so:
+
+- Write: the engine's thread reports blocks that became full or are being evicted. A full block is
+  copied to a staging slot beside the steps, and stored only if it still was that block after the
+  copy; an evicted one is copied before the step goes on, because its memory is reused then.
+- Read: one transfer from the store's memory into the engine's block, verified by the store's
+  checksum before the engine hears of it.
+
+Every failure is counted and becomes a recompute or a block that is not stored. Nothing here raises
+into the engine.
+
+Threads: everything runs on one event loop, but for ``begin``, which the engine's thread calls.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.clock import Clock
+from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
+from tandem.engine.blocks import KeyedBlock
+from tandem.engine.plan import BlockLoad, StepPlan
+from tandem.engine.request import Request
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.staging import StagingSlots
+from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
+
+__all__ = ["BlockMemory", "LoadSink", "StoreTier", "TierCounters", "make_object_key"]
+
+logger = logging.getLogger(__name__)
+
+STORE_BATCH = 16
+"""Blocks stored by one call: enough to hide its round trips."""
+LOAD_BATCH = 16
+"""Blocks read by one call. A load that nobody waits for any more stops after the current one."""
+PROBE_BLOCKS = 4
+"""Blocks written and read back at the start, as a test and for a first estimate of the rate."""
+
+
+def make_object_key(identity: str, key: bytes) -> str:
+    """Return the store's key of a block.
+
+    Args:
+        identity: digest of the ``KvIdentity``; one prefix for each, so that all its blocks can be
+            removed together.
+        key: of the block's prefix chain, salt included.
+    """
+    return f"kv/{identity}/{key.hex()}"
+
+
+class BlockMemory(NamedTuple):
+    """The memory of the engine's blocks."""
+
+    memory: npt.NDArray[np.uint8]
+    """All blocks, one after the other."""
+    block_bytes: int
+
+
+class LoadSink(Protocol):
+    """Who is told how loads ended: the engine."""
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Blocks have their content, verified."""
+        ...
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Blocks have not; nothing writes into them any more."""
+        ...
+
+    def is_unchanged(self, block: KeyedBlock) -> bool:
+        """Whether a block still is what it was reported as."""
+        ...
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals since start."""
+
+    num_lookups: int = 0
+    num_lookup_timeouts: int = 0
+    found_blocks: int = 0
+    """Blocks that lookups found beyond what they asked for."""
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    existing_blocks: int = 0
+    """Blocks that somebody had stored already."""
+    load_failures: dict[str, int] = field(default_factory=dict[str, int])
+    """Blocks by reason: the code of the error, or ``foreign`` for one of another size."""
+    store_failures: dict[str, int] = field(default_factory=dict[str, int])
+    """Blocks by reason: the code of the error, ``overwritten``, ``staging_full``, ``queue_full``
+    or ``offline``."""
+
+
+class _Staged(NamedTuple):
+    key: bytes
+    slot: int
+
+
+class StoreTier:
+    """Moves blocks between an engine and the store; a ``BlockTransfers``.
+
+    Args:
+        client: of the store; used on ``loop`` alone. Borrowed.
+        memory: of the engine's blocks; outlives the tier.
+        identity: digest of the ``KvIdentity``.
+        config: policies and bounds.
+        clock: measures rates.
+        on_load: told the bytes and seconds of each read that succeeded.
+        loop: where the client lives; the caller's own if it is None.
+    """
+
+    def __init__(
+        self,
+        client: AsyncStoreClient,
+        memory: BlockMemory,
+        *,
+        identity: str,
+        config: TierConfig,
+        clock: Clock,
+        on_load: Callable[[int, float], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.counters = TierCounters()
+        self._client = client
+        self._memory = memory
+        self._identity = identity
+        self._config = config
+        self._clock = clock
+        self._on_load = on_load
+        self._loop = asyncio.get_running_loop() if loop is None else loop
+        self._sink: LoadSink | None = None
+        self._staging = StagingSlots(config.staging_blocks, memory.block_bytes)
+        self._pool_buffer: StoreBuffer = client.register(memory.memory)
+        self._staging_buffer: StoreBuffer = client.register(self._staging.memory)
+        self._full: deque[KeyedBlock] = deque()
+        self._staged: deque[_Staged] = deque()
+        self._storing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped: set[tuple[str, int]] = set()
+        self._is_closing = False
+        self._generation = 0
+        """Counts flushes: what was staged before one is not stored after it."""
+
+    def attach(self, sink: LoadSink) -> None:
+        """Name who hears of loads; before the first ``begin``."""
+        self._sink = sink
+
+    # ---------------------------------------------------------------- asked by an arriving request
+
+    async def count_stored(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain the store holds; 0 if it does not say in time.
+
+        What it says may change before the blocks are read.
+        """
+        if not keys:
+            return 0
+        self.counters.num_lookups += 1
+        names = [make_object_key(self._identity, key) for key in keys]
+        try:
+            async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
+                found = await self._client.exists_many(names)
+        except TimeoutError:
+            self.counters.num_lookup_timeouts += 1
+            return 0
+        except TandemError as error:
+            logger.debug("event=kv_lookup_failed error=%s", error)
+            self.counters.num_lookup_timeouts += 1
+            return 0
+        num_found = found.index(False) if False in found else len(found)
+        self.counters.found_blocks += num_found
+        return num_found
+
+    # ---------------------------------------------------------------- told by the engine's thread
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take up what a plan asks; see ``BlockTransfers.begin``. The engine's thread."""
+        evicted: list[_Staged] = []
+        if self._config.write == "on_evict":
+            for block in plan.evicted:
+                staged = self._copy_aside(block)
+                if staged is not None:
+                    evicted.append(staged)
+        full = plan.filled if self._config.write == "write_through" else []
+        if evicted or full or plan.loads or plan.dropped:
+            try:
+                self._loop.call_soon_threadsafe(
+                    self._take, evicted, full, plan.dropped, plan.loads, self._generation
+                )
+            except RuntimeError:  # The loop has ended with the process's store client.
+                self._fail_loads(plan.loads, "offline")
+
+    def _copy_aside(self, block: KeyedBlock) -> _Staged | None:
+        slot = self._staging.take()
+        if slot is None:
+            _count(self.counters.store_failures, "staging_full")
+            return None
+        np.copyto(self._staging.view(slot), self._view(block.block_id))
+        return _Staged(block.key, slot)
+
+    # ---------------------------------------------------------------- on the loop
+
+    def _take(
+        self,
+        evicted: Sequence[_Staged],
+        full: Sequence[KeyedBlock],
+        dropped: Sequence[BlockLoad],
+        loads: Sequence[BlockLoad],
+        generation: int,
+    ) -> None:
+        if self._is_closing:
+            for staged in evicted:
+                self._staging.give_back(staged.slot)
+            self._fail_loads(loads, "offline")
+            return
+        self._dropped.update((load.request.request_id, load.block_id) for load in dropped)
+        by_request: dict[Request, list[BlockLoad]] = {}
+        for load in loads:
+            by_request.setdefault(load.request, []).append(load)
+        for request, its_loads in by_request.items():
+            self._spawn(self._load(request, its_loads))
+        if generation == self._generation:
+            self._staged.extend(evicted)
+            self._full.extend(full)
+        else:
+            for staged in evicted:
+                self._staging.give_back(staged.slot)
+        while len(self._full) > self._config.max_queued_stores:
+            self._full.popleft()
+            _count(self.counters.store_failures, "queue_full")
+        if (self._staged or self._full) and self._storing is None:
+            self._storing = self._spawn(self._store_queued())
+
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Loads.
+
+    async def _load(self, request: Request, loads: Sequence[BlockLoad]) -> None:
+        """Read the blocks of one request, in order, and report the end of each."""
+        for start in range(0, len(loads), LOAD_BATCH):
+            batch = loads[start : start + LOAD_BATCH]
+            if self._is_dropped(batch[0]):
+                self._fail_loads(loads[start:], "dropped")
+                break
+            if not await self._load_batch(request, batch):
+                # What follows a hole in the prefix is of no use.
+                self._fail_loads(loads[start + LOAD_BATCH :], "after_gap")
+                break
+        self._dropped.difference_update((request.request_id, load.block_id) for load in loads)
+
+    def _is_dropped(self, load: BlockLoad) -> bool:
+        return (load.request.request_id, load.block_id) in self._dropped
+
+    async def _load_batch(self, request: Request, loads: Sequence[BlockLoad]) -> bool:
+        """Read blocks and report them; False if one of them did not come."""
+        size = self._memory.block_bytes
+        names = [make_object_key(self._identity, load.key) for load in loads]
+        parts = [Part(self._pool_buffer, load.block_id * size, size) for load in loads]
+        begin_s = self._clock.now_s()
+        try:
+            # The client's own deadline ends it; when it returns, nothing writes to our blocks.
+            results: Sequence[int | TandemError] = await self._client.get_into_many(names, parts)
+        except TandemError as error:
+            results = [error] * len(loads)
+        seconds = self._clock.now_s() - begin_s
+        good = [load.block_id for load, r in zip(loads, results, strict=True) if r == size]
+        if good:
+            self.counters.loaded_blocks += len(good)
+            self.counters.loaded_bytes += len(good) * size
+            self.counters.load_seconds += seconds
+            self._on_load(len(good) * size, seconds)
+            self._report(request, good, has_content=True)
+        bad = [(load, r) for load, r in zip(loads, results, strict=True) if r != size]
+        for load, result in bad:
+            self._note_bad_block(load, result)
+        if bad:
+            self._report(request, [load.block_id for load, _ in bad], has_content=False)
+        return not bad
+
+    def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> None:
+        is_foreign = not isinstance(result, TandemError) or isinstance(result, ShapeError)
+        reason = "foreign" if is_foreign else result.code
+        _count(self.counters.load_failures, reason)
+        if is_foreign or isinstance(result, CorruptionError):
+            # Else it would be found, and fail, again and again; the recomputed one replaces it.
+            logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
+            self._spawn(self._remove(load.key))
+        elif not isinstance(result, NotFoundError):
+            logger.info("event=kv_load_failed error=%s", result)
+
+    async def _remove(self, key: bytes) -> None:
+        try:
+            await self._client.remove(make_object_key(self._identity, key))
+        except TandemError as error:
+            logger.info("event=kv_block_not_removed error=%s", error)
+
+    def _fail_loads(self, loads: Sequence[BlockLoad], reason: str) -> None:
+        for load in loads:
+            _count(self.counters.load_failures, reason)
+            self._report(load.request, [load.block_id], has_content=False)
+
+    def _report(self, request: Request, block_ids: Sequence[int], *, has_content: bool) -> None:
+        assert self._sink is not None, "attach() comes before the first load"
+        if has_content:
+            self._sink.load_done(request, block_ids)
+        else:
+            self._sink.load_failed(request, block_ids)
+
+    # Stores.
+
+    async def _store_queued(self) -> None:
+        """Store what is queued, the evicted blocks first: they hold staging slots."""
+        try:
+            while (self._staged or self._full) and not self._is_closing:
+                batch: list[_Staged] = []
+                while self._staged and len(batch) < STORE_BATCH:
+                    batch.append(self._staged.popleft())
+                while self._full and len(batch) < STORE_BATCH and self._staging.num_free:
+                    block = self._full.popleft()
+                    staged = self._copy_unchanged(block)
+                    if staged is not None:
+                        batch.append(staged)
+                if batch:
+                    await self._store_batch(batch)
+                else:
+                    await asyncio.sleep(0)  # Blocks that were skipped; let loads go on.
+        finally:
+            self._storing = None
+
+    def _copy_unchanged(self, block: KeyedBlock) -> _Staged | None:
+        """Copy a full block aside, unless it was given to somebody else before the copy ended."""
+        assert self._sink is not None, "attach() comes before the first store"
+        staged = self._copy_aside(block) if self._sink.is_unchanged(block) else None
+        if staged is not None and self._sink.is_unchanged(block):
+            return staged
+        if staged is not None:
+            self._staging.give_back(staged.slot)
+        _count(self.counters.store_failures, "overwritten")
+        return None
+
+    async def _store_batch(self, batch: Sequence[_Staged]) -> None:
+        size = self._memory.block_bytes
+        begin_s = self._clock.now_s()
+        try:
+            results: Sequence[Any] = await self._client.put_from_many(
+                [make_object_key(self._identity, staged.key) for staged in batch],
+                [Part(self._staging_buffer, staged.slot * size, size) for staged in batch],
+                PutOptions(same_machine=True),
+            )
+        except TandemError as error:
+            results = [error] * len(batch)
+        finally:
+            for staged in batch:
+                self._staging.give_back(staged.slot)
+        self.counters.store_seconds += self._clock.now_s() - begin_s
+        for result in results:
+            if isinstance(result, TandemError):
+                _count(self.counters.store_failures, result.code)
+                logger.debug("event=kv_store_failed error=%s", result)
+            elif result.value == "exists":
+                self.counters.existing_blocks += 1
+            else:
+                self.counters.stored_blocks += 1
+                self.counters.stored_bytes += size
+
+    # ---------------------------------------------------------------- the whole tier
+
+    async def flush(self) -> int:
+        """Remove all blocks of this identity from the store; return how many.
+
+        Raises: TandemError (the store cannot be reached: the blocks are still there).
+        """
+        self._generation += 1
+        self._full.clear()
+        while self._staged:
+            self._staging.give_back(self._staged.popleft().slot)
+        if self._storing is not None:
+            # A block whose put is under way would survive the removal.
+            await asyncio.wait((self._storing,), timeout=self._config.load_deadline_ms / 1e3)
+        return await self._client.remove_prefix(make_object_key(self._identity, b""))
+
+    async def probe(self) -> None:
+        """Write some blocks and read them back: a test of the path, and a first rate.
+
+        Raises: CorruptionError (other bytes came back); TandemError (the path does not work).
+        """
+        size = self._memory.block_bytes
+        slots = [
+            slot for _ in range(2 * PROBE_BLOCKS) if (slot := self._staging.take()) is not None
+        ]
+        half = len(slots) // 2
+        keys = [make_object_key(self._identity, b"probe%d" % i) for i in range(half)]
+        try:
+            for number, slot in enumerate(slots[:half]):
+                self._staging.view(slot)[:] = number + 1
+            sources = [Part(self._staging_buffer, slot * size, size) for slot in slots[:half]]
+            targets = [Part(self._staging_buffer, slot * size, size) for slot in slots[half:]]
+            options = PutOptions(same_machine=True, upsert=True)
+            for result in await self._client.put_from_many(keys, sources, options):
+                if isinstance(result, TandemError):
+                    raise result
+            begin_s = self._clock.now_s()
+            results = await self._client.get_into_many(keys, targets[:half])
+            seconds = self._clock.now_s() - begin_s
+            for number, (slot, result) in enumerate(zip(slots[half:], results, strict=False)):
+                if isinstance(result, TandemError):
+                    raise result
+                if not (self._staging.view(slot) == number + 1).all():
+                    raise CorruptionError("kv_tier.probe", "the store gave back other bytes")
+            self._on_load(half * size, seconds)
+        finally:
+            for slot in slots:
+                self._staging.give_back(slot)
+            await self._client.remove_many(keys)
+
+    async def aclose(self) -> None:
+        """End all work; loads under way are reported, what was not stored is lost."""
+        self._is_closing = True
+        self._full.clear()
+        while self._staged:
+            self._staging.give_back(self._staged.popleft().slot)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._config.load_deadline_ms / 1e3)
+        self._client.unregister(self._pool_buffer)
+        self._client.unregister(self._staging_buffer)
+
+    def _view(self, block_id: int) -> npt.NDArray[np.uint8]:
+        size = self._memory.block_bytes
+        return self._memory.memory[block_id * size : (block_id + 1) * size]
+
+
+def _count(counts: dict[str, int], reason: str) -> None:
+    counts[reason] = counts.get(reason, 0) + 1

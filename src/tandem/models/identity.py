@@ -1,0 +1,155 @@
+"""The identity of a loaded model's KV: which facts of it decide whether blocks may be shared.
+
+``tandem.core.spec.KvIdentity`` says what each field means and forbids; here they are read off the
+configuration and the modules that run.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem._native import kernel_isas
+from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, RoundingClass
+from tandem.kernels.experts import Experts
+from tandem.kernels.formats import find_format
+from tandem.kernels.matrix import MatrixSettings
+from tandem.kernels.native_experts import NativeExperts
+from tandem.kernels.operator import Operator
+from tandem.models.injection import find_module_format
+
+__all__ = ["IGNORED_CONFIG", "list_config_values", "make_kv_identity"]
+
+IGNORED_CONFIG = {
+    "_name_or_path": "where the checkpoint came from",
+    "architectures": "one architecture is accepted for each model_type",
+    "attention_dropout": "of training",
+    "bos_token_id": "which tokens are asked for, not what they give",
+    "chunk_size_feed_forward": "in how many pieces transformers multiplies",
+    "dtype": "of the stored weights, whose bytes are hashed",
+    "eos_token_id": "which token ends a text",
+    "id2label": "of classifiers",
+    "initializer_range": "of training",
+    "is_encoder_decoder": "only decoders are accepted",
+    "label2id": "of classifiers",
+    "output_attentions": "what transformers returns beside logits",
+    "output_hidden_states": "what transformers returns beside logits",
+    "output_router_logits": "what transformers returns beside logits",
+    "pad_token_id": "no padding is computed",
+    "problem_type": "of classifiers",
+    "return_dict": "how transformers returns logits",
+    "router_aux_loss_coef": "of training",
+    "tokenizer_class": "text is not KV",
+    "transformers_version": "who wrote the file",
+    "use_cache": "whether transformers keeps KV of its own",
+}
+"""Fields of a configuration that change no value of KV, and why. All others count."""
+
+FORMAT_DTYPES = {"bf16": "bfloat16"}
+"""Weight formats that hold exactly the values of a dtype."""
+
+IEEE_ISAS = ("plain", "avx2", "avx512_bw", "avx512_vnni")
+"""Instruction sets whose native kernels agree bitwise; the others round pairs of bf16 at once."""
+
+
+def list_config_values(config: Any) -> dict[str, str]:
+    """Return the fields of a transformers configuration that change values, as JSON."""
+    values = config.to_dict()
+    return {
+        name: json.dumps(values[name], sort_keys=True, default=str)
+        for name in sorted(values.keys() - IGNORED_CONFIG.keys())
+    }
+
+
+def make_kv_identity(
+    skeleton: nn.Module,
+    *,
+    weights: str,
+    config: dict[str, str],
+    spec: ModelSpec,
+    layout: KVLayout,
+    sharing: KvSharing,
+) -> KvIdentity:
+    """Return the identity of the KV that a model computes.
+
+    Args:
+        skeleton: the loaded modules, operators in their places.
+        weights: see ``WeightHasher.result``.
+        config: see ``list_config_values``.
+        spec: with the dtype that the model runs in.
+        layout: of the whole model's blocks.
+        sharing: as the user set it.
+    """
+    formats = _list_formats(skeleton, spec.dtype)
+    return KvIdentity(
+        weights=weights,
+        config=config,
+        dtype=spec.dtype,
+        formats=formats,
+        layout=layout,
+        sharing=sharing,
+        rounding=_find_rounding_class(skeleton, spec, layout, formats),
+    )
+
+
+def _list_formats(skeleton: nn.Module, dtype: str) -> dict[str, str]:
+    found = {name: find_module_format(module) for name, module in skeleton.named_modules()}
+    names = {
+        name: FORMAT_DTYPES.get(weight_format.name, weight_format.name)
+        for name, weight_format in found.items()
+        if weight_format is not None
+    }
+    return {name: format_name for name, format_name in names.items() if format_name != dtype}
+
+
+def _find_rounding_class(
+    skeleton: nn.Module, spec: ModelSpec, layout: KVLayout, formats: dict[str, str]
+) -> RoundingClass:
+    modules = list(skeleton.named_modules())
+    parts = [module.num_parts for _, module in modules if isinstance(module, NativeExperts)]
+    return RoundingClass(
+        expert_parts=max(parts, default=1),
+        bf16_unit=_find_bf16_unit(spec, layout, formats),
+        operators=_hash_operators(modules),
+        torch=_name_torch() if _multiplies_in_torch(modules) else "",
+    )
+
+
+def _find_bf16_unit(spec: ModelSpec, layout: KVLayout, formats: dict[str, str]) -> str:
+    """Return the instruction set of bf16 products; integer and float32 ones are equal on all."""
+    isa = kernel_isas()[-1]
+    dtypes = {spec.dtype, layout.dtype, *formats.values()}
+    has_bf16 = "bfloat16" in dtypes or any(
+        not find_format(name).is_integer for name in formats.values() if name != "bfloat16"
+    )
+    return isa if has_bf16 and isa not in IEEE_ISAS else ""
+
+
+def _hash_operators(modules: list[tuple[str, nn.Module]]) -> str:
+    digest = hashlib.sha256()
+    for name, module in modules:
+        kind, weight_format = type(module), find_module_format(module)
+        how = "" if weight_format is None else weight_format.name
+        digest.update(f"{name}\0{kind.__module__}.{kind.__qualname__}\0{how}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _multiplies_in_torch(modules: list[tuple[str, nn.Module]]) -> bool:
+    """Whether any matrix is a tensor. Embeddings are looked up, not multiplied."""
+    for _, module in modules:
+        settings = getattr(module, "settings", None)
+        if isinstance(module, Experts):
+            return True
+        if isinstance(settings, MatrixSettings) and settings.weight_format is None:
+            return True
+        if not isinstance(module, (Operator, nn.Embedding)):
+            own = module.parameters(recurse=False)
+            if any(parameter.dim() > 1 for parameter in own):
+                return True
+    return False
+
+
+def _name_torch() -> str:
+    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"

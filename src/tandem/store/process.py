@@ -1,0 +1,75 @@
+"""A whole store in one child process: master and host, for the server that started it.
+
+Started by ``tandem serve --store.memory``. It gets its settings as one line on standard input and
+ends when that input ends, so it never outlives its server. If it dies, its segment stays and the
+process that is started in its place finds the objects again; a clean end removes the segment.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.core.descriptors import raise_limit
+from tandem.core.logs import configure_logging
+from tandem.rpc import RpcConfig
+from tandem.store.config import StoreConfig
+from tandem.store.service import HostService, MasterService
+from tandem.transfer import SharedLoop
+
+__all__ = ["StoreProcessSpec", "main"]
+
+
+class StoreProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the process is told."""
+
+    store: StoreConfig
+    """With a master's address in a folder of the server's, and a host's name."""
+    rpc: RpcConfig
+    log_level: str = "info"
+
+
+async def _serve(spec: StoreProcessSpec) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopping.set)
+
+    signal.signal(signal.SIGTERM, lambda *_: stop())
+    threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
+    async with (
+        MasterService(spec.store, spec.rpc),
+        HostService(spec.store, spec.rpc, keep_segment=False),
+    ):
+        # The server waits for this line; until then there is nothing to connect to.
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        await stopping.wait()
+
+
+def _wait_for_end_of_input(stop: Callable[[], None]) -> None:
+    """The server holds the other end of our standard input; when it is gone, so are we."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    stop()
+
+
+def main() -> int:
+    """Entry point of ``python -m tandem.store.process``."""
+    # Ctrl-C in a terminal goes to the whole group; the server ends us when it has drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreProcessSpec)
+    configure_logging("store", spec.log_level)
+    raise_limit()
+    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        runner.run(_serve(spec))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

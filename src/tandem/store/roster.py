@@ -1,0 +1,275 @@
+"""The membership of a store, which outlives its masters: hosts, retired storage, tombstones.
+
+A master keeps its directory in memory alone. What a new one must know before it can say that an
+object is absent is kept outside: which hosts there are, and what was removed while one of them was
+away. This module has the records, what a master keeps of them in memory, and the writer that makes
+changes durable in groups. Where they are kept is a ``RosterStore``: a folder, etcd, or memory.
+"""
+
+import asyncio
+import copy
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from tandem.core.errors import TandemError
+
+__all__ = [
+    "Member",
+    "MemoryRosterStore",
+    "Roster",
+    "RosterStore",
+    "RosterWriter",
+    "SavedRoster",
+    "Tombstone",
+    "Tombstones",
+]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+MAX_RETIRED = 1_000
+"""Retired storage that is remembered; the oldest is forgotten."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A host that may hold objects."""
+
+    segment_id: str
+    disk_id: str = ""
+    """Of its SSD tier; empty without one."""
+    is_lost: bool = False
+    """Its lease has ended: it is not waited for. What it holds counts again when it returns."""
+
+
+class Roster(msgspec.Struct, kw_only=True):
+    """The hosts of a store."""
+
+    members: dict[str, Member] = msgspec.field(default_factory=dict)
+    """By name."""
+    retired: dict[str, int] = msgspec.field(default_factory=dict)
+    """By segment or disk id, oldest first: objects there up to this version are dead."""
+
+    def retire(self, storage_id: str, version: int) -> None:
+        """Let what is in a segment, or on a disk, lose when it returns."""
+        if storage_id:
+            self.retired.pop(storage_id, None)
+            self.retired[storage_id] = version
+        while len(self.retired) > MAX_RETIRED:
+            storage_id = next(iter(self.retired))
+            del self.retired[storage_id]
+            logger.warning("event=retired_storage_forgotten id=%s", storage_id)
+
+
+class Tombstone(msgspec.Struct, frozen=True, array_like=True):
+    """A removal: objects of this key, up to this version, are dead wherever they turn up."""
+
+    key: str
+    version: int
+    is_prefix: bool = False
+    """All keys that begin so."""
+
+
+Batch = tuple[int, Sequence[Tombstone]]
+"""Tombstones that were made durable together, and the number of their round."""
+
+
+class SavedRoster(NamedTuple):
+    """What a ``RosterStore`` has."""
+
+    roster: Roster | None
+    """None if there is none, or it cannot be read."""
+    tombstones: Sequence[Batch]
+    is_new: bool = False
+    """With no roster: the store is new, as far as can be told here."""
+
+
+class RosterStore(Protocol):
+    """Keeps one membership. Only the master that leads may write.
+
+    Every call raises PeerLostError, DeadlineError or InternalError if it was perhaps not carried
+    out; it may be repeated.
+    """
+
+    async def load(self) -> SavedRoster:
+        """Return all of it."""
+        ...
+
+    async def save(self, roster: Roster) -> None:
+        """Replace the roster; returns when it is durable."""
+        ...
+
+    async def add(self, batch: Batch) -> None:
+        """Add tombstones; returns when they are durable."""
+        ...
+
+    async def drop(self, below: int) -> None:
+        """Forget the tombstones with lower numbers."""
+        ...
+
+
+class MemoryRosterStore:
+    """A ``RosterStore`` that lives as long as this object."""
+
+    def __init__(self) -> None:
+        self._roster: Roster | None = None
+        self._batches: dict[int, Sequence[Tombstone]] = {}
+
+    async def load(self) -> SavedRoster:
+        """See ``RosterStore``."""
+        return SavedRoster(copy.deepcopy(self._roster), list(self._batches.items()), is_new=True)
+
+    async def save(self, roster: Roster) -> None:
+        """See ``RosterStore``."""
+        self._roster = copy.deepcopy(roster)
+
+    async def add(self, batch: Batch) -> None:
+        """See ``RosterStore``."""
+        self._batches[batch[0]] = list(batch[1])
+
+    async def drop(self, below: int) -> None:
+        """See ``RosterStore``."""
+        self._batches = {number: b for number, b in self._batches.items() if number >= below}
+
+
+class Tombstones:
+    """All tombstones of a store, in memory."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, list[Tombstone]] = {}
+        self._versions: dict[str, int] = {}
+        self._prefixes: dict[str, int] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def newest_number(self) -> int:
+        """The highest number of a batch; 0 without any."""
+        return max(self._batches, default=0)
+
+    def add(self, number: int, tombstones: Iterable[Tombstone]) -> None:
+        """Add tombstones of one round."""
+        added = list(tombstones)
+        self._batches.setdefault(number, []).extend(added)
+        self._index(added)
+        self._count += len(added)
+
+    def _index(self, tombstones: Iterable[Tombstone]) -> None:
+        for key, version, is_prefix in map(msgspec.structs.astuple, tombstones):
+            versions = self._prefixes if is_prefix else self._versions
+            versions[key] = max(version, versions.get(key, -1))
+
+    def find(self, key: str) -> int:
+        """Return the version up to which objects of ``key`` are dead; -1 if none is."""
+        if not self._count:
+            return -1
+        found = self._versions.get(key, -1)
+        for prefix, version in self._prefixes.items():
+            if version > found and key.startswith(prefix):
+                found = version
+        return found
+
+    def release(self, below: int) -> bool:
+        """Forget batches with lower numbers; returns whether there were any."""
+        numbers = [number for number in self._batches if number < below]
+        for number in numbers:
+            self._count -= len(self._batches.pop(number))
+        if numbers:
+            self._versions.clear()
+            self._prefixes.clear()
+            for batch in self._batches.values():
+                self._index(batch)
+        return bool(numbers)
+
+
+class RosterWriter:
+    """Makes changes durable, those that come while one is being written together in the next.
+
+    Args:
+        store: where to; borrowed.
+        roster: the one that ``save`` writes, as it is then.
+        schedule: runs a coroutine behind, for as long as the master lives.
+    """
+
+    def __init__(
+        self,
+        store: RosterStore,
+        roster: Roster,
+        schedule: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._store = store
+        self._roster = roster
+        self._schedule = schedule
+        self.number = 1
+        """Of the round to come."""
+        self._is_changed = False
+        self._tombstones: list[Tombstone] = []
+        self._drop_below = 0
+        self._round: asyncio.Future[None] | None = None
+        """Done when the round to come is durable."""
+        self._last: asyncio.Future[None] | None = None
+        """The same of the newest round, begun or not."""
+        self._is_running = False
+
+    async def save(self) -> None:
+        """Return when the roster as it is now is durable."""
+        self._is_changed = True
+        await asyncio.shield(self._join_round())
+
+    async def settle(self) -> None:
+        """Return when all that was asked for is durable."""
+        if self._last is not None:
+            await asyncio.shield(self._last)
+
+    async def add(self, tombstones: Sequence[Tombstone]) -> None:
+        """Return when these are durable; they have the ``number`` of the moment of the call."""
+        self._tombstones += tombstones
+        await asyncio.shield(self._join_round())
+
+    def note_change(self) -> None:
+        """Write the roster soon."""
+        self._is_changed = True
+        self._join_round()
+
+    def drop(self, below: int) -> None:
+        """Forget tombstones with lower numbers soon."""
+        self._drop_below = max(self._drop_below, below)
+        self._join_round()
+
+    def _join_round(self) -> "asyncio.Future[None]":
+        if self._round is None:
+            self._round = self._last = asyncio.get_running_loop().create_future()
+        if not self._is_running:
+            self._is_running = True
+            self._schedule(self._run())
+        return self._round
+
+    async def _run(self) -> None:
+        while self._round is not None:
+            done, self._round = self._round, None
+            roster = copy.deepcopy(self._roster) if self._is_changed else None
+            batch = (self.number, self._tombstones)
+            below, self._drop_below = self._drop_below, 0
+            self._is_changed, self._tombstones = False, []
+            self.number += 1
+            while not await self._write(roster, batch, below):
+                await asyncio.sleep(RETRY_S)
+            done.set_result(None)
+        self._is_running = False
+
+    async def _write(self, roster: Roster | None, batch: Batch, below: int) -> bool:
+        try:
+            if roster is not None:
+                await self._store.save(roster)
+            if batch[1]:
+                await self._store.add(batch)
+            if below:
+                await self._store.drop(below)
+        except TandemError as error:
+            logger.warning("event=roster_unwritten reason=%s", error)
+            return False
+        return True

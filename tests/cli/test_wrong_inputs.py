@@ -1,0 +1,172 @@
+"""Every command's help renders, and nothing that a user can do ends in a traceback.
+
+Commands run in this process through their entry point; an exception that it lets through is what
+a user would see as a traceback, and fails the test.
+"""
+
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from tandem.cli import main as cli
+from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, STORE_SETTINGS, Config
+from tandem.core.config import list_fields
+
+
+def list_commands(group, path=()):
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from list_commands(command, (*path, name))
+
+
+COMMANDS = list(list_commands(typer.main.get_command(cli.app)))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    # The command configures logging for its process, which is ours.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_of_every_command_renders(run, path):
+    status, out, err = run(*path, "--help")
+    assert status == 0
+    assert "Usage:" in out
+    assert not err
+
+
+def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    short, full = run("serve", "--help")[1], run("serve", "--help-all")[1]
+    shown = {f.path for f in list_fields(Config) if f.flag in short}
+    assert shown == SERVE_SETTINGS
+    assert {f.path for f in list_fields(Config) if f.flag in full} == {
+        f.path for f in list_fields(Config)
+    }
+    # The brackets of a default are text, not markup.
+    assert "[/dev/shm/tandem]" in full
+    assert {f.path for f in list_fields(Config)} >= STORE_SETTINGS | set(SHORT_NAMES)
+
+
+def make_broken_inputs(tmp_path):
+    """Arguments that are wrong, and words that the one line about them must have."""
+    empty = tmp_path / "empty"
+    empty.mkdir(mode=0o700)
+    not_json = tmp_path / "not_json"
+    not_json.mkdir()
+    (not_json / "config.json").write_bytes(b"\xff\x00{")
+    alien = tmp_path / "alien"
+    alien.mkdir()
+    (alien / "config.json").write_text(json.dumps({"model_type": "alien"}))
+    binary = tmp_path / "c.yaml"
+    binary.write_bytes(b"\xff\xfe: [")
+    fast = "--rpc.connect-timeout-ms=200"
+    return [
+        (["serve"], "name a model"),
+        (["serve", str(empty)], "config.json does not exist"),
+        (["plan", str(empty)], "config.json does not exist"),
+        (["serve", str(not_json)], "not JSON"),
+        (["plan", "demo", "--rules", str(tmp_path / "none")], "cannot read"),
+        (["plan", str(alien)], "alien"),
+        (["serve", str(tmp_path / "nothing")], "no folder"),
+        (["serve", "demo", "--log-level", "loud"], "warning"),
+        (["store", "master", "--log-level", "loud"], "warning"),
+        (["serve", "demo", "--config", str(tmp_path)], "directory"),
+        (["serve", "demo", "--config", str(binary)], "not YAML"),
+        (["serve", "demo", "--port", "high"], "server.port"),
+        (["serve", "demo", "--engine.kv-dtype", "foo"], "one of auto, bfloat16"),
+        (["serve", "demo", "--store.transports", "pigeon"], "one of cma, local"),
+        (["serve", "demo", "--no-such-flag", "1"], "--no-such-flag"),
+        (["config", "show", "--engine.threads", "-1"], "engine.threads"),
+        (["nosuch"], "nosuch"),
+        (["bench", "nosuch"], "no benchmark"),
+        (["pull", "nosuch"], "not a hub id"),
+        (["pull", "org/name"], "hub cannot be reached"),
+        (["serve", "org/name"], "tandem pull org/name"),
+        (["generate"], "--prompt"),
+        (["generate", "-f", str(tmp_path)], "cannot read"),
+        (["store", "get", "k", f"--store.master=ipc://{empty}/m", fast], "master"),
+        (["store", "put", "k", str(tmp_path / "nothing"), fast], "nothing"),
+        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x"], "refused"),
+        (["chat", "--url", "nonsense", "--prompt", "x"], "http"),
+        (["serve", "\udcff"], "no folder"),
+    ]
+
+
+def test_wrong_inputs_are_answered_in_words(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for arguments, words in make_broken_inputs(tmp_path):
+        status, out, err = run(*arguments)
+        assert words in re.sub(r"\W*\n\W*", " ", out + err), (arguments, out, err)
+        assert status != 0 or arguments[0] == "chat", arguments
+        assert err.count("tandem: ") <= 1, arguments
+        assert "Traceback" not in err, arguments
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    result = subprocess.run(
+        f"{sys.executable} -m tandem config show --json | head -c 1",
+        shell=True, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert result.stdout == "["
+    assert not result.stderr
+
+
+def test_chat_in_a_terminal_edits_lines_and_knows_its_commands(tmp_path):
+    """Typed through a pseudo-terminal: history and editing come from prompt_toolkit."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "chat", "--url", "http://127.0.0.1:1"],
+        stdin=child, stdout=child, stderr=child, close_fds=True,
+        env={**os.environ, "HOME": str(tmp_path), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(child)
+    seen = ""
+
+    def expect(words):
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while words not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(parent, 4096).decode(errors="replace")
+        seen = seen.split(words, 1)[1]
+
+    try:
+        expect("Chat:")
+        os.write(parent, b"/hepl\x1b[D\x7fp\x1b[C\x7f\r")  # /hepl, edited into /hepp... then wrong
+        expect("no command")
+        os.write(parent, b"\x1b[A\x03/help\r")  # Recall, drop by Ctrl-C, ask anew.
+        expect("forget the conversation")
+        os.write(parent, b"/exit\r")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+    history = tmp_path / ".cache/tandem/chat_history"
+    assert "+/help" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0

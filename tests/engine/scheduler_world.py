@@ -1,0 +1,433 @@
+"""A scheduler with a toy runner, a toy tier and random traffic, which checks itself.
+
+The runner keeps, per slot of each block, a fingerprint of *all* the tokens (and the salt) up to
+that position, as real KV would depend on them. Each step it performs the plan's copies and writes
+and then checks every position that a scheduled token attends to. The tier stores the blocks that
+became full, late, and loads them when it likes: it writes when a load ends, whether it is wanted or
+not, and some loads end with nonsense in the block. Random traffic from a tiny vocabulary, small
+blocks and small pools makes hits, copies, duplicates, evictions and preemptions the normal case.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.spec import make_root_key
+from tandem.core.wire import FinishReason, SamplingParams
+from tandem.engine.blocks import BlockPool
+from tandem.engine.config import EngineConfig
+from tandem.engine.loads import LoadDecision
+from tandem.engine.plan import BlockLoad
+from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.request import Request, RequestState
+from tandem.engine.scheduler import Scheduler, StepPlan
+
+BLOCK_SIZE = 4
+ORDERS = ["chunked", "prefill_first", "decode_first"]
+SALTS = ["", "other"]
+VOCABULARY = 3
+POISON = -1
+
+
+class WrongKvError(AssertionError):
+    """A scheduled token would have attended to KV that is not that of its own sequence."""
+
+
+class ToyRunner:
+    """Executes plans on blocks whose KV is a fingerprint of everything before it."""
+
+    def __init__(self, num_blocks: int, rng: random.Random) -> None:
+        self.kv = [[POISON] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.rng = rng
+        self.num_computed = 0
+
+    def execute(self, plan: StepPlan, failed=frozenset()) -> dict[str, int]:
+        """Copy, write, check what is read, and sample; for ``failed`` ones, write nonsense."""
+        self.copy(plan)
+        expected = {s.request.request_id: fingerprint(s.request) for s in plan.sequences}
+        # The order within a step is the runner's own business, so any must do.
+        sequences = self.rng.sample(plan.sequences, len(plan.sequences))
+        for s in sequences:
+            for position in range(s.start, s.start + s.num_tokens):
+                block_id = s.block_table[position // BLOCK_SIZE]
+                is_failed = s.request.request_id in failed
+                kv = POISON if is_failed else expected[s.request.request_id][position]
+                self.kv[block_id][position % BLOCK_SIZE] = kv
+                self.num_computed += 1
+        sequences = [s for s in sequences if s.request.request_id not in failed]
+        for s in sequences:
+            for position in range(s.start + s.num_tokens):
+                block_id = s.block_table[position // BLOCK_SIZE]
+                kv = self.kv[block_id][position % BLOCK_SIZE]
+                if kv != expected[s.request.request_id][position]:
+                    raise WrongKvError(
+                        f"{s.request.request_id} reads position {position} in block {block_id}"
+                    )
+        return {
+            s.request.request_id: expected[s.request.request_id][-1] % VOCABULARY
+            for s in sequences
+            if s.wants_sample
+        }
+
+    def copy(self, plan: StepPlan) -> None:
+        for source, target, num_tokens in self.rng.sample(plan.copies, len(plan.copies)):
+            copied = self.kv[source][:num_tokens]
+            self.kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
+
+
+class ToyTier:
+    """A lower tier: planner, store and transfers in one. Outlives worlds if the test wants it."""
+
+    def __init__(self, rng: random.Random, fail_chance: float = 0.2) -> None:
+        self.rng = rng
+        self.fail_chance = fail_chance
+        self.stored: dict[bytes, list[int]] = {}
+        self.moving: list[BlockLoad] = []
+        self.storing = []
+        self.num_dropped = 0
+        self.num_stale = 0
+
+    def choose_load(self, request, keys, num_matched, now_s) -> LoadDecision:
+        num_blocks = 0
+        while num_blocks < len(keys) and keys[num_blocks] in self.stored:
+            num_blocks += 1
+        if self.rng.random() < self.fail_chance:
+            num_blocks += 1  # It thinks that it has more than it has.
+        return LoadDecision(num_blocks, self.rng.choice([0.0, 0.3, 100.0]))
+
+    def begin(self, plan: StepPlan) -> None:
+        self.storing += plan.filled
+        self.moving += plan.loads
+        self.num_dropped += len(plan.dropped)
+
+    def store_some(self, scheduler: Scheduler, runner: ToyRunner, chance: float = 0.5) -> None:
+        """Copy blocks out, at any time after they were reported."""
+        waiting, self.storing = self.storing, []
+        for block in waiting:
+            if self.rng.random() >= chance:
+                self.storing.append(block)
+                continue
+            content = list(runner.kv[block.block_id])
+            if self.is_stale(scheduler, block):
+                self.num_stale += 1
+            else:
+                self.stored[block.key] = content
+
+    def is_stale(self, scheduler: Scheduler, block) -> bool:
+        return not scheduler.is_unchanged(block)
+
+    def end_some(self, scheduler: Scheduler, runner: ToyRunner, chance: float = 0.5) -> None:
+        """End transfers in any order, each request's with one call or several."""
+        ending = [load for load in self.moving if self.rng.random() < chance]
+        self.rng.shuffle(ending)
+        for load in ending:
+            self.moving.remove(load)
+            content = self.stored.get(load.key)
+            if content is None or self.rng.random() < self.fail_chance:
+                runner.kv[load.block_id] = [POISON] * BLOCK_SIZE
+                scheduler.load_failed(load.request, [load.block_id])
+            else:
+                runner.kv[load.block_id] = list(content)
+                scheduler.load_done(load.request, [load.block_id])
+
+
+def fingerprint(request: Request) -> list[int]:
+    """What the KV of each known position of a request must be."""
+    state = hash((0, SALTS.index(request.cache_salt))) & 0xFFFFFFFF
+    kv = []
+    for token in request.get_tokens(0, request.num_tokens):
+        state = hash((state, token)) & 0xFFFFFFFF
+        kv.append(state)
+    return kv
+
+
+@dataclass
+class World:
+    """A scheduler, its runner and its traffic; every step is checked as it is taken."""
+
+    num_blocks: int
+    seed: int = 0
+    order: str = "chunked"
+    max_batch_tokens: int = 16
+    max_running: int = 4
+    max_queue: int = 6
+    max_model_len: int = 1000
+    prefix_cache: bool = True
+    index_class: type[PrefixIndex] = PrefixIndex
+    pool_class: type[BlockPool] = BlockPool
+    scheduler_class: type[Scheduler] = Scheduler
+    runner_class: type[ToyRunner] = ToyRunner
+    tier: ToyTier | None = None
+    checks: bool = True
+    now_s: float = 0.0
+    live: dict[str, Request] = field(default_factory=dict)
+    ended: list[Request] = field(default_factory=list)
+    num_added: int = 0
+    num_seen: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=max(self.max_batch_tokens, self.max_running),
+            max_running=self.max_running,
+            max_queue=self.max_queue,
+            max_model_len=self.max_model_len,
+            scheduling_order=self.order,
+            prefix_cache=self.prefix_cache,
+        )
+        self.pool = self.pool_class(self.num_blocks)
+        self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
+        self.scheduler = self.scheduler_class(self.config, self.pool, self.index, self.tier)
+        self.runner = self.runner_class(self.num_blocks, self.rng)
+
+    def add(self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None) -> bool:
+        request = Request(
+            request_id=f"r{self.num_added}",
+            prompt_ids=list(prompt_ids),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival_s=self.now_s,
+            priority=priority,
+            deadline_s=None if timeout_s is None else self.now_s + timeout_s,
+            cache_salt=salt,
+        )
+        self.num_added += 1
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            assert len(self.live) == self.max_running + self.max_queue
+            return False
+        except ConfigError as error:
+            assert error.field == "prompt"
+            room = min(self.max_model_len, self.num_blocks * BLOCK_SIZE)
+            assert request.prompt_len + min(max_tokens, 1) > room or not prompt_ids
+            return False
+        self.live[request.request_id] = request
+        return True
+
+    def add_continuation(self, choice: int, extra, max_tokens=8) -> bool:
+        """The next turn of a conversation: an ended request's tokens and some more."""
+        if not self.ended:
+            return False
+        earlier = self.ended[choice % len(self.ended)]
+        prompt_ids = earlier.prompt_ids + earlier.output_ids + list(extra)
+        return self.add(prompt_ids, max_tokens, earlier.priority, earlier.cache_salt)
+
+    def cancel(self, choice: int) -> None:
+        if self.live:
+            request = list(self.live.values())[choice % len(self.live)]
+            in_flight = request.is_scheduled
+            assert self.scheduler.cancel(request.request_id)
+            assert request.is_finished != in_flight
+            if request.is_finished:
+                self.retire(request, FinishReason.CANCELLED)
+                assert not self.scheduler.cancel(request.request_id)
+
+    def retire(self, request: Request, *reasons: FinishReason) -> None:
+        assert request.is_finished
+        assert not reasons or request.finish_reason in reasons
+        assert request.block_table == ()
+        del self.live[request.request_id]
+        self.ended.append(request)
+
+    def step(self, in_flight=(), stop_chance=0.05, fail_chance=0.01) -> StepPlan:
+        """One step; ``in_flight`` are calls that happen while it is being computed."""
+        plan = self.scheduler.schedule(self.now_s)
+        if self.checks:
+            self.check_plan(plan)
+        for request in plan.expired:
+            self.retire(request, FinishReason.DEADLINE)
+        self.check_progress(plan)
+        if self.tier is not None:
+            self.tier.begin(plan)
+            self.move_some()
+        for call in in_flight:
+            call()
+        if self.checks:
+            self.scheduler.check()
+        ids = [s.request.request_id for s in plan.sequences]
+        failed = {i for i in ids if self.rng.random() < fail_chance}
+        sampled = self.runner.execute(plan, failed)
+        stopped = {i: FinishReason.STOP for i in sampled if self.rng.random() < stop_chance}
+        stopped |= dict.fromkeys(failed, FinishReason.ERROR)
+        self.now_s += 0.1
+        if plan.is_empty:
+            return plan
+        for request in self.scheduler.complete(plan, sampled, self.now_s, stopped):
+            self.check_end(request, stopped)
+            self.retire(request)
+        if self.checks:
+            self.scheduler.check()
+        return plan
+
+    def move_some(self, chance: float = 0.5) -> None:
+        """Let some transfers from and to the lower tier happen."""
+        # Slower than loads, so that some blocks have a new owner when they are stored.
+        self.tier.store_some(self.scheduler, self.runner, chance**3)
+        self.tier.end_some(self.scheduler, self.runner, chance)
+
+    def check_progress(self, plan: StepPlan) -> None:
+        """Whatever lives, somebody advances: this alone rules out deadlock."""
+        is_loading = self.tier is not None and bool(self.tier.moving or plan.loads)
+        if not plan.sequences:
+            assert not self.live or is_loading, f"{len(self.live)} live, none advances"
+            assert not self.scheduler.get_stats().num_running, "a load keeps the running waiting"
+        if not (plan.sequences or plan.loads or plan.expired):
+            assert self.scheduler.wake_s > self.now_s, "the engine would spin"
+            again = self.scheduler.schedule(self.now_s)
+            assert not (again.sequences or again.loads), "the engine would sleep"
+
+    def check_end(self, request: Request, stopped) -> None:
+        length = min(
+            request.sampling.max_tokens,
+            min(self.max_model_len, self.num_blocks * BLOCK_SIZE) - request.prompt_len,
+        )
+        if request.finish_reason is FinishReason.LENGTH:
+            assert len(request.output_ids) == length
+        elif request.finish_reason in {FinishReason.STOP, FinishReason.ERROR}:
+            assert stopped[request.request_id] is request.finish_reason
+        elif request.finish_reason is FinishReason.DEADLINE:
+            assert request.deadline_s <= self.now_s
+        else:
+            assert request.finish_reason is FinishReason.CANCELLED
+
+    def check_plan(self, plan: StepPlan) -> None:
+        num_tokens = sum(s.num_tokens for s in plan.sequences)
+        assert num_tokens == plan.num_tokens <= self.config.max_batch_tokens
+        assert self.scheduler.get_stats().num_running <= self.max_running
+        ids = [s.request.request_id for s in plan.sequences]
+        assert len(ids) == len(set(ids)), f"scheduled twice: {ids}"
+        self.check_loads(plan)
+        written = []
+        for s in plan.sequences:
+            request = s.request
+            assert s.num_tokens >= 1
+            assert s.start + s.num_tokens <= request.num_tokens
+            assert s.wants_sample == (s.start + s.num_tokens == request.num_tokens) or (
+                request.sampling.max_tokens == 0
+            )
+            first, last = s.start // BLOCK_SIZE, (s.start + s.num_tokens - 1) // BLOCK_SIZE
+            written += s.block_table[first : last + 1]
+            assert len(s.block_table) == last + 1, "blocks beyond what the step needs"
+            if self.is_new(request):
+                self.check_hit(request, s.start, plan)
+        assert len(written) == len(set(written)), f"two writers of one block: {sorted(written)}"
+        sources = {c.src_block_id for c in plan.copies}
+        targets = [c.dst_block_id for c in plan.copies]
+        assert len(targets) == len(set(targets))
+        assert sources.isdisjoint(targets)
+        for request in plan.preempted:
+            assert request.state is RequestState.PREEMPTED or request.is_scheduled
+
+    def check_loads(self, plan: StepPlan) -> None:
+        if self.tier is None:
+            assert not plan.loads
+            return
+        moving = [load.block_id for load in self.tier.moving + plan.loads]
+        assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
+        assert len(moving) <= self.num_blocks // 4
+        in_step = {c.src_block_id for c in plan.copies}.union(
+            *(s.block_table for s in plan.sequences)
+        )
+        assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
+        running = self.scheduler._running
+        if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:
+            assert running[0].is_scheduled, "the most urgent decode waits for a load"
+
+    def is_new(self, request: Request) -> bool:
+        """Whether this is the request's first step since it was admitted (again)."""
+        admissions = 1 + request.num_preemptions
+        is_new = self.num_seen.get(request.request_id) != admissions
+        self.num_seen[request.request_id] = admissions
+        return is_new
+
+    def check_hit(self, request: Request, start: int, plan: StepPlan) -> None:
+        """No token is computed that the index had: compare with a search through all of it."""
+        if not self.prefix_cache:
+            assert start == 0
+            return
+        tokens = request.get_tokens(0, request.num_tokens - 1)
+        root = make_root_key(b"toy", request.cache_salt)
+        best = max(
+            (count_shared(tokens, path) for key, path in list_paths(self.index) if key == root),
+            default=0,
+        )
+        if start < best:
+            # Only a copy may be forgone, and only where its source could not be pinned as well.
+            assert start == best - best % BLOCK_SIZE, f"{start} tokens reused, {best} were there"
+            outstanding = map(self.scheduler._count_outstanding, self.scheduler._running)
+            assert self.pool.num_free + self.pool.num_cached <= sum(outstanding)
+        copied = {c.dst_block_id: c.num_tokens for c in plan.copies}
+        assert copied.get(request.block_table[start // BLOCK_SIZE], 0) == start % BLOCK_SIZE or (
+            start % BLOCK_SIZE == 0
+        )
+
+    def drain(self) -> None:
+        """Step until nothing lives, in a bounded number of steps, and all blocks are back."""
+        # A generous multiple of one token per step, recomputing everything now and then.
+        limit = 200 + 20 * sum(r.max_total_tokens for r in self.live.values())
+        for _ in range(limit):
+            if not self.live:
+                break
+            self.step()
+        if self.tier is not None:
+            self.move_some(chance=1.0)
+        assert not self.live, f"{len(self.live)} requests have not ended after {limit} steps"
+        assert self.pool.num_used == 0
+        assert self.pool.num_free + self.pool.num_cached == self.num_blocks
+        assert not self.scheduler.has_requests
+        self.scheduler.check()
+
+
+def list_paths(index: PrefixIndex):
+    """All token paths of the index, each with the key of its root, by walking the parents."""
+    for node in index._by_block.values():
+        parts = []
+        while node.parent is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        packed = b"".join(reversed(parts))
+        yield (
+            node.key,
+            [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)],
+        )
+
+
+def count_shared(a, b) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+class Impatient(Scheduler):
+    """Admits without leaving room for growth: correct all the same, but preempts far more."""
+
+    def _count_lookahead(self, request):
+        return self._count_blocks(request.num_tokens)
+
+
+def drive(world: World, num_steps: int) -> None:
+    """Seeded traffic that keeps the pool full: prompts that begin alike, long outputs."""
+    rng = world.rng
+    stems = [rng.choices(range(VOCABULARY), k=20) for _ in range(3)]
+    for _ in range(num_steps):
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            own = rng.choices(range(VOCABULARY), k=rng.randrange(1, 6))
+            if rng.random() < 0.3:
+                world.add_continuation(rng.randrange(50), own, rng.randrange(1, 12))
+            else:
+                prompt_ids = rng.choice(stems)[: rng.randrange(20)] + own
+                salt = rng.choice(SALTS)
+                world.add(prompt_ids, rng.randrange(1, 30), rng.randrange(2), salt)
+        calls = []
+        if rng.random() < 0.1:
+            calls.append(lambda: world.cancel(rng.randrange(50)))
+        if rng.random() < 0.02:
+            calls.append(world.scheduler.flush_cache)
+        if world.tier is not None:
+            calls.append(world.move_some)
+        world.step(calls, stop_chance=0.02)
+    world.drain()

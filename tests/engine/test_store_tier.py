@@ -1,0 +1,283 @@
+"""KV that outlives its engine: blocks go to a real store and come back verified.
+
+Two engines of the demo model share one store, as two instances do. What is asked of the second one
+was computed by the first. Every fault becomes a recompute: the tokens are those of an engine
+without a store.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+
+from tandem.core.clock import MonotonicClock
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine
+from tandem.engine.config import EngineConfig
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.service import TierService
+from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
+from tandem.models.config import ModelConfig
+from tandem.rpc import RpcConfig
+from tandem.store import ClientService, HostService, MasterService, StoreConfig
+from tandem.transfer import SharedLoop
+
+BLOCK = 16
+PROMPT = [(i * 7919) % 3000 + 5 for i in range(10 * BLOCK + 3)]
+TIMEOUT_S = 60.0
+
+
+class LiveStore:
+    """Master and host on a thread of their own; ``run`` runs a coroutine function with a client."""
+
+    def __init__(self, folder) -> None:
+        folder.chmod(0o700)
+        self.config = StoreConfig(
+            master=f"ipc://{folder}/m.sock",
+            name="host",
+            segment_dir=str(folder / "segments"),
+            segment_bytes=2**26,
+        )
+        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        async def serve():
+            async with (
+                MasterService(self.config, RpcConfig()),
+                HostService(self.config, RpcConfig(), keep_segment=False),
+            ):
+                self._ready.set()
+                await asyncio.to_thread(self._stop.wait)
+
+        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+            runner.run(serve())
+
+    def run(self, work):
+        async def call():
+            async with ClientService(self.config, RpcConfig()) as service:
+                return await work(service.client)
+
+        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+            return runner.run(call())
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(TIMEOUT_S)
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join(TIMEOUT_S)
+
+
+class Served:
+    """One engine with its tier; ``generate`` asks the store first, as an instance does."""
+
+    def __init__(self, store, **tiers) -> None:
+        settings = TierConfig(**{"lookup_timeout_ms": 5000, "min_wait_ms": 20_000, **tiers})
+        self.built = build_engine(
+            ModelConfig(path="demo"),
+            EngineConfig(block_size=BLOCK, num_kv_blocks=200, max_model_len=512),
+            MonotonicClock(),
+            tiers=settings if store is not None else None,
+        )
+        self.engine = self.built.engine
+        self.tier = None
+        if store is not None:
+            self.tier = TierService(
+                store.config,
+                RpcConfig(),
+                settings,
+                BlockMemory(self.built.cache.view_bytes(), self.built.cache.layout.bytes_per_block),
+                identity=self.built.identity.digest.hex(),
+                clock=MonotonicClock(),
+                on_load=self.built.planner.note_load,
+            )
+            self.engine.attach_transfers(self.tier)
+            self.tier.start(self.engine, timeout_s=TIMEOUT_S)
+            assert self.tier.is_connected
+        self.count = 0
+
+    def generate(self, prompt, num_tokens=8, salt="", seed=None):
+        """Return (tokens, cached tokens)."""
+        self.count += 1
+        sampling = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0 if seed is None else 1.0, seed=seed,
+            ignore_eos=True,
+        )  # fmt: skip
+        request = AddRequest(
+            request_id=str(self.count), prompt_ids=list(prompt), sampling=sampling, cache_salt=salt
+        )
+        stored = 0
+        if self.tier is not None:
+            missing = self.engine.find_missing_blocks(request)
+            stored = missing.num_cached + asyncio.run(self.tier.count_stored(missing.keys))
+        self.engine.add(request, num_stored_blocks=stored)
+        tokens, cached = [], 0
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.engine.is_live(request.request_id):
+            assert time.monotonic() < deadline, "the request does not end"
+            self.engine.wait_for_work(0.1)
+            for output in self.engine.step():
+                tokens += output.token_ids
+                cached = output.cached_len or cached
+        self.engine.step()  # Reports the last blocks that became full.
+        assert self.engine.get_stats().num_used_blocks == 0
+        return tokens, cached
+
+    def wait_stored(self, num_blocks):
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.tier.counters.stored_blocks < num_blocks:
+            assert time.monotonic() < deadline, self.tier.counters
+            time.sleep(0.005)
+
+    def close(self):
+        if self.tier is not None:
+            self.tier.stop()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with LiveStore(tmp_path_factory.mktemp("store")) as live:
+        yield live
+
+
+@pytest.fixture
+def serve(store):
+    """Makes engines on an empty store."""
+    store.run(lambda client: client.remove_prefix(""))
+    with contextlib.ExitStack() as stack:
+
+        def make(with_store=True, **tiers):
+            served = Served(store if with_store else None, **tiers)
+            stack.callback(served.close)
+            return served
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Tokens of an engine without a store."""
+    alone = Served(None)
+    return alone.generate(PROMPT)[0]
+
+
+def test_a_prefix_computed_by_one_engine_is_loaded_by_another(serve, expected):
+    first, second = serve(), serve()
+    assert first.generate(PROMPT) == (expected, 0)
+    first.wait_stored(10)
+    tokens, cached = second.generate(PROMPT)
+    assert (tokens, cached) == (expected, 10 * BLOCK)
+    assert second.tier.counters.loaded_blocks == 10
+    assert not second.tier.counters.load_failures
+
+
+def test_generated_blocks_are_stored_for_the_next_turn(serve):
+    first, second = serve(), serve()
+    answer, _ = first.generate(PROMPT, num_tokens=40)
+    turn = [*PROMPT, *answer, 7, 8, 9]
+    first.wait_stored(len(PROMPT + answer) // BLOCK)
+    _, cached = second.generate(turn)
+    assert cached == (len(PROMPT) + len(answer) - 1) // BLOCK * BLOCK
+
+
+def test_seeded_sampling_is_the_same_from_the_store(serve):
+    first, second = serve(), serve()
+    plain, _ = first.generate(PROMPT, seed=11, num_tokens=12)
+    first.wait_stored(10)
+    loaded, cached = second.generate(PROMPT, seed=11, num_tokens=12)
+    assert cached
+    assert loaded == plain
+
+
+def test_salts_do_not_share(serve, expected):
+    first, second = serve(), serve()
+    first.generate(PROMPT, salt="alice")
+    first.wait_stored(10)
+    assert second.generate(PROMPT, salt="bob") == (expected, 0)
+    assert second.generate(PROMPT, salt="alice") == (expected, 10 * BLOCK)
+
+
+def test_evicted_blocks_come_back(serve, expected):
+    """``on_evict`` stores what the device drops; the flood drops the first prompt."""
+    served = serve(write="on_evict")
+    served.generate(PROMPT)
+    assert served.tier.counters.stored_blocks == 0
+    for shift in range(1, 40):
+        served.generate([token + shift for token in PROMPT[: 6 * BLOCK]], num_tokens=1)
+    served.wait_stored(10)
+    served.engine.flush_cache()
+    assert served.generate(PROMPT) == (expected, 10 * BLOCK)
+
+
+def list_keys(store):
+    return store.run(lambda client: client.list_keys("kv/")).keys
+
+
+def test_a_missing_block_is_computed_and_those_before_it_are_used(serve, store, expected):
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    keys = second.engine._scheduler.make_block_keys(PROMPT, "")
+    name = make_object_key(second.built.identity.digest.hex(), keys[4])
+    assert store.run(lambda client: client.remove(name))
+    assert second.generate(PROMPT) == (expected, 4 * BLOCK)
+
+
+@pytest.mark.parametrize("size_of", [lambda n: n - 1, lambda n: n + 1, lambda n: 0])
+def test_a_foreign_block_is_computed_and_replaced(serve, store, expected, size_of):
+    """An object under the right key that is no block of this layout."""
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    keys = second.engine._scheduler.make_block_keys(PROMPT, "")
+    name = make_object_key(second.built.identity.digest.hex(), keys[3])
+    size = size_of(second.built.cache.layout.bytes_per_block)
+
+    async def replace(client):
+        await client.remove(name)
+        await client.put(name, bytes(size))
+
+    store.run(replace)
+    assert second.generate(PROMPT) == (expected, 3 * BLOCK)
+    assert second.tier.counters.load_failures["foreign"] == 1
+
+
+def test_flush_reaches_the_store(serve, store, expected):
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    assert asyncio.run(first.tier.flush()) >= 10
+    assert list_keys(store) == []
+    assert second.generate(PROMPT) == (expected, 0)
+
+
+def test_a_store_that_is_gone_costs_no_request(tmp_path, expected):
+    with LiveStore(tmp_path) as live:
+        served = Served(live, load_deadline_ms=3000, lookup_timeout_ms=200, min_wait_ms=0)
+        served.generate(PROMPT)
+        served.wait_stored(10)
+        served.engine.flush_cache()
+    try:
+        assert served.generate(PROMPT)[0] == expected
+    finally:
+        served.close()
+
+
+def test_one_block_is_one_transfer(serve):
+    """From the store's memory to the pool: as many bytes are moved as blocks have, no more."""
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    engine = second.tier._tier._client._port._engine
+    names = ("local", "shm", "cma", "tcp")
+    before = sum(engine.bytes_copied(name) for name in names)
+    second.generate(PROMPT, num_tokens=1)
+    moved = sum(engine.bytes_copied(name) for name in names) - before
+    assert second.tier.counters.loaded_blocks == 10
+    assert moved == 10 * second.built.cache.layout.bytes_per_block

@@ -1,0 +1,115 @@
+"""Goal: a step announces each layer's KV when its bytes are final, and while the step still runs.
+
+Method: at each call, the bytes of all layers are kept. Those of the layer must be the bytes that
+the step leaves; those of later layers must be untouched.
+"""
+
+import pytest
+import torch
+
+from tandem.core.wire import SamplingParams
+from tandem.engine.blocks import BlockCopy
+from tandem.engine.plan import ScheduledSequence, StepPlan
+from tandem.engine.request import Request
+from tandem.engine.sampling import SamplerState
+from tandem.engine.torch_runner import TorchRunner
+from tandem.kernels import paged
+from tandem.models.loader import load_model
+
+PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
+NUM_LAYERS = 3
+
+
+WAYS = [(way, kv) for way in ("native", "skeleton") for kv in ("auto", "float16", "int8")]
+WAYS += [("torch", "auto"), ("torch", "float16")]
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def model(way, checkpoint, monkeypatch, tmp_path):
+    rules = None
+    if way[0] == "torch":
+        monkeypatch.setattr(paged, "is_native", lambda tensor: False)
+    if way[0] == "skeleton":
+        rules = tmp_path / "rules.yaml"
+        rules.write_text("- {match: {name: '.*'}, replace: {class: default}}")
+    return load_model(checkpoint("qwen3_moe"), dtype="float32", rules=rules)
+
+
+@pytest.fixture
+def cache(way, model):
+    return model.allocate_kv(8, block_size=16, kv_dtype=way[1])
+
+
+def make_request():
+    return Request("r", list(PROMPT), SamplingParams(max_tokens=1), 0.0)
+
+
+def plan_prefill(request, start, end, copies=()):
+    sequence = ScheduledSequence(request, start, end - start, (6, 1, 4), end == len(PROMPT))
+    return StepPlan([sequence], list(copies), num_tokens=end - start)
+
+
+class Watcher:
+    """Keeps what all layers hold at each call."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.layers = []
+        self.seen = []
+
+    def __call__(self, layer_idx):
+        self.layers.append(layer_idx)
+        self.seen.append(self.cache.tensor.clone())
+
+
+def test_bytes_are_final_when_announced(model, cache):
+    runner = TorchRunner(model, cache, threads=1)
+    request = make_request()
+    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
+    cache.tensor[2] = 1
+    copies = [BlockCopy(2, 6, 4)]
+    for start, end in ((4, 30), (30, 45)):
+        watcher = Watcher(cache)
+        results = runner.run(plan_prefill(request, start, end, copies), states, watcher)
+        copies = []
+        assert watcher.layers == list(range(NUM_LAYERS))
+        for layer, seen in enumerate(watcher.seen):
+            assert torch.equal(seen[:, : layer + 1], cache.tensor[:, : layer + 1])
+            written = [6, 1] if start == 4 else [1, 4]
+            for later in range(layer + 1, NUM_LAYERS):
+                for block in written:
+                    assert not torch.equal(seen[block, later], cache.tensor[block, later])
+    assert results["r"].sampled is not None
+
+
+def test_the_step_is_the_same_without(model, cache):
+    runner = TorchRunner(model, cache, threads=1)
+    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
+    runs = []
+    for watcher in (None, Watcher(cache)):
+        cache.tensor.zero_()
+        results = runner.run(plan_prefill(make_request(), 0, 45), states, watcher)
+        runs.append((cache.tensor.clone(), results["r"].sampled))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+
+
+def test_what_the_callback_raises_ends_the_step(model, cache):
+    runner = TorchRunner(model, cache, threads=1)
+    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
+
+    def fail(layer_idx):
+        if layer_idx == 1:
+            raise ConnectionError("the peer is gone")
+
+    with pytest.raises(ConnectionError):
+        runner.run(plan_prefill(make_request(), 0, 45), states, fail)
+    # The runner goes on with the next step.
+    watcher = Watcher(cache)
+    runner.run(plan_prefill(make_request(), 0, 45), states, watcher)
+    assert watcher.layers == list(range(NUM_LAYERS))

@@ -1,0 +1,190 @@
+"""/openapi.json says what is served: its paths, and schemas that real bodies and answers fit.
+
+Method: answers of a real server are checked against the document with a small validator, which
+unlike JSON Schema refuses fields that the schema does not name.
+"""
+
+import json
+import re
+
+import pytest
+import requests
+
+from tandem.server.endpoints import list_endpoints
+
+
+@pytest.fixture
+def server(shared, tokenizer):
+    shared.engine.reset()
+    shared.engine.answer = tokenizer.encode("hello world")
+    shared.engine.stop_token_id = 0
+    return shared
+
+
+@pytest.fixture
+def document(server):
+    reply = server.get("/openapi.json")
+    assert reply.status_code == 200
+    return reply.json()
+
+
+TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def find_fault(value, schema: dict, document: dict, where: str = "$") -> str | None:
+    """Return the first place where a value does not fit."""
+    if "$ref" in schema:
+        name = schema["$ref"].removeprefix("#/components/schemas/")
+        return find_fault(value, document["components"]["schemas"][name], document, where)
+    if "anyOf" in schema:
+        faults = [find_fault(value, each, document, where) for each in schema["anyOf"]]
+        return None if None in faults else f"{where}: {faults}"
+    if "enum" in schema:
+        return None if value in schema["enum"] else f"{where}: {value!r} is none of the enum"
+    kind = schema.get("type")
+    if kind is None:
+        return None
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, TYPES[kind]) or (is_bool and kind != "boolean"):
+        return f"{where}: {value!r} is no {kind}"
+    faults = []
+    if kind == "object":
+        fields, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        missing = set(schema.get("required", ())) - set(value)
+        faults = [f"{where}: lacks {missing}"] if missing else []
+        for name, item in value.items():
+            if name not in fields and "properties" in schema:
+                faults.append(f"{where}.{name} is not in the schema")
+            each = fields.get(name, rest if isinstance(rest, dict) else {})
+            faults.append(find_fault(item, each, document, f"{where}.{name}"))
+    elif kind == "array":
+        heads = schema.get("prefixItems", [])
+        rest = schema.get("items") or {}
+        for index, item in enumerate(value):
+            each = heads[index] if index < len(heads) else rest
+            faults.append(find_fault(item, each, document, f"{where}[{index}]"))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def schema_of(document: dict, path: str, method: str, kind: str, status: str = "200") -> dict:
+    content = document["paths"][path][method]["responses"][status]["content"]
+    return content[kind]["schema"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
+POSTS = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 2}),
+    ("/generate", {"text": ["a", "b"], "return_logprob": True, "logprob_start_len": 0}),
+    ("/tokenize", {"prompt": "a b", "return_token_strs": True}),
+    ("/v1/tokenize", {"prompt": ["a", "b"]}),
+    ("/detokenize", {"tokens": [70, 71]}),
+    ("/v1/detokenize", {"tokens": [[70], [71]]}),
+    ("/abort_request", {"rid": "none"}),
+    ("/flush_cache", None),
+    ("/ping", None),
+]
+GETS = [
+    "/v1/models", "/v1/models/tiny", "/get_model_info", "/model_info", "/get_server_info",
+    "/server_info", "/flush_cache", "/health", "/ping", "/live", "/ready", "/version",
+    "/openapi.json",
+]  # fmt: skip
+
+
+def test_paths_are_those_of_the_table(server, document):
+    described = {(path, m) for path, item in document["paths"].items() for m in item}
+    served = {
+        (re.sub(r":\w+}", "}", each.path), method.lower())
+        for each in list_endpoints(server.config)
+        for method in each.methods
+    }
+    assert described == served
+    tried = (
+        {(path, "post") for path, _ in POSTS} | {(p, "get") for p in GETS} | {("/metrics", "get")}
+    )
+    assert {(p.replace("/tiny", "/{name}"), m) for p, m in tried} == served, "every one is tried"
+    assert document["openapi"].startswith("3.1")
+
+
+@pytest.mark.parametrize(("path", "body"), POSTS)
+def test_posts_fit(server, document, path, body):
+    if body is not None:
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        assert find_fault(body, content["application/json"]["schema"], document) is None
+    reply = server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    schema = schema_of(document, path, "post", "application/json")
+    assert find_fault(reply.json(), schema, document) is None
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_gets_fit(server, document, path):
+    reply = server.get(path)
+    assert reply.status_code == 200, reply.text
+    schema = schema_of(document, path.replace("/tiny", "/{name}"), "get", "application/json")
+    assert find_fault(reply.json(), schema, document) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1}),
+        ("/generate", {"text": ["a", "b"], "return_logprob": True}),
+    ],
+)
+def test_events_fit(server, document, path, body):
+    schema = schema_of(document, path, "post", "text/event-stream")
+    with requests.post(
+        server.url + path, json=body | {"stream": True}, stream=True, timeout=10
+    ) as reply:
+        events = [line[6:] for line in reply.iter_lines() if line]
+    assert events.pop() == b"[DONE]"
+    assert events
+    for event in events:
+        assert find_fault(json.loads(event), schema, document) is None
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/v1/models/none"])
+def test_errors_fit(server, document, path):
+    reply = server.get(path)
+    assert reply.status_code >= 400
+    schema = schema_of(document, "/v1/completions", "post", "application/json", "default")
+    assert find_fault(reply.json(), schema, document) is None
+
+
+def test_the_validator_finds_faults(document):
+    schema = {"$ref": "#/components/schemas/Health"}
+    assert find_fault({"status": "ready"}, schema, document) is None
+    for wrong in ({}, {"status": 1}, {"status": "ready", "more": 1}, [], None):
+        assert find_fault(wrong, schema, document) is not None
+
+
+def test_bounds_of_fields_are_told(document):
+    schema = document["components"]["schemas"]["ChatRequest"]["properties"]["temperature"]
+    numbers = [each for each in schema["anyOf"] if each.get("type") == "number"]
+    assert numbers[0]["minimum"] == 0.0
+    assert numbers[0]["maximum"] == 100.0
+
+
+def test_keys_are_asked_for_where_they_are_needed(serve_text):
+    live = serve_text(api_key=("k",))
+    assert live.get("/openapi.json").status_code == 401
+    document = live.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
+    assert document["components"]["securitySchemes"]
+    needing = {
+        path
+        for path, item in document["paths"].items()
+        if any("security" in o for o in item.values())
+    }
+    assert set(document["paths"]) - needing == {"/health", "/ping", "/live", "/ready"}
