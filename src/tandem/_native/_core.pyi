@@ -362,6 +362,34 @@ def probe_cuda() -> CudaProbe:
     Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
     """
 
+class FenceLedger:
+    """
+    Connections that were given up with WRITEs unconfirmed, by epoch.
+
+    Thread-safe. Every carrier of slices sends what `take_due` gives ahead
+    of them; copies wait while it says that a debt is left.
+    """
+
+    def __init__(self) -> None: ...
+
+    def next_carrier(self) -> int: ...
+
+    def add(self, epoch: int, session: bytes, connection: int, *, may_write: bool = True) -> None:
+        """Raises: ConfigError (a session has 16 bytes)."""
+
+    def take_due(self, epoch: int, carrier: int) -> tuple[bool, list[tuple[bytes, int]]]:
+        """
+        Return whether copies must wait, and what this carrier has not sent yet.
+        """
+
+    def settle(self, epoch: int, debts: Sequence[tuple[bytes, int]]) -> None:
+        """The peer has closed these connections."""
+
+    def owes(self, epoch: int) -> bool:
+        """Whether copies to this peer must wait."""
+
+    def __len__(self) -> int: ...
+
 class RailState(enum.Enum):
     """Whether a rail may carry slices."""
 
