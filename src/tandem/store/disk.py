@@ -458,7 +458,8 @@ class DiskTier:
         elif left_s > 0:
             try:
                 # Not less than a clock can tell apart, or this would be asked again at once.
-                await asyncio.wait_for(self._work.wait(), max(left_s, 0.01))
+                async with asyncio.timeout(max(left_s, 0.01)):
+                    await self._work.wait()
             except TimeoutError:
                 return
 

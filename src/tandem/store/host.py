@@ -328,7 +328,9 @@ class StoreHost:
         number = 0
         while True:
             with contextlib.suppress(TimeoutError):  # Then the status alone.
-                await asyncio.wait_for(self._disk_changed.wait(), REPORT_PERIOD_S)
+                # Not ``wait_for``: on Python 3.11 that swallows a cancellation at the wrong moment.
+                async with asyncio.timeout(REPORT_PERIOD_S):
+                    await self._disk_changed.wait()
             self._disk_changed.clear()
             stored, dropped = disk.take_changes()
             report = DiskReport(

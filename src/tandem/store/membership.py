@@ -375,7 +375,10 @@ class Membership:
             try:
                 self._master.outbid(newest >> layout.VERSION_BITS)
             except ConflictError:
-                self.lose_host(host)  # Or all would wait for the rest of its inventory.
+                # Nobody waits for the rest of what it would tell, unless it is a member.
+                self.lose_host(host)
+                if host.name not in self._roster.members:
+                    self._awaited.pop(host.number, None)
                 raise
         host.num_pages += 1
         if host.number in self._awaited:
