@@ -15,7 +15,7 @@ help:
 	@echo "make test-slow  run the long tests as well"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
-	@echo "make check      lint, types, import contracts"
+	@echo "make check      lint, types, import contracts, names in pages"
 	@echo "make clean      remove .venv and build folders"
 
 demo: $(STAMPS)/serve

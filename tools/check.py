@@ -11,6 +11,7 @@ CHECKS = {
     "lint": ["ruff", "check", "."],
     "types": ["pyright"],
     "contracts": ["lint-imports"],
+    "names": ["python", "tools/names.py"],
 }
 
 

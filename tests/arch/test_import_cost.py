@@ -25,6 +25,7 @@ HEAVY = ("torch", "transformers", "tandem._native._core")
         ("tandem.transfer.config", HEAVY),
         ("tandem.store", HEAVY),
         ("tandem.store.index", HEAVY),
+        ("tandem.sim", HEAVY),
     ],
 )
 def test_import_is_light(module: str, forbidden: tuple[str, ...]):

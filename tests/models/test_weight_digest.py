@@ -229,7 +229,7 @@ def test_conversion_and_loading_agree_on_the_source(
     folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=64, dtype="bfloat16")
     edit_weights(folder, lambda t: t.update({name: w.bfloat16() for name, w in t.items()}))
     convert_model(folder, "int8g32", packed_cache=str(tmp_path / "packed"))
-    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    monkeypatch.setattr("tandem.kernels.cpu.experts.PackedExperts.pack_expert", None)
     for dtype in ("float32", "bfloat16"):
         load_model(
             folder, dtype=dtype, expert_format="int8g32", packed_cache=str(tmp_path / "packed")

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-from store_world import ClientChannel, Process, Session, World
+from store_world import ClientChannel, StoreWorld
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.sim import DriftingClock, Process, Session
 from tandem.store.campaign import Campaign, Claim
 from tandem.store.election import Holder
 from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
@@ -29,20 +30,6 @@ SILENT_S = 3.0
 WRITTEN = {CommitStatus.CREATED, CommitStatus.REPLACED}
 WRITES = {"commit_put": WRITTEN, "put_inline": WRITTEN, "remove": {1}, "pin": {1}}
 """Methods that write, and the flags of their answers that acknowledge it."""
-
-
-class NodeClock:
-    """Of one process: starts somewhere, has a rate, may leap forward; never goes back."""
-
-    def __init__(self, rate: float, origin_s: float) -> None:
-        self.rate, self.origin_s = rate, origin_s
-        self._loop = asyncio.get_running_loop()
-
-    def now_s(self) -> float:
-        return self.origin_s + self.rate * self._loop.time()
-
-    def leap(self, seconds: float) -> None:
-        self.origin_s += seconds
 
 
 class SimLock:
@@ -157,18 +144,17 @@ class Node(NamedTuple):
 
     process: Process
     seat: MasterSeat
-    clock: NodeClock
+    clock: DriftingClock
 
 
-class MastersWorld(World):
+class MastersWorld(StoreWorld):
     """Its ``master`` is whoever leads, as far as an observer outside can tell."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.lock = SimLock()
         self.nodes: dict[str, Node] = {}
-        self.cuts: set[frozenset[str]] = set()
-        self.clocks: list[NodeClock] = []
+        self.clocks: list[DriftingClock] = []
         self.num_terms = 0
         self.highest_acked = 0
         self.obeyed: dict[str, int] = {}
@@ -250,15 +236,7 @@ class MastersWorld(World):
     def kill_node(self, name: str) -> None:
         if name not in self.nodes:
             return
-        process, seat, _ = self.nodes.pop(name)
-        process.kill()
-        master = seat.master
-        tasks = [*master._tasks, *(task for host in master.hosts.values() for task in host._tasks)]
-        if master._running is not None:
-            tasks.append(master._running)
-        for task in tasks:
-            task.cancel()
-        self.end_sessions_of(process)
+        self.kill(self.nodes.pop(name).process)
 
     def stall_node(self, name: str, seconds: float) -> None:
         """Stop it dead. Others miss it after a while; it misses nobody before it has woken."""
@@ -277,15 +255,7 @@ class MastersWorld(World):
         session.is_open = True  # For end_session to do its work.
         self.end_session(session)
 
-    def end_sessions_of(self, process: Process) -> None:
-        for session in [s for s in self.sessions if process in (s.near, s.far)]:
-            self.end_session(session)
-
-    def end_session(self, session: Session) -> None:
-        if not session.is_open:
-            return
-        session.close()
-        self.sessions = [other for other in self.sessions if other is not session]
+    def on_session_end(self, session: Session) -> None:
         node = self.nodes.get(session.far.name)
         if node is not None and node.process is session.far:
             node.process.run(node.seat.on_caller_lost, session.back)
@@ -344,31 +314,12 @@ class MastersWorld(World):
             await session.lost.wait()
             host.on_master_lost()
 
-    # Ways that are cut.
-
-    def is_cut_by_name(self, a: str, b: str) -> bool:
-        return frozenset((a, b)) in self.cuts
-
-    def is_cut(self, near: Process, far: Process) -> bool:
-        return bool(self.cuts) and self.is_cut_by_name(near.name, far.name)
-
-    def cut_off(self, a: str, others: tuple[str, ...]) -> Callable[[], None]:
-        """Let nothing pass between them; returns what mends it."""
-        pairs = {frozenset((a, b)) for b in others}
-        self.cuts |= pairs
-        for session in self.sessions:
-            if frozenset((session.near.name, session.far.name)) in pairs:
-                self.network.spawn(self._lose_silent(session))
-
-        def mend() -> None:
-            self.cuts -= pairs
-
-        return mend
-
     # Clocks and the watch on all of it.
 
-    def make_clock(self) -> NodeClock:
-        clock = NodeClock(self.random.uniform(1 - DRIFT, 1 + DRIFT), self.random.uniform(0, 1e5))
+    def make_clock(self) -> DriftingClock:
+        clock = DriftingClock(
+            self.random.uniform(1 - DRIFT, 1 + DRIFT), self.random.uniform(0, 1e5)
+        )
         self.clocks.append(clock)
         return clock
 

@@ -11,10 +11,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError, ShapeError
 from tandem.rpc import make_runtime_dir
+from tandem.sim import Faults, run_virtual
 from tandem.store import (
     HostService,
     MasterService,
@@ -233,7 +234,7 @@ def test_memory_that_no_store_takes_is_named(store, memory):
 
 async def leave_on_a_disk(count: int) -> tuple[int, int]:
     """Return how many objects that want two copies the status misses, and how many there are."""
-    world = World(1, StoreConfig(inline_bytes=8192), Faults())
+    world = StoreWorld(1, StoreConfig(inline_bytes=8192), Faults())
     world.add_disk("h0")
     world.start_master()
     world.start_host("h0", 2**20)

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store import layout
 from tandem.store.blocking import _BlockingCalls, drive
 from tandem.store.buffers import Part
@@ -63,7 +64,7 @@ CALLS = {
 
 async def take(call: str, trouble: str) -> float:
     """Return how long a call takes in some trouble, virtual seconds."""
-    world = World(1, CONFIG, Faults())
+    world = StoreWorld(1, CONFIG, Faults())
     world.start_master()
     for name in ("h0", "h1"):
         world.start_host(name, 2**20)

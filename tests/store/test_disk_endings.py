@@ -1,18 +1,18 @@
 """What goes from the disk of a host, while the disk fails, hangs, or its process dies.
 
 Goal: nobody is told that something is gone while a start would find it, and everybody is once none
-does. Method: the disk of ``disk_world``, with one step of it held up or refused.
+does. Method: the disk of ``tandem.sim``, with one step of it held up or refused.
 """
 
 import asyncio
 import resource
 
 import pytest
-from disk_world import MemoryDisk
 from test_disk_faults import Bench, run_day
 
 from tandem.core.errors import CapacityError, InternalError, NotFoundError
 from tandem.rpc import make_runtime_dir
+from tandem.sim import MemoryDisk
 from tandem.store import disk as disk_module
 from tandem.store import disk_io
 from tandem.store.disk_files import DiskFolder

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from disk_world import MemoryDisk, MemoryPort
-from store_world import LoopClock, run_virtual
 
 from tandem.core.errors import (
     CorruptionError,
@@ -21,6 +19,7 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
+from tandem.sim import LoopClock, MemoryDisk, MemoryPort, run_virtual
 from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier

@@ -10,9 +10,9 @@ import itertools
 import random
 
 import pytest
-from store_world import run_virtual
 
 from tandem.core.errors import DeadlineError, PeerLostError
+from tandem.sim import run_virtual
 from tandem.store import election as election_module
 from tandem.store.campaign import Campaign, Claim
 from tandem.store.election import Election, Holder, Step

@@ -12,11 +12,11 @@ import gc
 
 import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
-from store_world import Faults, run_virtual
 from test_store_sim import CONFIG, HOSTS, Run, Scenario
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store import election as election_module
 from tandem.store.campaign import Campaign
 from tandem.store.election import Election
@@ -77,7 +77,11 @@ class ElectionRun(Run):
                 mend = world.cut_off(ETCD, MASTERS)
             elif kind == "leap":
                 chance.choice(world.clocks).leap(chance.uniform(0.1, 20))
-            elif kind == "forget" and self.all_hosts_joined:
+            elif (
+                kind == "forget"
+                and self.all_hosts_joined
+                and not len(world.master.membership.tombstones)
+            ):
                 self.forget_etcd()
             elif len(world.hosts) == len(HOSTS):
                 host = chance.choice(HOSTS)

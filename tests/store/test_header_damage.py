@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_world import MemoryDisk
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 from test_disk_faults import Bench
 from test_segment import CAPACITY, put
 
 from tandem.core.errors import ConflictError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.rpc import make_runtime_dir
+from tandem.sim import Faults, MemoryDisk, run_virtual
 from tandem.store import (
     ClientService,
     HostService,
@@ -368,7 +368,7 @@ async def tell_of_one(epoch: int):
 
 async def join_with_epoch(epoch: int, *, on_disk: bool) -> tuple[int, str, list]:
     """Let a host that has seen an epoch join beside one that has not; return what became of it."""
-    world = World(1, StoreConfig(recovery_ms=100, deadline_ms=5000), Faults())
+    world = StoreWorld(1, StoreConfig(recovery_ms=100, deadline_ms=5000), Faults())
     world.start_master()
     world.start_host("good", 2**18)
     await asyncio.sleep(1)

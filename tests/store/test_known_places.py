@@ -10,7 +10,7 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-from store_world import Faults, Session, World, run_virtual
+from store_world import StoreWorld
 from test_store_sim import CONFIG
 
 from tandem._native import BatchRead, LocationCache
@@ -23,6 +23,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.rpc import make_runtime_dir
+from tandem.sim import Faults, Session, run_virtual
 from tandem.store import (
     HostService,
     MasterService,
@@ -205,16 +206,14 @@ def test_columns_that_do_not_fit_are_refused():
         BatchRead([b"key"], 1)
 
 
-def find_session(world: World, name: str) -> Session:
+def find_session(world: StoreWorld, name: str) -> Session:
     process, _ = world.hosts[name]
     return next(s for s in world.sessions if s.near is process and s.is_open)
 
 
-def cut_off(world: World, name: str) -> None:
+def cut_off(world: StoreWorld, name: str) -> None:
     """End a host's session with the master, for good; clients reach it as before."""
-    process, _ = world.hosts[name]
-    for task in list(process.tasks):
-        task.cancel()
+    world.joins[name].cancel()
     world.end_session(find_session(world, name))
 
 
@@ -226,7 +225,7 @@ async def change_under_a_reader(kind: str) -> tuple[list[bytes | None], float, f
     """
     # A plain put takes the place of an object only once its hosts are declared lost.
     config = msgspec.structs.replace(CONFIG, deadline_ms=8000, member_lease_ms=100)
-    world = World(5, config, Faults())
+    world = StoreWorld(5, config, Faults())
     world.start_master()
     for name in ("h0", "h1"):
         world.start_host(name, 2**18)
@@ -293,7 +292,7 @@ def test_without_the_rule_an_old_value_is_read(kind, rule, monkeypatch):
 async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
     """Hold up the wipe of a replaced object; returns what one that asks and then one that remembers
     got meanwhile, and what that got after."""
-    world = World(6, CONFIG, Faults())
+    world = StoreWorld(6, CONFIG, Faults())
     world.start_master()
     world.start_host("h0", 2**18)
     await asyncio.sleep(2)

@@ -10,9 +10,10 @@ import asyncio
 import msgspec
 import pytest
 from store_masters import MastersWorld
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.errors import ConflictError, DeadlineError, NotFoundError, TandemError
+from tandem.sim import Faults, run_virtual
 from tandem.store.config import StoreConfig
 from tandem.store.master import StoreMaster
 from tandem.store.membership import Membership
@@ -27,7 +28,7 @@ SEEDS = range(4)
 
 async def start(seed: int, config: StoreConfig = CONFIG):
     """Return a world with three hosts that have joined, and a client."""
-    world = World(seed, config, Faults())
+    world = StoreWorld(seed, config, Faults())
     world.start_master()
     for name in HOSTS:
         world.start_host(name, CAPACITY)
@@ -36,17 +37,17 @@ async def start(seed: int, config: StoreConfig = CONFIG):
     return world, client
 
 
-def change_master(world: World) -> None:
+def change_master(world: StoreWorld) -> None:
     world.kill_master()
     world.start_master()
 
 
-def stall(world: World, name: str, seconds: float) -> None:
+def stall(world: StoreWorld, name: str, seconds: float) -> None:
     """Stop a host; the others are there in a moment."""
     world.hosts[name][0].stall_until(asyncio.get_running_loop().time() + seconds)
 
 
-async def joined(world: World, count: int) -> None:
+async def joined(world: StoreWorld, count: int) -> None:
     async with asyncio.timeout(60):
         while sum(host.is_settled for host in world.master.hosts.values()) < count:
             await asyncio.sleep(0.001)
@@ -400,7 +401,7 @@ def test_a_segment_that_was_replaced_brings_nothing_back():
 
 async def move_disks(seed: int) -> None:
     """What is removed while a host is away does not come back from its disk either."""
-    world = World(seed, CONFIG, Faults())
+    world = StoreWorld(seed, CONFIG, Faults())
     world.add_disk("h2")
     world.start_master()
     for name in HOSTS:

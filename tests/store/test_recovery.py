@@ -8,9 +8,10 @@ import contextlib
 import itertools
 
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.errors import CapacityError
+from tandem.sim import Faults, run_virtual
 from tandem.store.client import PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.index import NO_ROW
@@ -25,7 +26,7 @@ CAPACITY = 2**18
 
 async def begin_anew(seed: int, replicas: int):
     """Return a world with an object and a new master, and a client."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     for name in HOSTS:
         world.start_host(name, CAPACITY)
@@ -88,7 +89,7 @@ def test_no_host_brings_back_what_a_new_master_has_removed():
 
 async def give_up_a_removal(seed: int, kind: str) -> bytes:
     """Put what a removal, given up by its caller, waits for at a new master; return its value."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     world.start_host("h0", CAPACITY)
     _, client = world.start_client("c")
@@ -112,7 +113,7 @@ def test_a_removal_takes_nothing_that_was_put_after_it_was_given_up(kind):
 
 async def put_what_one_host_can_hold(delay_s: float) -> tuple[object, int]:
     """Put it while that host is away; returns the result, and what of the other is left."""
-    world = World(1, StoreConfig(put_wait_ms=3000), Faults())
+    world = StoreWorld(1, StoreConfig(put_wait_ms=3000), Faults())
     world.start_master()
     world.start_host("small", CAPACITY)
     await asyncio.sleep(2)
@@ -167,7 +168,7 @@ def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
 
 async def remove_beside_a_host_that_comes_back(seed: int) -> bool:
     """Remove while a host that this master knows joins anew; returns whether it still did then."""
-    world = World(seed, StoreConfig(), Faults())
+    world = StoreWorld(seed, StoreConfig(), Faults())
     world.start_master()
     world.start_host("h0", CAPACITY)
     _, client = world.start_client("c")

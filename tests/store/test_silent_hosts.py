@@ -7,9 +7,10 @@ puts go on meanwhile. What a put may take is counted in virtual seconds.
 import asyncio
 
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem.core.errors import DeadlineError
+from tandem.sim import Faults, run_virtual
 from tandem.store.client import PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.patience import UsualTime
@@ -23,7 +24,7 @@ STOP_S = 9.0
 
 
 async def begin(names: tuple[str, ...], *, seed: int = 1, inline_bytes: int = 1000):
-    world = World(seed, StoreConfig(inline_bytes=inline_bytes), Faults())
+    world = StoreWorld(seed, StoreConfig(inline_bytes=inline_bytes), Faults())
     world.start_master()
     for name in names:
         world.start_host(name, 2**25)
@@ -32,7 +33,7 @@ async def begin(names: tuple[str, ...], *, seed: int = 1, inline_bytes: int = 10
     return world, client
 
 
-def hold_bytes_of(world: World, client, name: str) -> None:
+def hold_bytes_of(world: StoreWorld, client, name: str) -> None:
     """Have bytes for a host that is stopped stay on the way, as on tcp."""
     write = client._port.write
 
@@ -48,7 +49,7 @@ def hold_bytes_of(world: World, client, name: str) -> None:
 
 async def put_beside_a_stopped_host(
     seed: int, size: int, replicas: int, *, is_tcp: bool, is_known: bool
-) -> tuple[list[float], list[str], World]:
+) -> tuple[list[float], list[str], StoreWorld]:
     """Put for as long as a host is stopped; return what each took, and the log's worth of hosts."""
     world, client = await begin(("h0", "h1", "h2"), seed=seed)
     if is_tcp:

@@ -798,7 +798,7 @@ def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_exp
 
 class ExpertBank:
     """
-    Packed gated experts of one layer; `tandem.kernels.native_experts` is their face.
+    Packed gated experts of one layer; `tandem.kernels.cpu.experts` is their face.
 
     Calls release the GIL.
     """
@@ -899,7 +899,7 @@ def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_floa
 
 class PackedMatrix:
     """
-    One matrix with packed weights; `tandem.kernels.native_linear` is its face.
+    One matrix with packed weights; `tandem.kernels.cpu.linear` is its face.
 
     Calls release the GIL.
     """

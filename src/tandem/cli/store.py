@@ -227,7 +227,7 @@ def drain(
 
 
 @app.command("retire")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def retire(
     name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
     config: ConfigFile = None,

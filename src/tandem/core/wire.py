@@ -15,15 +15,23 @@ __all__ = [
     "WIRE_VERSION",
     "AddRequest",
     "CancelRequest",
+    "Continuation",
+    "ContinueRequest",
     "Empty",
     "FinishReason",
     "InstanceInfo",
     "InstanceStage",
     "InstanceStats",
+    "KvHandle",
+    "KvSource",
+    "NoKv",
+    "PrefillKv",
+    "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
     "StageChanged",
     "StepOutputs",
+    "TierKv",
     "TokenLogprob",
 ]
 
@@ -59,6 +67,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the prompt's tokens; switches reuse of a cached prefix off."""
 
 
+class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks that a prefill instance holds for whoever decodes."""
+
+    request_id: str
+    """Of the request there, by which the hold is released."""
+    block_ids: tuple[int, ...] = ()
+    """By position in the prompt; empty while the prefill runs, which then announces them."""
+    num_tokens: int
+    """Tokens whose KV is in the blocks: all of the prompt."""
+    lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)]
+    """Seconds, from when this was sent, during which the blocks stay as they are."""
+
+
+class NoKv(msgspec.Struct, frozen=True, tag="none"):
+    """KV is computed, unless the instance's own blocks hold it."""
+
+
+class TierKv(msgspec.Struct, frozen=True, tag="tiers"):
+    """KV may come from the lower tiers of the instance."""
+
+
+class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
+    """KV comes from an instance that prefills the same prompt; what does not come is computed."""
+
+    instance: str
+    """Name of the prefill instance."""
+    handle: KvHandle
+
+
+KvSource = NoKv | TierKv | PrefillKv
+"""Where the KV of a prompt may come from, beside the instance's own blocks."""
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a generation that another instance began goes on."""
+
+    token_ids: Annotated[list[int], Meta(min_length=1)]
+    """Output so far; not sent again."""
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    """Of the random stream, concrete: with the position, all that the sampler remembers."""
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start one generation; its tokens arrive as ``RequestOutput`` events."""
 
@@ -71,6 +121,33 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
+    kv_source: KvSource = TierKv()
+    prefill_lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)] | None = None
+    """Not None: end with the first token and ``FinishReason.PREFILLED``, unless that token ends the
+    request anyway, and hold the blocks for so many seconds or until ``ReleaseHold``."""
+    continuation: Continuation | None = None
+    """Go on after these tokens instead of sampling the first one."""
+    awaits_continuation: bool = False
+    """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
+    the lease has ended."""
+
+
+class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Give a request that awaits it its continuation.
+
+    The reply is False if the request is not live or has begun to compute, its first token included.
+    """
+
+    request_id: str
+    continuation: Continuation
+
+
+class ReleaseHold(msgspec.Struct, frozen=True, kw_only=True, tag="release_hold"):
+    """Event: the blocks of a prefill have been read; unknown ids are ignored, as the lease may
+    just have ended.
+    """
+
+    request_id: str
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
@@ -88,6 +165,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    PREFILLED = "prefilled"
+    """A request that only prefills has its first token, and its blocks are held."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -122,6 +201,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """The id that ended the request, if one did; it is not among ``token_ids``."""
     error_code: str | None = None
     error_text: str | None = None
+    kv_handle: KvHandle | None = None
+    """With ``FinishReason.PREFILLED``; ``continuation`` too."""
+    continuation: Continuation | None = None
     """For the client's eyes: without the name of the operation that failed."""
 
 
@@ -179,6 +261,10 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     stage: InstanceStage
     num_running: int = 0
     num_waiting: int = 0
+    num_loading: int = 0
+    """Requests that wait for KV from elsewhere."""
+    num_held: int = 0
+    """Ended prefills whose blocks are held."""
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Blocks that a live request owns; cached ones without an owner are not counted."""

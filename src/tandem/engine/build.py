@@ -117,6 +117,7 @@ class BuiltEngine(NamedTuple):
     model: CausalModel
     identity: KvIdentity
     """Decides with whom KV may be shared."""
+    prefixes: PrefixIndex
     cache: PagedKvCache
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
@@ -281,4 +282,4 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, cache, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, planner)

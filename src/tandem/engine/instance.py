@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -28,16 +29,19 @@ from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
     CancelRequest,
+    ContinueRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
@@ -48,7 +52,7 @@ if TYPE_CHECKING:
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
 
-__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceSpec", "compat_facts", "main"]
+__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceRole", "InstanceSpec", "compat_facts", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +64,25 @@ STORE_TIMEOUT_S = 10.0
 """For the first attempt to reach the store; an instance without it serves all the same."""
 
 
+InstanceRole = Literal["unified", "prefill", "decode"]
+
+
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that an instance process is told."""
 
-    name: str
-    endpoint: str
+    name: str = "instance-0"
+    endpoint: str = ""
+    """Chosen by the supervisor."""
+    role: InstanceRole = "unified"
+    cores: tuple[int, ...] = ()
+    """The CPUs that it computes on; empty: all that are allowed."""
     model: ModelConfig
     engine: EngineConfig
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
     """Where KV outlives requests and this process; None: nowhere."""
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
 
 
@@ -94,6 +106,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -104,7 +117,8 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.on_event(self._cancel, CancelRequest)
+        server.on_event(self._take_event, CancelRequest | ReleaseHold)
+        server.register("continue", self._continue, ContinueRequest, bool)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("flush_cache", self._flush_cache, Empty, int)
@@ -133,6 +147,11 @@ class Instance:
             raise
         return Empty()
 
+    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        if self._owners.get(request.request_id) is not peer:
+            return False
+        return self._require_engine().continue_request(request)
+
     async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
         """Return how many leading blocks of a prompt the device or the store holds."""
         if self._tier is None:
@@ -140,12 +159,16 @@ class Instance:
         missing = engine.find_missing_blocks(request)
         return missing.num_cached + await self._tier.count_stored(missing.keys)
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
-        if self._engine is None or self._owners.get(request.request_id) is not peer:
+    def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        if self._engine is None:
             return
-        if not self._engine.cancel(request.request_id):
+        if isinstance(event, ReleaseHold):
+            self._engine.release_hold(event.request_id)
+        elif self._owners.get(event.request_id) is peer and not self._engine.cancel(
+            event.request_id
+        ):
             # Not added yet, or just ended.
-            self._owners.pop(request.request_id, None)
+            self._owners.pop(event.request_id, None)
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
@@ -166,6 +189,8 @@ class Instance:
             stage=self._stage.stage,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            num_held=stats.num_held,
             num_blocks=stats.num_blocks,
             num_used_blocks=stats.num_used_blocks,
             num_cached_blocks=stats.num_cached_blocks,
@@ -229,6 +254,8 @@ class Instance:
         finally:
             if self._tier is not None:
                 self._tier.stop()
+            if self._events is not None:
+                self._events.close()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._close_channel.set)
                 channel.join(timeout=5)
@@ -263,6 +290,12 @@ class Instance:
         built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._spec.kv_events.endpoint:
+            self._events = built.prefixes.observer = KvEventPublisher(
+                self._spec.kv_events,
+                block_size=built.cache.layout.block_size,
+                now=lambda: datetime.now(UTC).timestamp(),
+            )
         self._info = msgspec.structs.replace(
             built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
         )
@@ -330,6 +363,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = read_spec(sys.stdin.buffer.readline())
     configure_logging(spec.name, spec.log_level)
+    if spec.cores:
+        # Before the first thread, which would keep the old set.
+        os.sched_setaffinity(0, spec.cores)
     instance = Instance(spec)
     signal.signal(signal.SIGTERM, lambda *_: instance.stop())
     threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.kernels.native_experts import NativeExperts
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.paged import TORCH_DTYPES
 from tandem.models.families import open_checkpoint
 from tandem.models.identity import list_config_values

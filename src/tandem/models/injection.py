@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.matrix import MatrixSettings
-from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
     BuildContext,

@@ -20,8 +20,8 @@ from tandem.core.spec import (
     KvSharing,
     ModelSpec,
 )
-from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
+from tandem.kernels.execution import choose_execution
 from tandem.kernels.experts import read_experts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
@@ -74,6 +74,7 @@ class CausalModel:
         self.plan = plan
         self.device = device
         self.dtype = TORCH_DTYPES[spec.dtype]
+        self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
         self._rope = Rope(make_rope_parameters(skeleton.config))
         self._rope.inv_freq = self._rope.inv_freq.to(device)
@@ -161,7 +162,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = PagedStep(batch, kv_cache, self._rope, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self._rope, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -173,8 +174,8 @@ class CausalModel:
         else:
             hidden = self._embed(batch.token_ids)
             for layer in self._fused:
-                layer.run_(hidden, step)
-            DecoderLayer.complete_(hidden, step)
+                step.run_layer_(layer, hidden)
+            step.complete_(hidden)
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)

@@ -16,16 +16,17 @@ from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.registry import Registry
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.attention import Attention
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.decoder_layer import DecoderLayer
-from tandem.kernels.experts import Experts, RoutedExperts
+from tandem.kernels.experts import RoutedExperts
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.matrix import MatrixSettings
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
-from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters
+from tandem.kernels.torch.experts import Experts
 from tandem.models.families import head_dim_of
 from tandem.models.packed_cache import PackedCaches
 from tandem.models.precision import NO_FORMAT, WeightPlan, choose_expert_parts

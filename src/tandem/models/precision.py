@@ -7,8 +7,8 @@ import msgspec
 from tandem._native import cpu_features
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.kernels.cpu.linear import count_bytes
 from tandem.kernels.formats import WeightFormat, find_format
-from tandem.kernels.native_linear import count_bytes
 
 __all__ = [
     "NO_FORMAT",

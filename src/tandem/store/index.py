@@ -521,6 +521,21 @@ class Directory:
 
     # Eviction.
 
+    def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
+        """Return rows with a copy in the memory of ``host`` that is beyond what they want.
+
+        Least recently used first, until their values have ``min_bytes``; never leased ones. Pins do
+        not matter: as many copies as are wanted stay on hosts that are there.
+        """
+        if host in self._lost_hosts:
+            return []
+        rows = self._rows_on_host(host)
+        memory, wanted = _view(self._memory)[rows], _view(self._wanted)[rows]
+        rows = rows[(memory > wanted) & (_view(self._lease_until_ms)[rows] <= now_ms)]
+        rows = rows[np.argsort(_view(self._used_tick)[rows])]
+        ends = np.cumsum(np.maximum(_view(self._size)[rows], 1))
+        return rows[: int(np.searchsorted(ends, min_bytes)) + 1].tolist()
+
     def pick_victims(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
         """Return rows to evict, least recently used first, that free ``min_bytes`` of values.
 

@@ -447,6 +447,7 @@ class Membership:
         host.stage = HostStage.READ_ONLY
         self._awaited.pop(host.number, None)
         self._may_await.add(host.number)
+        self._master.eviction.note_surplus()
         logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
 
     def _forget_replica(self, row: int, host: int) -> None:

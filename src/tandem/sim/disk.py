@@ -1,19 +1,35 @@
-"""A disk that lies: writes are lost or torn unless they were synced, and fills and fails."""
+"""A disk that lies: writes are lost or torn unless they were synced, and fills and fails.
+
+``MemoryDisk`` is the ``DiskPort`` of the store's SSD tier, in memory. It survives the processes
+that use it, each through a ``MemoryPort`` of its own; every operation is a step, at which it may
+crash.
+"""
 
 import asyncio
 import itertools
 import random
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tandem.core.errors import CapacityError, InternalError, NotFoundError
 
+__all__ = ["SECTOR", "MemoryBuffer", "MemoryDisk", "MemoryPort"]
+
 SECTOR = 4096
+"""What a disk writes whole or not at all, bytes."""
+FAST_S = 0.0005
+"""Mean time of an operation of a healthy disk."""
+MUCH_ROOM_BYTES = 2**40
 
 
 class MemoryBuffer:
+    """Memory that a disk reads into and writes from."""
+
     def __init__(self, nbytes: int) -> None:
-        self.array = np.zeros(nbytes, np.uint8)
+        self.array: npt.NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
 
 
 class _File:
@@ -31,18 +47,20 @@ class MemoryPort:
 
     @property
     def folder_id(self) -> bytes:
+        """16 random bytes, those of the folder."""
         return self._disk.folder_id
 
     def condemn(self) -> None:
+        """Remember that the content is not to be believed, if this life has not ended."""
         if self.life == self._disk.life:
             self._disk.is_condemned = True
 
-    def __getattr__(self, name: str):
-        method = getattr(self._disk, name)
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Awaitable[Any]] = getattr(self._disk, name)
         if not asyncio.iscoroutinefunction(method):
             return method
 
-        async def call(*arguments):
+        async def call(*arguments: Any) -> Any:
             while self.life != self._disk.life:
                 await asyncio.sleep(3600)
             return await method(*arguments)
@@ -51,22 +69,31 @@ class MemoryPort:
 
 
 class MemoryDisk:
-    """Survives the tiers that use it, each by a ``MemoryPort`` of its own."""
+    """Survives the tiers that use it, each by a ``MemoryPort`` of its own.
 
-    def __init__(self, seed: int, *, room_bytes: int = 2**40) -> None:
+    Args:
+        seed: decides what is lost, torn and flipped, and how long operations take.
+        room_bytes: of the files in all; beyond it ``make_bucket`` raises CapacityError.
+    """
+
+    def __init__(self, seed: int, *, room_bytes: int = MUCH_ROOM_BYTES) -> None:
         self.random = random.Random(seed)
         self.folder_id = bytes(self.random.randbytes(16))
         self.room_bytes = room_bytes
         self.fail_rate = 0.0
-        self.slow_s = 0.0005
+        """Probability that an operation raises InternalError."""
+        self.slow_s = FAST_S
+        """Mean time of an operation."""
         self.is_hung = False
         self.is_condemned = False
         self.steps = 0
         self.crash_at = -1
+        """The step from which on whoever uses it is dead: nothing returns any more."""
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
         self.quarantined: dict[int, _File] = {}
-        self.on_step = lambda: None
+        """The bucket that was moved aside last, by number."""
+        self.on_step: Callable[[], None] = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()
         self.life = 0
@@ -108,10 +135,13 @@ class MemoryDisk:
 
     @property
     def used_bytes(self) -> int:
+        """Of all files."""
         return sum(len(file.data) for file in self.files.values())
 
     def heal(self) -> None:
-        self.fail_rate, self.slow_s, self.is_hung, self.room_bytes = 0.0, 0.0005, False, 2**40
+        """End all trouble; what was lost stays lost."""
+        self.fail_rate, self.slow_s, self.is_hung = 0.0, FAST_S, False
+        self.room_bytes = MUCH_ROOM_BYTES
 
     async def _step(self) -> None:
         self.steps += 1
@@ -134,16 +164,19 @@ class MemoryDisk:
             raise NotFoundError("world.disk", f"no bucket {number}")
         return self.files[number]
 
-    # The port.
+    # The port: see ``store.disk_io.DiskPort``.
 
     def make_buffer(self, nbytes: int) -> MemoryBuffer:
+        """Make memory for ``read`` and ``write``."""
         return MemoryBuffer(nbytes)
 
     async def list_buckets(self) -> list[tuple[int, int]]:
+        """Return (number, bytes) of each bucket."""
         await self._step()
         return [(number, len(file.data)) for number, file in self.files.items()]
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
+        """Make a bucket whose space is reserved."""
         await self._step()
         assert number not in self.files
         if self.used_bytes + nbytes > self.room_bytes:
@@ -151,6 +184,7 @@ class MemoryDisk:
         self.files[number] = _File(nbytes)
 
     async def write(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
+        """Write the first bytes of ``buffer``, which must not change meanwhile."""
         file = self._file(number)
         assert at % SECTOR == 0
         assert nbytes % SECTOR == 0
@@ -166,6 +200,7 @@ class MemoryDisk:
             self._put(file, at, data)
 
     async def read(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
+        """Read into ``buffer``."""
         file = self._file(number)
         await self._step()
         if at + nbytes > len(file.data):
@@ -173,6 +208,7 @@ class MemoryDisk:
         buffer.array[:nbytes] = np.frombuffer(bytes(file.data[at : at + nbytes]), np.uint8)
 
     async def sync(self, number: int) -> None:
+        """Make durable what was written to a bucket."""
         file = self._file(number)
         await self._step()
         for at, data in file.unsynced:
@@ -180,38 +216,46 @@ class MemoryDisk:
         file.unsynced.clear()
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
+        """Shorten a bucket."""
         file = self._file(number)
         await self._step()
         del file.data[nbytes:]
         del file.durable[nbytes:]
 
     async def drop_bucket(self, number: int) -> None:
+        """Remove a bucket if it is there."""
         await self._step()
         self.files.pop(number, None)
 
     async def quarantine_bucket(self, number: int) -> None:
+        """Move the file aside, in the place of one that was before."""
         await self._step()
         self.quarantined = {number: self.files.pop(number)}
 
     async def read_note(self, name: str) -> bytes:
+        """Return a small file; empty if it is not there."""
         await self._step()
         return self.notes.get(name, b"")
 
     async def write_note(self, name: str, data: bytes) -> None:
+        """Replace a small file, whole or not at all."""
         await self._step()
         self.notes[name] = bytes(data)
 
     async def append_note(self, name: str, data: bytes) -> None:
+        """Append to a small file; some first bytes if it is cut short."""
         before = self.notes.get(name, b"")
         self.notes[name] = before + bytes(data[: self.random.randrange(len(data) + 1)])
         await self._step()
         self.notes[name] = before + bytes(data)
 
     async def drop_note(self, name: str) -> None:
+        """Remove a small file if it is there."""
         await self._step()
         self.notes.pop(name, None)
 
     def condemn(self) -> None:
+        """Remember that the content is not to be believed again."""
         self.is_condemned = True
 
     def empty(self) -> None:

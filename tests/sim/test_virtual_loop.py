@@ -1,38 +1,17 @@
-"""The loop of the simulator.
+"""The loop of the simulated world.
 
-Goal: a seed means the same run under it as under asyncio's own loop with a clock that leaps, and
-what a task polls for is found when a loop of sleeps would find it. Method: random programs of all
-that moves a loop, under both, compared step by step.
+Goal: virtual time passes only when nothing is left to do, a seed means one run, what is polled for
+is found when a loop of sleeps would find it, and what can never end says so. Method: random
+programs of all that moves a loop.
 """
 
 import asyncio
 import random
-import selectors
+import time
 
 import pytest
-from store_world import VirtualLoop, run_virtual
 
-
-class LeapingSelector(selectors.SelectSelector):
-    """Never waits: the time that the loop would have slept has passed."""
-
-    now_s = 0.0
-
-    def select(self, timeout=None):
-        assert timeout is not None
-        if timeout > 0:
-            self.now_s += max(timeout, 1e-6)
-        return []
-
-
-class LeapingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._leaping = LeapingSelector()
-        super().__init__(self._leaping)
-
-    def time(self) -> float:
-        return self._leaping.now_s
-
+from tandem.sim import DriftingClock, LoopClock, run_virtual
 
 PERIODS_S = (0.0, 0.05, 0.05, 0.1, 0.3, 5.0)
 """Some are equal, so that the order of what is due at one time is looked at as well."""
@@ -88,16 +67,25 @@ class Program:
             await asyncio.sleep(self.period_s())
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_program_runs_as_under_asyncio(seed):
-    logs = []
-    for loop in (VirtualLoop(), LeapingLoop()):
-        try:
-            logs.append(loop.run_until_complete(Program(seed).run()))
-        finally:
-            loop.close()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_seed_means_one_run(seed):
+    logs = [run_virtual(lambda: Program(seed).run()) for _ in range(2)]
     assert len(logs[0]) > 1000
     assert logs[0] == logs[1]
+    assert [at for at, _ in logs[0]] == sorted(at for at, _ in logs[0])
+
+
+def test_time_is_that_of_timers_and_callbacks_take_none():
+    async def main() -> list[float]:
+        loop, seen = asyncio.get_running_loop(), []
+        for _ in range(3):
+            loop.call_soon(lambda: seen.append(loop.time()))
+            await asyncio.sleep(1000.0)
+            seen.append(loop.time())
+        time.sleep(0.001)  # What passes outside does not count.
+        return [*seen, loop.time()]
+
+    assert run_virtual(main) == pytest.approx([0, 1000, 1000, 2000, 2000, 3000, 3000], abs=1e-3)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -142,3 +130,33 @@ def test_a_loop_without_anything_to_do_says_so():
 
     with pytest.raises(AssertionError, match="deadlock"):
         run_virtual(main)
+
+
+def test_what_a_run_leaves_is_cancelled():
+    ended = []
+
+    async def linger() -> None:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append(asyncio.get_running_loop().time())
+
+    async def main() -> None:
+        lingering = asyncio.ensure_future(linger())
+        await asyncio.sleep(1)
+        assert not lingering.done()
+
+    run_virtual(main)
+    assert ended == pytest.approx([1.0])
+
+
+def test_clocks_tell_the_time_of_the_loop_each_at_its_rate():
+    async def main() -> None:
+        true, slow = LoopClock(), DriftingClock(0.5, 100.0)
+        await asyncio.sleep(10)
+        assert true.now_s() == pytest.approx(10)
+        assert slow.now_s() == pytest.approx(105)
+        slow.leap(20)
+        assert slow.now_s() == pytest.approx(125)
+
+    run_virtual(main)

@@ -1,0 +1,167 @@
+"""File names and dotted names in pages and docstrings that do not exist.
+
+Looked at: what stands in backticks in every Markdown page and every docstring, and names that begin
+with the package's. A file name must be the end of a path in the tree; a dotted name that begins
+with the package or a folder of it must be a module, a member of one, or a setting. Nothing is
+imported: sources are read as syntax.
+The changelog and the records of ``benchmarks/`` speak of their own day and are not looked at.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "tandem"
+SKIPPED = ("CHANGELOG.md", "benchmarks/", "examples/demo_model/")
+"""Pages that speak of what was, and of where a model's text comes from."""
+
+SPAN = re.compile(r"(?P<ticks>`+)(?P<name>[^`\n]+)(?P=ticks)|\b(?P<bare>tandem(?:\.[A-Za-z_]\w*)+)")
+FILE = re.compile(r"[\w./-]*\w\.(?:py|pyi|md|cc|h|toml|cmake)")
+DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+FOREIGN = frozenset({"setup.py", "modeling.py", "conftest.py", "prompt.md"})
+"""Files of others, or of no particular place."""
+
+
+def list_files() -> list[str]:
+    """Return the paths of all files of the tree, also of those that are not committed yet."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    return [path for path in listed if (ROOT / path).is_file()]
+
+
+def find_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each string that stands alone: of modules, names and attributes."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, node.value.value
+
+
+def find_texts(path: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of what a file says to its readers."""
+    text = (ROOT / path).read_text(errors="replace")  # Some are broken on purpose.
+    if path.endswith(".md"):
+        yield 1, text
+    elif path.endswith(".py"):
+        yield from find_docstrings(ast.parse(text))
+
+
+def find_members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return the names that statements bind, with the statement of each."""
+    members: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            members[node.name] = node
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                members |= {
+                    target.attr: node
+                    for target in ast.walk(node)
+                    if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                }
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            members |= {(name.asname or name.name).split(".")[0]: node for name in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                members |= {n.id: node for n in ast.walk(target) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            members |= find_members([*node.body, *node.orelse])
+    return members
+
+
+@cache
+def read_members(module: Path) -> dict[str, ast.stmt]:
+    """Return the members of a module, read as syntax."""
+    return find_members(ast.parse(module.read_text()).body)
+
+
+@cache
+def read_native() -> frozenset[str]:
+    """Return the names that the extension gives."""
+    stubs = [path.read_text() for path in PACKAGE.glob("_native/*.py*") if path.is_file()]
+    return frozenset(re.findall(r"\w+", "".join(stubs)))
+
+
+def has_member(module: Path, names: list[str]) -> bool:
+    """Whether a module binds ``names[0]``, and its class ``names[1]``; deeper is not looked at."""
+    if module.is_relative_to(PACKAGE / "_native"):
+        return names[0] in read_native()
+    members = read_members(module)
+    if names[0] not in members:
+        return False
+    home = members[names[0]]
+    if len(names) == 1 or not isinstance(home, ast.ClassDef):
+        return True  # What is imported is looked at where it is made.
+    return bool(home.bases) or names[1] in find_members(home.body)
+
+
+def is_setting(folder: Path, name: str) -> bool:
+    """Whether a class of the folder's ``config.py`` has a field of that name."""
+    config = folder / "config.py"
+    classes = read_members(config).values() if config.exists() else ()
+    return any(isinstance(c, ast.ClassDef) and name in find_members(c.body) for c in classes)
+
+
+def exists(names: list[str]) -> bool:
+    """Whether a dotted name below the package means something."""
+    folder = PACKAGE
+    for i, name in enumerate(names):
+        if (folder / name).is_dir():
+            folder /= name
+            continue
+        if (folder / f"{name}.py").exists():
+            module = folder / f"{name}.py"
+            rest = names[i + 1 :]
+            return not rest or has_member(module, rest) or is_setting(folder, rest[0])
+        return has_member(folder / "__init__.py", names[i:]) or is_setting(folder, name)
+    return True
+
+
+def find_untrue(text: str, page: str, files: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line offset, name) of each name in backticks that does not exist."""
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    for match in SPAN.finditer(text):
+        said = (match["name"] or match["bare"]).strip()
+        line = text.count("\n", 0, match.start())
+        if FILE.fullmatch(said):
+            name = said.removeprefix("./")
+            beside = (ROOT / page).parent / name
+            known = any(path == name or path.endswith("/" + name) for path in files)
+            if not known and not beside.exists() and name not in FOREIGN:
+                yield line, said
+        elif DOTTED.fullmatch(said):
+            names = said.split(".")
+            if names[0] == "tandem":
+                names = names[1:]
+            elif names[0] not in folders:
+                continue
+            if not exists(names):
+                yield line, said
+
+
+def main() -> int:
+    """Print each untrue name with its place; return 1 if there is one."""
+    files = list_files()
+    found = 0
+    for path in files:
+        if path.startswith(SKIPPED):
+            continue
+        for begin, text in find_texts(path):
+            for offset, name in find_untrue(text, path, files):
+                sys.stdout.write(f"{path}:{begin + offset}: `{name}` does not exist\n")
+                found += 1
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
