@@ -130,8 +130,10 @@ class Membership:
 
     def step(self, now_ms: int) -> None:
         """Declare lost whose lease has ended; note who has confirmed tombstones."""
+        # A master that reaches no host at all may be what is cut off.
+        can_tell = any(host.is_settled for host in self._master.hosts.values())
         for number, until_ms in list(self._awaited.items()):
-            if until_ms <= now_ms and number not in self._declaring:
+            if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
                 self._master.schedule(self._declare_lost(self._master.hosts[number]))
         for host in self._master.hosts.values():
@@ -442,6 +444,10 @@ class Membership:
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
         host.rebuild(extents)
+        if not any(other.is_settled for other in self._master.hosts.values()):
+            # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
+            for number in self._awaited:
+                self._await_host(self._master.hosts[number])
         host.is_known = True
         host.confirmed.clear()
         host.stage = HostStage.READ_ONLY

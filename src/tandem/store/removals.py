@@ -47,13 +47,20 @@ class Removals:
         # Whether they are found or not: a host that has not told yet may have a copy.
         await self._master.recover()
         num_lost = self._master.membership.num_lost
-        flags, versions = await self._drop_keys(keys, begin)
+        flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
         tombstones = list(map(Tombstone, keys, versions))
         await self._master.membership.bury(tombstones, num_lost)
         return flags
 
-    async def _drop_keys(self, keys: Sequence[str], begin: int) -> tuple[bytes, list[int]]:
+    async def _drop_keys(
+        self, keys: Sequence[str], begin: int, *, marked_below: int
+    ) -> tuple[bytes, list[int]]:
         """Remove what there is on hosts that are there; return when it is wiped.
+
+        Args:
+            keys: of the objects.
+            begin: see ``_begin``.
+            marked_below: what a tombstone of their prefix says already.
 
         Returns: a byte for each: 1 for what was found; and the version up to which it is dead.
         """
@@ -72,7 +79,10 @@ class Removals:
             going = self.find_going(key)
             if going is not None:
                 pending.append(going)
-        self._master.membership.mark_removed(list(map(Tombstone, keys, versions)))
+        pairs = zip(keys, versions, strict=True)
+        self._master.membership.mark_removed(
+            [Tombstone(*pair) for pair in pairs if pair[1] > marked_below]
+        )
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
@@ -144,7 +154,7 @@ class Removals:
         count, newer = 0, list[Tombstone]()
         for at in range(0, len(matches), SCAN_KEYS):
             keys = matches[at : at + SCAN_KEYS]
-            flags, versions = await self._drop_keys(keys, begin)
+            flags, versions = await self._drop_keys(keys, begin, marked_below=begin)
             count += sum(flags)
             newer += [
                 Tombstone(*pair) for pair in zip(keys, versions, strict=True) if pair[1] > begin
