@@ -206,6 +206,51 @@ def test_a_host_is_lost_by_its_lease_until_it_returns():
     play(lose_a_host)
 
 
+async def cut_off_a_leader(seed: int) -> None:
+    """It reaches etcd and no host, for longer than a lease; then it dies, and all hosts live."""
+    world = MastersWorld(seed, CONFIG, Faults())
+    world.start_master()
+    for name in HOSTS:
+        world.start_host(name, CAPACITY)
+    await asyncio.sleep(5)
+    _, client = world.start_client("c")
+    await client.put("key", b"value", on("h2"))
+    leader = world.leader.process.name
+    mend = world.cut_off(leader, HOSTS)
+    await asyncio.sleep(30)
+    saved = await world.roster.load()
+    assert not any(member.is_lost for member in saved.roster.members.values())
+    mend()
+    world.kill_node(leader)
+    stall(world, "h2", 8)
+    assert await client.get("key") == b"value"
+
+
+def test_a_leader_that_reaches_no_host_declares_none_lost():
+    play(cut_off_a_leader)
+
+
+async def come_back_one_by_one(seed: int) -> None:
+    """The same master: the first that it reaches again says nothing of the others."""
+    world, client = await start(seed)
+    await client.put("key", b"value", on("h2"))
+    for name in HOSTS:
+        world.kill_host(name)
+    change_master(world)
+    await asyncio.sleep(20)
+    world.start_host("h0", CAPACITY)
+    await joined(world, 1)
+    looking = asyncio.ensure_future(client.exists("key"))
+    await asyncio.sleep(5)
+    world.start_host("h1", CAPACITY)
+    world.start_host("h2", CAPACITY)
+    assert await looking
+
+
+def test_leases_begin_anew_with_the_first_host_that_is_reached():
+    play(come_back_one_by_one)
+
+
 # Removals.
 
 
@@ -368,6 +413,25 @@ async def pile_up_tombstones(seed: int) -> None:
     await joined(world, 3)
     await asyncio.sleep(1)
     assert (await client.list_keys()).keys == []
+
+
+async def remove_many_by_prefix(seed: int) -> None:
+    """One tombstone is enough for all of them."""
+    world, client = await start(seed)
+    for i in range(40):
+        await client.put(f"key{i}", b"value", PutOptions(replicas=3))
+    world.kill_host("h2")
+    await asyncio.sleep(11)  # It is declared lost.
+    assert await client.remove_prefix("key") == 40
+    await asyncio.sleep(0.5)
+    saved = await world.roster.load()
+    assert set(saved.roster.members) == set(HOSTS)
+    assert sum(len(batch) for _, batch in saved.tombstones) == 1
+
+
+def test_a_removal_by_prefix_writes_one_tombstone(monkeypatch):
+    monkeypatch.setattr("tandem.store.membership.MAX_TOMBSTONES", 30)
+    play(remove_many_by_prefix)
 
 
 def test_too_many_tombstones_retire_who_is_lost(monkeypatch):

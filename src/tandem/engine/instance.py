@@ -4,7 +4,7 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.client``, gets its configuration as one line on
+The process is started by ``tandem.engine.supervisor``, gets its configuration as one line on
 standard input, and ends when that input ends: it never outlives its server.
 """
 
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
 
-__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceSpec", "compat_facts", "main"]
+__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceRole", "InstanceSpec", "compat_facts", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,18 @@ STORE_TIMEOUT_S = 10.0
 """For the first attempt to reach the store; an instance without it serves all the same."""
 
 
+InstanceRole = Literal["unified", "prefill", "decode"]
+
+
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that an instance process is told."""
 
-    name: str
-    endpoint: str
+    name: str = "instance-0"
+    endpoint: str = ""
+    """Chosen by the supervisor."""
+    role: InstanceRole = "unified"
+    cores: tuple[int, ...] = ()
+    """The CPUs that it computes on; empty: all that are allowed."""
     model: ModelConfig
     engine: EngineConfig
     rpc: RpcConfig
@@ -284,7 +291,7 @@ class Instance:
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
         if self._spec.kv_events.endpoint:
-            self._events = built.index.observer = KvEventPublisher(
+            self._events = built.prefixes.observer = KvEventPublisher(
                 self._spec.kv_events,
                 block_size=built.cache.layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
@@ -356,6 +363,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = read_spec(sys.stdin.buffer.readline())
     configure_logging(spec.name, spec.log_level)
+    if spec.cores:
+        # Before the first thread, which would keep the old set.
+        os.sched_setaffinity(0, spec.cores)
     instance = Instance(spec)
     signal.signal(signal.SIGTERM, lambda *_: instance.stop())
     threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()

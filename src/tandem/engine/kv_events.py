@@ -129,8 +129,9 @@ class KvEventPublisher:
         """See ``IndexObserver``."""
         assert node.key is not None, "a partial block has no key"
         parent = node.parent
-        is_first = parent is None or parent.parent is None
-        parent_hash = None if is_first else self._hash(parent.key or b"")
+        # The parent of the first block is the root, which is no block.
+        has_parent = parent is not None and parent.parent is not None and parent.key is not None
+        parent_hash = self._hash(parent.key) if has_parent else None
         tokens = [
             int.from_bytes(node.tokens[i : i + TOKEN_BYTES], "little")
             for i in range(0, len(node.tokens), TOKEN_BYTES)

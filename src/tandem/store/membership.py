@@ -130,8 +130,10 @@ class Membership:
 
     def step(self, now_ms: int) -> None:
         """Declare lost whose lease has ended; note who has confirmed tombstones."""
+        # A master that reaches no host at all may be what is cut off.
+        can_tell = any(host.is_settled for host in self._master.hosts.values())
         for number, until_ms in list(self._awaited.items()):
-            if until_ms <= now_ms and number not in self._declaring:
+            if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
                 self._master.schedule(self._declare_lost(self._master.hosts[number]))
         for host in self._master.hosts.values():
@@ -372,7 +374,14 @@ class Membership:
         if newest > self._master.newest_version:
             # By a master of our number that we know nothing of: its note of it was lost with the
             # machine, the disk was not. No version must be given twice.
-            self._master.outbid(newest >> layout.VERSION_BITS)
+            try:
+                self._master.outbid(newest >> layout.VERSION_BITS)
+            except ConflictError:
+                # Nobody waits for the rest of what it would tell, unless it is a member.
+                self.lose_host(host)
+                if host.name not in self._roster.members:
+                    self._awaited.pop(host.number, None)
+                raise
         host.num_pages += 1
         if host.number in self._awaited:
             self._await_host(host)
@@ -409,6 +418,7 @@ class Membership:
             raise ConflictError(
                 "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
             )
+        host.damaged = request.damaged
         if host.stage is HostStage.JOINING:
             await self._enroll(host)
             host = self._joining(caller, request.session)
@@ -434,6 +444,10 @@ class Membership:
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
         host.rebuild(extents)
+        if not any(other.is_settled for other in self._master.hosts.values()):
+            # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
+            for number in self._awaited:
+                self._await_host(self._master.hosts[number])
         host.is_known = True
         host.confirmed.clear()
         host.stage = HostStage.READ_ONLY
