@@ -16,12 +16,12 @@ import threading
 
 import pytest
 import torch
+from loading import load_checkpoint
 
 from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError
 from tandem.models import packed_cache
 from tandem.models.convert import convert_model
-from tandem.models.loader import load_model
 from tandem.models.packed_cache import PackedCache, choose_root
 
 IDS = list(range(3, 40))
@@ -47,7 +47,7 @@ def find_files(root):
 
 def load(folder, root=None, expert_format="int8g32", **options):
     cache = "off" if root is None else str(root)
-    return load_model(
+    return load_checkpoint(
         folder, dtype="float32", expert_format=expert_format, packed_cache=cache, **options
     )
 
@@ -75,9 +75,11 @@ import sys
 from pathlib import Path
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loader import load_model
-model = load_model(
+from tandem.models.planner import plan_model
+plan = plan_model(
     sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
 )
+model = load_model(plan)
 batch = PagedBatch.build([SequenceChunk(list(range(3, 40)), 0, [0, 1, 2], "all")], 16)
 for _ in sys.stdin:
     model.forward(batch, model.allocate_kv(3, block_size=16))

@@ -7,9 +7,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from store_world import run_virtual
 
 from tandem.core.errors import DeadlineError, PeerLostError, PermissionDeniedError
+from tandem.sim import run_virtual
 from tandem.store.leader import PAUSE_S, LeaderClient
 from tandem.store.messages import LeaderAnswer
 

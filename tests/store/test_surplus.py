@@ -6,9 +6,10 @@ Method: outages of hosts leave third copies of objects that want two; then space
 import asyncio
 
 import pytest
-from store_world import Faults, World, run_virtual
+from store_world import StoreWorld
 
 from tandem._native import fill_rows, locate_rows
+from tandem.sim import Faults, run_virtual
 from tandem.store.config import StoreConfig
 from tandem.store.index import Directory, Passes, Replica
 from tandem.store.writing import PutOptions
@@ -22,12 +23,12 @@ CONFIG = StoreConfig(
 )
 
 
-def count_copies(world: World) -> int:
+def count_copies(world: StoreWorld) -> int:
     directory = world.master.directory
     return sum(len(directory.replicas(directory.find(key))) for key in directory.list_keys())
 
 
-async def copied(world: World, count: int) -> None:
+async def copied(world: StoreWorld, count: int) -> None:
     """Wait for repair to have made so many copies."""
     async with asyncio.timeout(60):
         while world.master.counters.replicas_copied < count:
@@ -36,7 +37,7 @@ async def copied(world: World, count: int) -> None:
 
 async def make_surplus(options: PutOptions):
     """Return a world with objects that want two copies, many of which have three; and a client."""
-    world = World(3, CONFIG, Faults())
+    world = StoreWorld(3, CONFIG, Faults())
     world.start_master()
     for name in HOSTS:
         world.start_host(name, CAPACITY)
