@@ -460,7 +460,11 @@ class RailSet:
 
     def begin_connect(self, rail: int) -> None: ...
 
-    def on_connect(self, rail: int, now_ns: int) -> None: ...
+    def on_connect(self, rail: int, now_ns: int, answer_ns: int = 0) -> None:
+        """`answer_ns`: how long the other host took to answer the attempt."""
+
+    def patience_ns(self, rail: int) -> int:
+        """How long an attempt to connect may stay without that answer."""
 
     def on_disconnect(self, rail: int, now_ns: int) -> list[int]:
         """Returns the tickets it held."""
