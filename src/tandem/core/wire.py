@@ -11,10 +11,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.core.kv_identity import KvIdentity
+from tandem.core.kv_layout import KVLayout
+
 __all__ = [
     "WIRE_VERSION",
     "AddRequest",
     "CancelRequest",
+    "ClosePeer",
     "Continuation",
     "ContinueRequest",
     "Empty",
@@ -23,6 +27,7 @@ __all__ = [
     "InstanceStage",
     "InstanceStats",
     "KvHandle",
+    "KvPeer",
     "KvSource",
     "NoKv",
     "PrefillKv",
@@ -35,7 +40,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -233,6 +238,33 @@ class StageChanged(msgspec.Struct, frozen=True, tag="stage_changed"):
     """Units of work done of those in this stage, for a progress bar; 0 of 0 is unknown."""
 
 
+class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the blocks of an instance lie and what is in them, for whoever reads them."""
+
+    name: str
+    """Of the instance, as ``PrefillKv.instance`` has it."""
+    addresses: tuple[str, ...]
+    """Of its transfer engine, ``host:port``."""
+    epoch: int
+    """Of its transfer engine: another one after a restart."""
+    identity: KvIdentity
+    """Of the whole model."""
+    layout: KVLayout
+    """Of its blocks: of a rank of tensor parallelism, with the rank's heads alone."""
+    first_head: Annotated[int, Meta(ge=0)] = 0
+    """Of the model's KV heads, the first that its blocks hold."""
+    block_bytes: Annotated[int, Meta(ge=1)]
+    num_blocks: Annotated[int, Meta(ge=1)]
+    buffer: str
+    """Name of the registered memory that holds all its blocks, one after the other."""
+
+
+class ClosePeer(msgspec.Struct, frozen=True):
+    """Forget an instance whose blocks were read; reads under way end without content."""
+
+    name: str
+
+
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What runs in an instance: all values concrete, fixed while it lives."""
 
@@ -253,6 +285,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """See ``KvIdentity.system_fingerprint``."""
     pid: int
     load_seconds: float
+    kv_peer: KvPeer | None = None
+    """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,3 +311,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     step_seconds: float = 0.0
+    stored_blocks: int = 0
+    """Blocks of KV written to the store, those that were there already left out."""
+    loaded_blocks: int = 0
+    """Blocks of KV read from the store."""

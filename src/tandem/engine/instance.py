@@ -23,29 +23,32 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import CapacityError, TandemError
+from tandem.core.errors import CapacityError, TandemError, UnsupportedError
 from tandem.core.logs import configure_logging
 from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
     CancelRequest,
+    ClosePeer,
     ContinueRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    KvPeer,
     ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
-from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
+from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig
+from tandem.transfer.config import TransferConfig
 
 if TYPE_CHECKING:
     from tandem.engine.build import BuiltEngine
@@ -82,6 +85,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
     """Where KV outlives requests and this process; None: nowhere."""
+    transfer: TransferConfig | None = None
+    """How blocks go from prefill instances to decode instances, with the secret that they share;
+    None: this instance takes no part in that."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
 
@@ -121,6 +127,8 @@ class Instance:
         server.register("continue", self._continue, ContinueRequest, bool)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
+        server.register("open_peer", self._open_peer, KvPeer, Empty)
+        server.register("close_peer", self._close_peer, ClosePeer, Empty)
         server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
@@ -170,6 +178,16 @@ class Instance:
             # Not added yet, or just ended.
             self._owners.pop(event.request_id, None)
 
+    async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
+        raise UnsupportedError(
+            "instance.open_peer",
+            f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
+        )
+
+    async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
+        del message
+        return Empty()
+
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
         assert self._info is not None
@@ -202,6 +220,8 @@ class Instance:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             step_seconds=counters.step_seconds,
+            stored_blocks=0 if self._tier is None else self._tier.counters.stored_blocks,
+            loaded_blocks=0 if self._tier is None else self._tier.counters.loaded_blocks,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:

@@ -15,12 +15,14 @@ from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.core.wire import (
     AddRequest,
     CancelRequest,
+    ClosePeer,
     ContinueRequest,
     Empty,
     FinishReason,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    KvPeer,
     ReleaseHold,
     RequestOutput,
     StageChanged,
@@ -144,6 +146,18 @@ class InstanceSession:
         """Let an instance give up the blocks of a prefill; a lost one has done so."""
         with contextlib.suppress(TandemError):
             self._client.push(ReleaseHold(request_id=request_id))
+
+    async def open_peer(self, peer: KvPeer) -> None:
+        """Let the instance read the blocks of another; again when that one has restarted.
+
+        Raises: UnsupportedError (its KV may not be shared: names what differs; or the instance
+            reads from nobody); PeerLostError; DeadlineError; PermissionDeniedError.
+        """
+        await self._client.call("open_peer", peer, Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def close_peer(self, name: str) -> None:
+        """Let the instance forget another; harmless if it does not know it."""
+        await self._client.call("close_peer", ClosePeer(name), Empty, timeout_s=CALL_TIMEOUT_S)
 
     async def stats(self) -> InstanceStats:
         """Return counters and gauges; raises PeerLostError if the session is lost."""

@@ -225,14 +225,16 @@ class Directory:
         return self._rows_on_host(host | _DISK).tolist()
 
     def list_under_replicated(self, limit: int) -> list[int]:
-        """Return up to ``limit`` rows in memory that fewer hosts have than wanted."""
+        """Return up to ``limit`` rows that fewer hosts have than wanted and that can be copied:
+        those in memory.
+        """
         memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
         return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
 
     def count_under_replicated(self) -> int:
-        """Return how many objects in memory fewer hosts have than wanted."""
-        memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
-        return int(np.count_nonzero((memory > 0) & (live < wanted)))
+        """Return how many readable objects fewer hosts have than wanted, in memory or on disks."""
+        live, wanted = _view(self._live), _view(self._wanted)
+        return int(np.count_nonzero((live > 0) & (live < wanted)))
 
     @property
     def num_unreadable(self) -> int:

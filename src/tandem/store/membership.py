@@ -380,7 +380,14 @@ class Membership:
         if newest > self._master.newest_version:
             # By a master of our number that we know nothing of: its note of it was lost with the
             # machine, the disk was not. No version must be given twice.
-            self._master.outbid(newest >> layout.VERSION_BITS)
+            try:
+                self._master.outbid(newest >> layout.VERSION_BITS)
+            except ConflictError:
+                # Nobody waits for the rest of what it would tell, unless it is a member.
+                self.lose_host(host)
+                if host.name not in self._roster.members:
+                    self._awaited.pop(host.number, None)
+                raise
         host.num_pages += 1
         if host.number in self._awaited:
             self._await_host(host)
@@ -417,6 +424,7 @@ class Membership:
             raise ConflictError(
                 "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
             )
+        host.damaged = request.damaged
         if host.stage is HostStage.JOINING:
             await self._enroll(host)
             host = self._joining(caller, request.session)
