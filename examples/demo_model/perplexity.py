@@ -9,6 +9,7 @@ the product's own loading and forward: what a format costs is measured on the mo
 import argparse
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from tandem.kernels.formats import WEIGHT_FORMATS
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model
+from tandem.models.planner import plan_model
 
 WINDOW = 512
 BLOCK_SIZE = 64
@@ -53,10 +55,10 @@ def main() -> None:
     tokens = np.concatenate(encode_files(files, tokenizer))
     count = min(num_windows, len(tokens) // WINDOW)
     windows = tokens[: count * WINDOW].reshape(count, WINDOW).astype(np.int64)
-    oracle = score(load_model(folder, dtype="float32", expert_format="none"), windows)
+    oracle = score(load(folder, "float32", "none"), windows)
     rows = [("float32", "none", oracle)]
     for name in ("none", *WEIGHT_FORMATS):
-        model = load_model(folder, dtype="bfloat16", expert_format=name)
+        model = load(folder, "bfloat16", name)
         rows.append(("bfloat16", name, score(model, windows)))
     print(f"{count} windows of {WINDOW} tokens from {len(files)} held-out files")
     print("| dtype | experts | bits a weight | perplexity | loss against float32 (nats) |")
@@ -64,12 +66,17 @@ def main() -> None:
     for dtype, name, losses in rows:
         bits = WEIGHT_FORMATS[name].bits_per_weight if name in WEIGHT_FORMATS else ""
         print(f"| {dtype} | {name} | {bits} | {describe(losses, oracle)} |")
-    model = load_model(folder, dtype="bfloat16", expert_format="bf16")
+    model = load(folder, "bfloat16", "bf16")
     print("\n| KV | bytes a token | perplexity | loss against float32 (nats) |")
     print("|---|---|---|---|")
     for name in KV_FORMATS:
         size = model.kv_layout(BLOCK_SIZE, name).bytes_per_token
         print(f"| {name} | {size} | {describe(score(model, windows, name), oracle)} |")
+
+
+def load(folder: Path, dtype: str, expert_format: str) -> CausalModel:
+    """Load the demo model with its experts in a format."""
+    return load_model(plan_model(folder, dtype=dtype, expert_format=expert_format))
 
 
 def describe(losses: np.ndarray, oracle: np.ndarray) -> str:

@@ -53,7 +53,18 @@ void bind_transfer_memory(nb::module_& module) {
       .def_ro("size_bytes", &HostMemory::size)
       .def_ro("is_readonly", &HostMemory::is_readonly)
       .def_prop_ro("address",
-                   [](const HostMemory& memory) { return reinterpret_cast<uint64_t>(memory.data); });
+                   [](const HostMemory& memory) { return reinterpret_cast<uint64_t>(memory.data); })
+      .def(
+          "array",
+          [](nb::handle self) {
+            const HostMemory& memory = nb::cast<HostMemory&>(self);
+            using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::c_contig>;
+            using ConstArray = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_contig>;
+            if (memory.is_readonly) return nb::cast(ConstArray(memory.data, {memory.size}, self));
+            return nb::cast(Array(memory.data, {memory.size}, self));
+          },
+          nb::sig("def array(self) -> numpy.typing.NDArray[numpy.uint8]"),
+          "A view of the bytes, no copy; keeps the object alive.");
   nb::class_<SharedArray>(module, "SharedArray",
                           "Zeroed memory that processes of the same user on this host can map.\n\n"
                           "Freed with the last array that views it, here and there.")

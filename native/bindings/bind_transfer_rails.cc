@@ -176,10 +176,15 @@ void bind_transfer_rails(nb::module_& module) {
              check_rail(rails, rail);
              rails.begin_connect(rail);
            }, "rail"_a)
-      .def("on_connect", [](RailSet& rails, uint32_t rail, int64_t now_ns) {
+      .def("on_connect", [](RailSet& rails, uint32_t rail, int64_t now_ns, int64_t answer_ns) {
              check_rail(rails, rail);
-             rails.on_connect(rail, now_ns);
-           }, "rail"_a, "now_ns"_a)
+             rails.on_connect(rail, now_ns, answer_ns);
+           }, "rail"_a, "now_ns"_a, "answer_ns"_a = 0,
+           "`answer_ns`: how long the other host took to answer the attempt.")
+      .def("patience_ns", [](RailSet& rails, uint32_t rail) {
+             check_rail(rails, rail);
+             return rails.patience_ns(rail);
+           }, "rail"_a, "How long an attempt to connect may stay without that answer.")
       .def("on_disconnect", [](RailSet& rails, uint32_t rail, int64_t now_ns) {
              check_rail(rails, rail);
              return rails.on_disconnect(rail, now_ns);

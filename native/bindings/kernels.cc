@@ -171,7 +171,7 @@ void bind_kernels(nb::module_& module) {
       "intermediate_size"_a, "is_float"_a = false,
       "Bytes that an `ExpertBank` of these sizes takes.\n\nRaises: as `ExpertBank`.");
   nb::class_<ExpertBank>(module, "ExpertBank",
-                         "Packed gated experts of one layer; `tandem.kernels.native_experts` is "
+                         "Packed gated experts of one layer; `tandem.kernels.cpu.experts` is "
                          "their face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",

@@ -93,7 +93,7 @@ void bind_linear(nb::module_& module) {
       "out_features"_a, "Bytes that a `PackedMatrix` of these sizes takes.\n\nRaises: as "
                         "`PackedMatrix`.");
   nb::class_<PackedMatrix>(module, "PackedMatrix",
-                           "One matrix with packed weights; `tandem.kernels.native_linear` is its "
+                           "One matrix with packed weights; `tandem.kernels.cpu.linear` is its "
                            "face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_matrix), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "is_float"_a, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),

@@ -21,6 +21,7 @@
 #include "bindings/status.h"
 #include "store/chunk_checksum.h"
 #include "store/extent.h"
+#include "store/object_header.h"
 #include "store/segment_allocator.h"
 #include "transfer/crc32c.h"
 
@@ -81,7 +82,7 @@ std::vector<uint64_t> locate_values(const Keys& keys, const std::vector<uint64_t
 }
 
 void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_t usable_bytes,
-                  const Keys& keys, const std::vector<int64_t>& offsets,
+                  uint64_t home, const Keys& keys, const std::vector<int64_t>& offsets,
                   const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& versions,
                   const std::vector<uint64_t>& checksums, const std::vector<uint64_t>& wanted,
                   const std::vector<bool>& hard_pins, const std::vector<uint64_t>& soft_pin_ms,
@@ -96,7 +97,7 @@ void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_
     objects[i] = {keys[i],     static_cast<uint64_t>(offsets[i]), sizes[i],     versions[i],
                   checksums[i], wanted[i],                        soft_pin_ms[i], hard_pins[i]};
   const store::SegmentMemory segment{marks.data(), marks.size(), data.data(),
-                                     std::min<uint64_t>(usable_bytes, data.size())};
+                                     std::min<uint64_t>(usable_bytes, data.size()), home};
   store::Missing missing = store::Missing::kNothing;
   std::string_view blob;
   if (values) {
@@ -110,6 +111,37 @@ void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_
     const nb::gil_scoped_release release;
     return store::seal_objects(segment, objects, missing, blob);
   }());
+}
+
+nb::bytes pack_header(std::string_view key, uint64_t size, uint64_t version, uint32_t checksum,
+                      uint8_t wanted, bool hard_pin, uint32_t soft_pin_ms, uint64_t home,
+                      uint64_t position) {
+  if (key.size() > store::kMaxKeyBytes || size > store::kMaxValueBytes ||
+      version > store::kMaxVersion)
+    raise({Code::kConfig, "store.header", "a field beyond its bits", ""});
+  std::string out(store::kHeaderBytes + key.size(), '\0');
+  store::write_header(reinterpret_cast<uint8_t*>(out.data()),
+                      {.key = key, .size = size, .version = version, .checksum = checksum,
+                       .soft_pin_ms = soft_pin_ms, .wanted = wanted, .hard_pin = hard_pin,
+                       .home = home, .position = position});
+  return nb::bytes(out.data(), out.size());
+}
+
+using HeaderFields = std::tuple<nb::object, uint64_t, uint64_t, uint32_t, uint8_t, bool, uint32_t>;
+
+std::optional<HeaderFields> parse_header(const Bytes& memory, uint64_t at, uint64_t home,
+                                         uint64_t position) {
+  if (at > memory.size()) return std::nullopt;
+  const auto header = store::read_header(memory.data() + at, memory.size() - at, home, position);
+  if (!header || header->size > store::kMaxValueBytes) return std::nullopt;
+  nb::object key = nb::steal(PyUnicode_DecodeUTF8(
+      header->key.data(), static_cast<Py_ssize_t>(header->key.size()), nullptr));
+  if (!key.is_valid()) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return HeaderFields{std::move(key), header->size, header->version, header->checksum,
+                      header->wanted, header->hard_pin, header->soft_pin_ms};
 }
 
 using Column = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -225,10 +257,10 @@ void bind_store(nb::module_& module) {
   module.def("locate_values", &locate_values, "keys"_a, "sizes"_a,
              "Where values begin in their extents, bytes; as ``layout.value_offset``.");
   module.def(
-      "seal_objects", &seal_objects, "marks"_a, "data"_a, "usable_bytes"_a, nb::kw_only(), "keys"_a,
+      "seal_objects", &seal_objects, "marks"_a, "data"_a, "usable_bytes"_a, "home"_a, nb::kw_only(), "keys"_a,
       "offsets"_a, "sizes"_a, "versions"_a, "checksums"_a, "wanted"_a, "hard_pins"_a,
       "soft_pin_ms"_a, "tables"_a.none(), "values"_a.none(),
-      nb::sig("def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], "
+      nb::sig("def seal_objects(marks: object, data: object, usable_bytes: int, home: int, *, keys: list[str], "
               "offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], "
               "wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], "
               "tables: bytes | None, values: bytes | None) -> None"),
@@ -237,11 +269,21 @@ void bind_store(nb::module_& module) {
       "    marks: of the segment, uint8, one a granule.\n"
       "    data: its extents, uint8.\n"
       "    usable_bytes: of them.\n"
+      "    home: of the segment, for its headers.\n"
       "    tables: to be written before, one after the other; None if they are there, or follow\n"
       "        from the values.\n"
       "    values: the same of values; None if they are there.\n\n"
       "Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);\n"
       "CorruptionError (a checksum; the length of the blob or a column).");
+  module.def("pack_header", &pack_header, "key"_a, "size"_a, "version"_a, "checksum"_a, "wanted"_a,
+             "hard_pin"_a, "soft_pin_ms"_a, "home"_a, "position"_a,
+             "Return the header of an object, and its key, as they are stored.\n\n"
+             "Raises: ConfigError (a field beyond its bits).");
+  module.def("parse_header", &parse_header, "memory"_a, "at"_a, "home"_a, "position"_a,
+             nb::sig("def parse_header(memory: object, at: int, home: int, position: int) -> "
+                     "tuple[str, int, int, int, int, bool, int] | None"),
+             "Read the header that stands in ``memory`` from ``at`` on; the fields of\n"
+             "``pack_header`` up to the pins. None if it is damaged, or belongs to another place.");
   module.def(
       "fill_rows", &fill_rows, "rows"_a, "columns"_a,
       nb::sig("def fill_rows(rows: Sequence[int], "

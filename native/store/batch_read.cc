@@ -17,7 +17,6 @@ namespace {
 constexpr uint64_t kMaxGapBytes = 2048;
 constexpr uint64_t kMaxGapShare = 4;
 
-constexpr uint32_t kMagic = 0x4A424F54;  // "TOBJ"
 constexpr uint64_t kMaxAddress = uint64_t{1} << 62;
 
 template <class T>
@@ -157,12 +156,14 @@ ReadPlan BatchRead::plan(int64_t endpoint) {
 }
 
 bool BatchRead::has_header(const Object& object, const uint8_t* scratch) const {
-  // The fields that say which object it is. The others change with its pins.
+  // The fields that say which object it is, each compared with what the master said, so that none
+  // is believed. The others change with its pins.
   const uint8_t* header = scratch + object.header_at;
-  return load<uint32_t>(header) == kMagic && load<uint16_t>(header + 4) == object.key.size() &&
-         load<uint64_t>(header + 8) == object.location.size &&
-         load<uint64_t>(header + 16) == object.location.version &&
-         load<uint32_t>(header + 24) == object.location.checksum &&
+  return load<uint32_t>(header) == kObjectMagic &&
+         load<uint16_t>(header + kKeyBytesAt) == object.key.size() &&
+         load<uint64_t>(header + kSizeAt) == object.location.size &&
+         load<uint64_t>(header + kVersionAt) == object.location.version &&
+         load<uint32_t>(header + kChecksumAt) == object.location.checksum &&
          std::memcmp(header + kHeaderBytes, object.key.data(), object.key.size()) == 0;
 }
 

@@ -1,7 +1,6 @@
 #include "store/extent.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -12,40 +11,6 @@
 namespace tandem::store {
 namespace {
 
-constexpr uint32_t kMagic = 0x4A424F54;  // "TOBJ"
-constexpr uint8_t kHardPin = 1;
-
-// As the file has it.
-struct [[gnu::packed]] Header {
-  uint32_t magic;
-  uint16_t key_bytes;
-  uint8_t wanted;
-  uint8_t flags;
-  uint64_t size;
-  uint64_t version;
-  uint32_t checksum;
-  uint32_t soft_pin_ms;
-  uint32_t crc;
-};
-static_assert(sizeof(Header) == 36 && sizeof(Header) <= kHeaderBytes);
-
-// CRC-32 as zlib has it, which reads headers when a segment is attached.
-uint32_t crc32(uint32_t crc, const void* data, size_t size) {
-  static const std::array<uint32_t, 256> table = [] {
-    std::array<uint32_t, 256> made{};
-    for (uint32_t i = 0; i < 256; ++i) {
-      uint32_t entry = i;
-      for (int bit = 0; bit < 8; ++bit) entry = entry >> 1 ^ (entry & 1 ? 0xEDB88320u : 0u);
-      made[i] = entry;
-    }
-    return made;
-  }();
-  const uint8_t* at = static_cast<const uint8_t*>(data);
-  crc = ~crc;
-  for (size_t i = 0; i < size; ++i) crc = table[(crc ^ at[i]) & 0xff] ^ crc >> 8;
-  return ~crc;
-}
-
 std::string name_of(const Object& object) {
   return "offset " + std::to_string(object.offset) + " for '" + std::string(object.key) + "'";
 }
@@ -53,7 +18,7 @@ std::string name_of(const Object& object) {
 Status check_place(const SegmentMemory& segment, const Object& object) {
   const bool fits_fields = object.key.size() <= kMaxKeyBytes && object.size <= kMaxValueBytes &&
                            object.checksum <= 0xffffffff && object.wanted <= 0xff &&
-                           object.soft_pin_ms <= 0xffffffff;
+                           object.soft_pin_ms <= 0xffffffff && object.version <= kMaxVersion;
   const uint64_t length = fits_fields ? extent_bytes(object.key.size(), object.size) : 0;
   if (!fits_fields || object.offset % kGranuleBytes != 0 || length > segment.usable_bytes ||
       object.offset > segment.usable_bytes - length)
@@ -64,7 +29,7 @@ Status check_place(const SegmentMemory& segment, const Object& object) {
   const uint64_t count = length / kGranuleBytes;
   if (first + count > segment.num_marks)
     return {Code::kConfig, "store.segment", name_of(object) + " is beyond the last mark"};
-  if (std::memchr(segment.marks + first, 1, count) != nullptr)
+  if (std::memchr(segment.marks + first, kMark, count) != nullptr)
     return {Code::kConflict, "store.seal", name_of(object) + " holds another object"};
   return {};
 }
@@ -126,21 +91,16 @@ Result<std::vector<uint32_t>> make_tables(const std::vector<Object>& objects, Mi
   return tables;
 }
 
-void write_header(uint8_t* extent, const Object& object) {
-  Header header{};
-  header.magic = kMagic;
-  header.key_bytes = static_cast<uint16_t>(object.key.size());
-  header.wanted = static_cast<uint8_t>(object.wanted);
-  header.flags = object.hard_pin ? kHardPin : 0;
-  header.size = object.size;
-  header.version = object.version;
-  header.checksum = static_cast<uint32_t>(object.checksum);
-  header.soft_pin_ms = static_cast<uint32_t>(object.soft_pin_ms);
-  const uint32_t crc = crc32(0, &header, offsetof(Header, crc));
-  header.crc = crc32(crc, object.key.data(), object.key.size());
-  std::memcpy(extent, &header, sizeof(header));
-  std::memset(extent + sizeof(header), 0, kHeaderBytes - sizeof(header));
-  std::memcpy(extent + kHeaderBytes, object.key.data(), object.key.size());
+void write_object(const SegmentMemory& segment, uint8_t* extent, const Object& object) {
+  write_header(extent, {.key = object.key,
+                        .size = object.size,
+                        .version = object.version,
+                        .checksum = static_cast<uint32_t>(object.checksum),
+                        .soft_pin_ms = static_cast<uint32_t>(object.soft_pin_ms),
+                        .wanted = static_cast<uint8_t>(object.wanted),
+                        .hard_pin = object.hard_pin,
+                        .home = segment.home,
+                        .position = object.offset});
 }
 
 }  // namespace
@@ -166,9 +126,9 @@ Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& obj
       std::memcpy(extent + value_offset(object.key.size(), object.size), value, object.size);
       value += object.size;
     }
-    write_header(extent, object);
+    write_object(segment, extent, object);
     // Whoever finds the mark after a crash finds a whole object under it.
-    std::atomic_ref(segment.marks[object.offset / kGranuleBytes]).store(1, std::memory_order_release);
+    std::atomic_ref(segment.marks[object.offset / kGranuleBytes]).store(kMark, std::memory_order_release);
   }
   return {};
 }

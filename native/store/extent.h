@@ -1,5 +1,5 @@
 // Objects in a segment: where their parts lie, and how they become ones that survive their host.
-// The format is docs/design/store_segment.md; layout.py has the same geometry for columns.
+// The formats are docs/design/store_formats.md; layout.py has the same geometry for columns.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,15 @@
 #include <vector>
 
 #include "base/status.h"
+#include "store/object_header.h"
 
 namespace tandem::store {
 
 inline constexpr uint64_t kGranuleBytes = 512;
 inline constexpr uint64_t kChunkBytes = 64u << 10;
-inline constexpr uint64_t kHeaderBytes = 64;
 inline constexpr uint64_t kMaxValueBytes = uint64_t{1} << 40;
-inline constexpr uint64_t kMaxKeyBytes = 0xffff;
+// All bits, so that one that flips leaves it told from 0, which is no object.
+inline constexpr uint8_t kMark = 0xff;
 
 constexpr uint64_t count_chunks(uint64_t value_bytes) {
   return (value_bytes + kChunkBytes - 1) / kChunkBytes;
@@ -34,10 +35,11 @@ constexpr uint64_t extent_bytes(uint64_t key_bytes, uint64_t value_bytes) {
 
 // Borrowed memory of a segment.
 struct SegmentMemory {
-  uint8_t* marks = nullptr;  // One a granule: 1 where an object begins.
+  uint8_t* marks = nullptr;  // One a granule: kMark where an object begins.
   uint64_t num_marks = 0;
   uint8_t* data = nullptr;
   uint64_t usable_bytes = 0;
+  uint64_t home = 0;  // Of its headers.
 };
 
 struct Object {

@@ -36,8 +36,8 @@ TEST(seal_objects_writes_values_tables_and_marks) {
   const std::vector<Object> objects = {make_object("one", 512, first),
                                        make_object("two", 512 * 400, second)};
   CHECK(seal_objects(memory.view(), objects, Missing::kValues, first + second).is_ok());
-  CHECK_EQ(memory.marks[1], 1);
-  CHECK_EQ(memory.marks[400], 1);
+  CHECK_EQ(memory.marks[1], kMark);
+  CHECK_EQ(memory.marks[400], kMark);
   const uint8_t* extent = memory.data.data() + 512;
   CHECK(std::memcmp(extent, "TOBJ", 4) == 0);
   CHECK(std::memcmp(extent + kHeaderBytes, "one", 3) == 0);

@@ -17,6 +17,7 @@ ClientConnection::ClientConnection(std::weak_ptr<Peer> peer, EventLoop* loop, in
       begin_ns_(now_ns()) {}
 
 void ClientConnection::on_connected() {
+  connected_ns_.store(now_ns(), std::memory_order_release);
   const std::shared_ptr<Peer> peer = peer_.lock();
   if (!peer) return;
   Hello hello;

@@ -132,6 +132,44 @@ TEST(engine_close_ends_what_runs) {
   }
 }
 
+TEST(engine_ends_its_threads_with_the_last_call) {
+  std::vector<uint8_t> remote(4 << 20);
+  const auto giver = Engine::create(make_options(kAll)).value();
+  const uint64_t base = add(*giver, remote);
+  std::mt19937 seeds(4);
+  for (int round = 0; round < 6; ++round) {
+    const auto taker = Engine::create(make_options(kAll)).value();
+    std::atomic<int> num_ended{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t, seed = seeds()] {
+        std::mt19937 random(seed);
+        std::vector<uint8_t> local(1 << 20);
+        Result<uint64_t> own = taker->register_buffer({local.data(), local.size(), ""});
+        while (own.is_ok()) {
+          Result<uint64_t> segment = taker->open(giver->addresses()[0], in_seconds(20));
+          if (!segment.is_ok()) break;
+          const uint64_t far = base + static_cast<uint64_t>(t) * local.size();
+          auto batch = taker->submit({{Op::kWrite, own.value(), 0, segment.value(), far, local.size()}},
+                                     in_seconds(20), kAll[random() % 3]);
+          if (!batch.is_ok()) break;
+          if (random() % 3 == 0) taker->cancel(batch.value());
+          static_cast<void>(taker->wait(batch.value(), in_seconds(20)));
+          CHECK(batch.value()->is_finished());
+          static_cast<void>(taker->close_segment(segment.value()));
+          num_ended.fetch_add(1);
+        }
+      });
+    }
+    const int64_t limit = in_seconds(30);
+    while (num_ended.load() < 4 + round && now_ns() < limit) std::this_thread::yield();
+    CHECK(taker->close(in_seconds(20)).is_ok());
+    for (std::thread& thread : threads) thread.join();
+    CHECK(num_ended.load() >= 4 + round);
+    CHECK(!taker->open(giver->addresses()[0], in_seconds(1)).is_ok());
+  }
+}
+
 TEST(engine_answers_calls_of_many_threads_while_connections_close) {
   std::mt19937 seeds(3);
   for (int round = 0; round < 3; ++round) {

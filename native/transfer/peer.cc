@@ -218,7 +218,8 @@ void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
       work.flush(calls_connection_);
     } else if (connection->role() == Role::kRail &&
                rails_[connection->rail()].connection == connection) {
-      rail_set_.on_connect(connection->rail(), now);
+      rail_set_.on_connect(connection->rail(), now,
+                           connection->connected_ns() - connection->begin_ns());
       dispatch(work);
     }
     work.due_ns = next_due();

@@ -207,6 +207,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void give_up(State state, const Error& error, Work& work);
   void connect_control(int64_t now_ns, Work& work);
   void connect_rail(uint32_t rail, int64_t now_ns);
+  // When an attempt that is not ready yet is given up.
+  int64_t connect_due(uint32_t rail) const;
   void connect_calls(int64_t now_ns);
   bool is_calls_connect_due(int64_t now_ns) const;
   void check_calls(int64_t now_ns, Work& work);
@@ -277,6 +279,8 @@ class ClientConnection : public Connection {
   uint64_t carrier() const { return carrier_; }
   uint32_t id() const { return id_; }
   int64_t begin_ns() const { return begin_ns_; }
+  // When the other host's kernel had answered; 0 before.
+  int64_t connected_ns() const { return connected_ns_.load(std::memory_order_acquire); }
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
   // As agreed on; 0 before.
   uint16_t version() const { return version_.load(std::memory_order_acquire); }
@@ -316,6 +320,7 @@ class ClientConnection : public Connection {
   const uint32_t id_;
   const uint64_t carrier_;
   const int64_t begin_ns_;
+  std::atomic<int64_t> connected_ns_{0};
   std::atomic<bool> is_ready_{false};
   std::atomic<uint16_t> version_{0};
   std::atomic<bool> is_barred_{false};

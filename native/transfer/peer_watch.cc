@@ -44,6 +44,15 @@ void Peer::connect_rail(uint32_t index, int64_t now) {
     rail_set_.on_disconnect(index, now);
 }
 
+int64_t Peer::connect_due(uint32_t index) const {
+  const ClientConnection& connection = *rails_[index].connection;
+  // A kernel answers at once, a process when it gets a core.
+  const int64_t limit_ns = connection.connected_ns() > 0
+                               ? options_.handshake_timeout_ns
+                               : std::min(options_.handshake_timeout_ns, rail_set_.patience_ns(index));
+  return connection.begin_ns() + limit_ns;
+}
+
 void Peer::connect_calls(int64_t now) {
   calls_health_.begin_connect();
   auto made = make_connection(Role::kCalls, 0, address_, {});
@@ -160,9 +169,9 @@ int64_t Peer::next_due() const {
   int64_t due = control_ ? kNever : control_health_.due_ns();
   if (control_ && !control_->is_ready())
     due = std::min(due, control_->begin_ns() + options_.handshake_timeout_ns);
-  for (const Rail& rail : rails_)
-    if (rail.connection && !rail.connection->is_ready())
-      due = std::min(due, rail.connection->begin_ns() + options_.handshake_timeout_ns);
+  for (uint32_t r = 0; r < rails_.size(); ++r)
+    if (rails_[r].connection && !rails_[r].connection->is_ready())
+      due = std::min(due, connect_due(r));
   due = std::min(due, rail_set_.next_event_ns(!pending_.empty()));
   const int64_t owed_since_ns = calls_.owed_since_ns();
   if (calls_connection_ && !calls_connection_->is_ready())
@@ -208,8 +217,7 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
       if (!connection) {
         if (rail_set_.is_connect_due(r, now)) connect_rail(r, now);
       } else if (!connection->is_ready()) {
-        if (now >= connection->begin_ns() + options_.handshake_timeout_ns)
-          take_back(connection, late, work);
+        if (now >= connect_due(r)) take_back(connection, late, work);
       } else {
         rail_set_.on_progress(r, connection->progress_ns());
         if (rail_set_.is_look_due(r, now)) {

@@ -60,8 +60,15 @@ void RailHealth::retry_now(int64_t now_ns) {
   due_ns_ = std::min(due_ns_, now_ns);
 }
 
-void RailHealth::on_connect(int64_t now_ns) {
+int64_t RailHealth::patience_ns() const {
+  if (!was_connected_) return kNever;
+  const int64_t first_ns = std::max(options_.patience_ns, options_.travel_factor * answer_ns_);
+  return back_off(first_ns, kNever, std::max(0, num_disconnects_ - options_.num_impatient));
+}
+
+void RailHealth::on_connect(int64_t now_ns, int64_t answer_ns) {
   if (state_ != RailState::kClosed) return;
+  answer_ns_ = answer_ns;
   is_connecting_ = false;
   if (!was_connected_) {
     was_connected_ = true;

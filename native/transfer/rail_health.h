@@ -23,7 +23,13 @@ struct HealthOptions {
   int64_t pause_ns = 50'000'000;
   int64_t max_pause_ns = 1'000'000'000;
   int64_t reconnect_ns = 10'000'000;
-  int64_t max_reconnect_ns = 1'000'000'000;
+  int64_t max_reconnect_ns = 200'000'000;
+  // An attempt to reconnect that the other host's kernel leaves unanswered is given up after
+  // travel_factor times what an answer took, and no less than this: the request may have been lost
+  // while the path was down, and TCP repeats it only after a second.
+  int64_t patience_ns = 50'000'000;
+  int travel_factor = 4;
+  int num_impatient = 4;  // In a row; then patience doubles, since the path may have become longer.
 };
 
 class RailHealth {
@@ -51,7 +57,10 @@ class RailHealth {
   void on_slow(int64_t now_ns);
   void on_error(int64_t now_ns);
   void on_disconnect(int64_t now_ns);
-  void on_connect(int64_t now_ns);
+  // `answer_ns`: how long the other host's kernel took to answer; 0: unknown.
+  void on_connect(int64_t now_ns, int64_t answer_ns = 0);
+  // How long an attempt may stay without that answer; kNever: no limit of its own.
+  int64_t patience_ns() const;
   // The way is known to be there again: what was put off is due.
   void retry_now(int64_t now_ns);
   void terminate() { state_ = RailState::kTerminated; }
@@ -68,6 +77,7 @@ class RailHealth {
   int num_slow_ = 0;
   int num_pauses_ = 0;      // Since the last success: the cool-down doubles with each.
   int num_disconnects_ = 0;
+  int64_t answer_ns_ = 0;
   int64_t due_ns_ = 0;
 };
 

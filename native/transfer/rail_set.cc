@@ -211,12 +211,12 @@ void RailSet::forget(uint64_t id) {
   rails_[ticket.rail].health.drop_probe();
 }
 
-void RailSet::on_connect(uint32_t index, int64_t now_ns) {
+void RailSet::on_connect(uint32_t index, int64_t now_ns, int64_t answer_ns) {
   Rail& rail = rails_[index];
   // Who is back at once was not cut off.
   if (now_ns - rail.left_ns < options_.stall_floor_ns)
     rail.usual_quiet_ns = std::max(rail.usual_quiet_ns, rail.left_quiet_ns);
-  rail.health.on_connect(now_ns);
+  rail.health.on_connect(now_ns, answer_ns);
 }
 
 std::vector<uint64_t> RailSet::on_disconnect(uint32_t rail, int64_t now_ns) {

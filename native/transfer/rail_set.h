@@ -98,7 +98,9 @@ class RailSet {
     return rails_[rail].health.is_connect_due(now_ns);
   }
   void begin_connect(uint32_t rail) { rails_[rail].health.begin_connect(); }
-  void on_connect(uint32_t rail, int64_t now_ns);
+  void on_connect(uint32_t rail, int64_t now_ns, int64_t answer_ns = 0);
+  // See RailHealth.
+  int64_t patience_ns(uint32_t rail) const { return rails_[rail].health.patience_ns(); }
   // The tickets that the rail held; they are gone and their slices must be given anew.
   std::vector<uint64_t> on_disconnect(uint32_t rail, int64_t now_ns);
   void terminate(uint32_t rail) { rails_[rail].health.terminate(); }

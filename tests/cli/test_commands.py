@@ -55,7 +55,7 @@ def test_dry_run_says_what_and_why():
     plan = json.loads(run("serve", "demo", "--dry-run", "--json").stdout)
     assert plan["config"]["num_kv_blocks"] > 0
     assert plan["config"]["max_model_len"] == 2048
-    assert plan["spec"]["architecture"] == "Qwen3MoeForCausalLM"
+    assert plan["model"]["spec"]["architecture"] == "Qwen3MoeForCausalLM"
     reasons = {what: (value, why) for what, value, why in plan["rows"]}
     assert {"weights", "dtype", "context", "threads", "KV cache"} <= set(reasons)
     assert all(why for _, why in reasons.values())

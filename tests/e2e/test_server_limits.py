@@ -85,7 +85,9 @@ def test_killed_instance_is_reported_and_replaced(serve_demo):
                 if status == 200:
                     assert "error" in events[-1], "the stream ends with an error, not in silence"
                     assert not events[-1]["error"]["message"].startswith("["), events[-1]
-        server.wait_until(lambda: server.client.get("/ready").status_code == 200, 90)
+        ready = server.client.get("/ready").json()
+        assert "[" not in ready["detail"], ready
+        server.wait_until(lambda: server.client.get("/health").status_code == 200, 90)
         assert server.instance_pid() != pid
         answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
         assert answer.status_code == 200

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.spec import make_root_key
-from tandem.core.wire import FinishReason, SamplingParams
+from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.loads import LoadDecision
@@ -91,9 +91,11 @@ class ToyTier:
         num_blocks = 0
         while num_blocks < len(keys) and keys[num_blocks] in self.stored:
             num_blocks += 1
-        if self.rng.random() < self.fail_chance:
+        # The same answer to the same question.
+        rng = random.Random(f"{request.request_id} {num_matched} {num_blocks} {now_s}")
+        if rng.random() < self.fail_chance:
             num_blocks += 1  # It thinks that it has more than it has.
-        return LoadDecision(num_blocks, self.rng.choice([0.0, 0.3, 100.0]))
+        return LoadDecision(num_blocks, rng.choice([0.0, 0.3, 100.0]))
 
     def begin(self, plan: StepPlan) -> None:
         self.storing += plan.filled
@@ -123,6 +125,11 @@ class ToyTier:
         for load in ending:
             self.moving.remove(load)
             content = self.stored.get(load.key)
+            if isinstance(load.source, PrefillKv):
+                # The other instance computes the same prompt.
+                start = load.position * BLOCK_SIZE
+                kv = fingerprint(load.request)[: load.request.prompt_len]
+                content = (kv + [POISON] * BLOCK_SIZE)[start : start + BLOCK_SIZE]
             if content is None or self.rng.random() < self.fail_chance:
                 runner.kv[load.block_id] = [POISON] * BLOCK_SIZE
                 scheduler.load_failed(load.request, [load.block_id])
@@ -158,10 +165,13 @@ class World:
     scheduler_class: type[Scheduler] = Scheduler
     runner_class: type[ToyRunner] = ToyRunner
     tier: ToyTier | None = None
+    handover_chance: float = 0.0
     checks: bool = True
     now_s: float = 0.0
     live: dict[str, Request] = field(default_factory=dict)
     ended: list[Request] = field(default_factory=list)
+    held: dict[str, tuple[float, Request]] = field(default_factory=dict)
+    num_held_checked: int = 0
     num_added: int = 0
     num_seen: dict[str, int] = field(default_factory=dict)
 
@@ -181,7 +191,9 @@ class World:
         self.scheduler = self.scheduler_class(self.config, self.pool, self.index, self.tier)
         self.runner = self.runner_class(self.num_blocks, self.rng)
 
-    def add(self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None) -> bool:
+    def add(
+        self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None, lease_s=None, peer=None
+    ) -> bool:
         request = Request(
             request_id=f"r{self.num_added}",
             prompt_ids=list(prompt_ids),
@@ -190,7 +202,12 @@ class World:
             priority=priority,
             deadline_s=None if timeout_s is None else self.now_s + timeout_s,
             cache_salt=salt,
+            prefill_lease_s=lease_s,
         )
+        if peer is not None and self.tier is not None:
+            handle = KvHandle(request_id="p", num_tokens=len(request.prompt_ids), lease_s=peer)
+            request.kv_source = PrefillKv(instance="prefill", handle=handle)
+            request.awaits_continuation = self.rng.random() < 0.5
         self.num_added += 1
         try:
             self.scheduler.add(request)
@@ -251,6 +268,7 @@ class World:
         stopped = {i: FinishReason.STOP for i in sampled if self.rng.random() < stop_chance}
         stopped |= dict.fromkeys(failed, FinishReason.ERROR)
         self.now_s += 0.1
+        self.check_held()
         if plan.is_empty:
             return plan
         for request in self.scheduler.complete(plan, sampled, self.now_s, stopped):
@@ -264,11 +282,18 @@ class World:
         """Let some transfers from and to the lower tier happen."""
         # Slower than loads, so that some blocks have a new owner when they are stored.
         self.tier.store_some(self.scheduler, self.runner, chance**3)
+        for request in list(self.scheduler._loading):
+            if request.awaits_continuation and self.rng.random() < chance:
+                tokens = [fingerprint(request)[-1] % VOCABULARY]
+                if request.max_total_tokens > request.num_tokens + 1:
+                    assert self.scheduler.continue_request(request.request_id, tokens)
         self.tier.end_some(self.scheduler, self.runner, chance)
 
     def check_progress(self, plan: StepPlan) -> None:
         """Whatever lives, somebody advances: this alone rules out deadlock."""
+        stats = self.scheduler.get_stats()
         is_loading = self.tier is not None and bool(self.tier.moving or plan.loads)
+        is_loading = is_loading or bool(stats.num_loading or stats.num_held)
         if not plan.sequences:
             assert not self.live or is_loading, f"{len(self.live)} live, none advances"
             assert not self.scheduler.get_stats().num_running, "a load keeps the running waiting"
@@ -282,14 +307,17 @@ class World:
             request.sampling.max_tokens,
             min(self.max_model_len, self.num_blocks * BLOCK_SIZE) - request.prompt_len,
         )
-        if request.finish_reason is FinishReason.LENGTH:
+        if request.finish_reason is FinishReason.PREFILLED:
+            assert len(request.output_ids) == 1
+            self.held[request.request_id] = (self.now_s, request)
+        elif request.finish_reason is FinishReason.LENGTH:
             assert len(request.output_ids) == length
         elif request.finish_reason in {FinishReason.STOP, FinishReason.ERROR}:
             assert stopped[request.request_id] is request.finish_reason
         elif request.finish_reason is FinishReason.DEADLINE:
             assert request.deadline_s <= self.now_s
         else:
-            assert request.finish_reason is FinishReason.CANCELLED
+            assert request.finish_reason in {FinishReason.CANCELLED, FinishReason.PREFILLED}
 
     def check_plan(self, plan: StepPlan) -> None:
         num_tokens = sum(s.num_tokens for s in plan.sequences)
@@ -319,13 +347,29 @@ class World:
         for request in plan.preempted:
             assert request.state is RequestState.PREEMPTED or request.is_scheduled
 
+    def check_held(self) -> None:
+        """What is held is not written, until the lease ends or the hold is given up."""
+        for request_id, (ended_s, request) in list(self.held.items()):
+            if self.now_s >= ended_s + request.prefill_lease_s:
+                del self.held[request_id]
+                continue
+            expected = fingerprint(request)[: request.prompt_len]
+            kv = [value for block_id in request.held_blocks for value in self.runner.kv[block_id]]
+            if kv[: request.prompt_len] != expected:
+                raise WrongKvError(f"blocks held for {request_id} were written")
+            self.num_held_checked += 1
+            if self.rng.random() < 0.1:
+                assert self.scheduler.release_hold(request_id)
+                del self.held[request_id]
+
     def check_loads(self, plan: StepPlan) -> None:
         if self.tier is None:
             assert not plan.loads
             return
         moving = [load.block_id for load in self.tier.moving + plan.loads]
         assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
-        assert len(moving) <= self.num_blocks // 4
+        from_tier = [x for x in self.tier.moving + plan.loads if isinstance(x.source, TierKv)]
+        assert len(from_tier) <= self.num_blocks // 4
         in_step = {c.src_block_id for c in plan.copies}.union(
             *(s.block_table for s in plan.sequences)
         )
@@ -372,6 +416,9 @@ class World:
             self.step()
         if self.tier is not None:
             self.move_some(chance=1.0)
+        for request_id in self.held:
+            self.scheduler.release_hold(request_id)
+        self.held.clear()
         assert not self.live, f"{len(self.live)} requests have not ended after {limit} steps"
         assert self.pool.num_used == 0
         assert self.pool.num_free + self.pool.num_cached == self.num_blocks
@@ -421,7 +468,19 @@ def drive(world: World, num_steps: int) -> None:
             else:
                 prompt_ids = rng.choice(stems)[: rng.randrange(20)] + own
                 salt = rng.choice(SALTS)
-                world.add(prompt_ids, rng.randrange(1, 30), rng.randrange(2), salt)
+                lease_s = peer = None
+                if world.handover_chance and rng.random() < world.handover_chance:
+                    lease_s = rng.choice([1.0, 0.3])
+                elif world.handover_chance and rng.random() < world.handover_chance:
+                    peer = rng.choice([2.0, 0.2])
+                world.add(
+                    prompt_ids,
+                    rng.randrange(1, 30),
+                    rng.randrange(2),
+                    salt,
+                    lease_s=lease_s,
+                    peer=peer,
+                )
         calls = []
         if rng.random() < 0.1:
             calls.append(lambda: world.cancel(rng.randrange(50)))

@@ -44,13 +44,13 @@ def test_a_wish_for_too_many_threads_is_warned_about(caplog):
 @pytest.mark.parametrize("expert_format", ["int8", "int4"])
 def test_formats_leave_more_memory(expert_format):
     plain, packed = plan(dtype="bfloat16"), plan(dtype="bfloat16", expert_format=expert_format)
-    assert packed.weight_bytes < plain.weight_bytes
+    assert packed.model.weight_bytes < plain.model.weight_bytes
     rows = {what: (value, why) for what, value, why in packed.rows()}
-    assert rows["experts"] == (packed.expert_format, "as asked for")
+    assert rows["experts"] == (packed.model.experts.weight_format, "as asked for")
 
 
 def test_parts_of_experts_are_one_for_each_node():
-    assert plan(dtype="bfloat16").expert_parts == len(read_topology().numa_nodes)
+    assert plan(dtype="bfloat16").model.expert_parts == len(read_topology().numa_nodes)
     split = plan(dtype="bfloat16", expert_parts=2)
     rows = {what: (value, why) for what, value, why in split.rows()}
     assert rows["expert parts"][0] == "2"
@@ -66,7 +66,7 @@ def test_coded_kv_makes_room_for_more_blocks(kv_dtype):
         )
 
     plain, coded = plan_kv("auto"), plan_kv(kv_dtype)
-    head_dim = plain.spec.head_dim
+    head_dim = plain.model.spec.head_dim
     share = (head_dim + 2) / (2 * head_dim)  # A code an item and a scale a row.
     assert coded.layout.bytes_per_token == share * plain.layout.bytes_per_token
     assert coded.kv.num_blocks == int(0.25 * 2**30) // coded.layout.bytes_per_block

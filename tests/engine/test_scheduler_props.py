@@ -60,11 +60,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(SALTS),
         timeout_s=st.sampled_from([None, None, None, 0.3, 2.0]),
+        lease_s=st.sampled_from([None, None, None, 0.3, 2.0]),
         copies=st.integers(1, 3),
     )
     def add(self, copies, **kwargs):
         for _ in range(copies):
             self.world.add(**kwargs)
+
+    @rule(prompt_ids=st.lists(tokens, max_size=30), lease_s=st.sampled_from([0.2, 3.0]))
+    def add_with_prefill_elsewhere(self, prompt_ids, lease_s):
+        self.world.add(prompt_ids, peer=lease_s)
 
     @rule(choice=st.integers(0, 50), extra=st.lists(tokens, max_size=8))
     def continue_conversation(self, choice, extra):
@@ -146,7 +151,7 @@ def test_long_traffic_in_a_small_pool_is_sound_and_exercises_everything(order):
     # Room for growth is what keeps admission from thrashing.
     assert patient.scheduler.get_stats().num_preemptions < stats.num_preemptions
     reasons = {r.finish_reason for r in impatient.ended}
-    assert reasons == set(FinishReason) - {FinishReason.DEADLINE}
+    assert reasons == set(FinishReason) - {FinishReason.DEADLINE, FinishReason.PREFILLED}
 
 
 def test_long_traffic_over_a_tier_is_sound_and_exercises_everything():
@@ -161,6 +166,17 @@ def test_long_traffic_over_a_tier_is_sound_and_exercises_everything():
     assert tier.num_dropped > 20
     assert tier.num_stale > 20
     assert any(0 < r.num_loaded_tokens < r.num_cached_tokens for r in world.ended)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound(order):
+    tier = ToyTier(random.Random(6))
+    world = World(num_blocks=30, seed=6, order=order, tier=tier, handover_chance=0.3)
+    drive(world, 400)
+    assert world.num_held_checked > 20
+    reasons = [r.finish_reason for r in world.ended]
+    assert reasons.count(FinishReason.PREFILLED) > 10
+    assert sum(r.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
 
 
 def test_outputs_do_not_depend_on_cache_order_or_pool():

@@ -1,7 +1,7 @@
 """Goal: paged attention agrees with the oracle whatever the batch, blocks and earlier context.
 
 Method: keys and values of the whole context are drawn, the earlier part is put into the cache by
-hand through a scrambled block table, the step's own part through ``write_kv``; the oracle sees
+hand through a scrambled block table, the step's own part through ``Step.write_kv``; the oracle sees
 the plain arrays. The same queries run in one piece, in chunks and one by one.
 """
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tandem.core.spec import GqaLayout
-from tandem.kernels import attention as attention_module
-from tandem.kernels import paged, reference, step, tolerance
-from tandem.kernels.attention import PagedStep, attend, write_kv
+from tandem.kernels import paged, reference, tolerance
+from tandem.kernels.attention import PLAIN
+from tandem.kernels.execution import choose_execution
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.rope import Rope, RopeParameters
+from tandem.kernels.torch import attention as torch_attention
 
 HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3
 SCALE = SIZE**-0.5
@@ -60,12 +61,13 @@ class Case:
             if end > start
         ]
         batch = PagedBatch.build(chunks, self.block_size)
-        plan = PagedStep(batch, self.cache, self.rope, self.dtype)
+        execution = choose_execution(self.cache.device, self.dtype)
+        plan = execution.begin_step(batch, self.cache, self.rope, self.dtype)
         rows = [(s, *part) for s, part in enumerate(parts) if part[1] > part[0]]
         q = torch.cat([self.q[s][a:b] for s, a, b in rows])
         kv = torch.cat([self.kv[s][a:b] for s, a, b in rows])
-        write_kv(plan, layer_idx, kv)
-        out = attend(plan, layer_idx, q, kv, SCALE).view(-1, HEADS, SIZE)
+        plan.write_kv(layer_idx, kv)
+        out = plan.attend(layer_idx, q, kv, SCALE, PLAIN).view(-1, HEADS, SIZE)
         return dict(
             zip([s for s, _, _ in rows], out.split([b - a for _, a, b in rows]), strict=True)
         )
@@ -121,9 +123,9 @@ def test_chunks_equal_one_piece(dtype, draw, count_outside):
 
 
 def test_long_context_is_attended_in_tiles(draw, count_outside, monkeypatch):
-    monkeypatch.setattr(step, "TILE_TOKENS", 16)
-    monkeypatch.setattr(step, "MAX_GATHER_BYTES", 4096)
-    monkeypatch.setattr(attention_module, "CAUSAL_ROWS", 8)
+    monkeypatch.setattr(torch_attention, "TILE_TOKENS", 16)
+    monkeypatch.setattr(torch_attention, "MAX_GATHER_BYTES", 4096)
+    monkeypatch.setattr(torch_attention, "CAUSAL_ROWS", 8)
     case = Case([90, 70], torch.float32, draw)
     case.run([(0, 60), (0, 69)])
     for part in ([(60, 89), (69, 70)], [(89, 90), (0, 0)]):

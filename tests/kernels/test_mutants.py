@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tandem.kernels import reference, tolerance
-from tandem.kernels.experts import Experts
 from tandem.kernels.linear import Linear
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.norm import RmsNorm
+from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

@@ -19,8 +19,8 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.kernels.activation import Activation
+from tandem.kernels.cpu.experts import PackedExperts, count_bytes
 from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
-from tandem.kernels.native_experts import PackedExperts, count_bytes
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""

@@ -1,6 +1,6 @@
 """Goal: the expert kernels compute what their weights' codes say, to within rounding.
 
-Method: the float64 oracle and the elementwise tolerance of ``tandem.kernels.packed_oracle``.
+Method: the float64 oracle and the elementwise tolerance of ``tandem.kernels.cpu.packed_oracle``.
 Mutants of the oracle must all be told apart from the kernel, which shows that the tolerance can
 fail.
 """
@@ -13,9 +13,9 @@ import torch
 
 from tandem._native import ThreadPool, kernel_isas
 from tandem.kernels.activation import SILU, Activation
+from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.cpu.packed_oracle import Layer, activate, decode, run_experts
 from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
-from tandem.kernels.native_experts import PackedExperts
-from tandem.kernels.packed_oracle import Layer, activate, decode, run_experts
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""

@@ -1,6 +1,6 @@
 """Goal: the promises of PackedLinear, and its arithmetic.
 
-Method: the float64 oracle of ``tandem.kernels.packed_oracle`` with its derived tolerance, and
+Method: the float64 oracle of ``tandem.kernels.cpu.packed_oracle`` with its derived tolerance, and
 mutants of it that must be told apart; bitwise comparisons between batches, threads and instruction
 sets; every refusal with its class and its words. What it shares with PackedExperts (coding, layout)
 is tested there.
@@ -20,9 +20,9 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from tandem.kernels.cpu.linear import PackedLinear, count_bytes
+from tandem.kernels.cpu.packed_oracle import decode, run_linear
 from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
-from tandem.kernels.native_linear import PackedLinear, count_bytes
-from tandem.kernels.packed_oracle import decode, run_linear
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""

@@ -10,12 +10,12 @@ import torch
 
 from tandem.core.errors import ShapeError
 from tandem.kernels import reference, tolerance
-from tandem.kernels.experts import Experts
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters, apply_rope_
+from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

@@ -1,11 +1,15 @@
 """Tiny checkpoints of every family, written by transformers itself, and ways to run a model."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Sibling modules of the tests.
+sys.path.insert(0, str(Path(__file__).parent))
 
 torch = pytest.importorskip("torch", reason="models need the `serve` extra")
 pytest.importorskip("transformers", reason="models need the `serve` extra")

@@ -7,11 +7,11 @@ one thread and with two, and in blocks of another size and order.
 
 import pytest
 import torch
+from loading import load_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch
-from tandem.models.loader import load_model
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss"]
 PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33, 40))]
@@ -30,7 +30,7 @@ def load(request, folder):
     expert_format, linear_format = request.param
 
     def load_one(num_threads=2):
-        return load_model(
+        return load_checkpoint(
             folder,
             dtype="bfloat16",
             expert_format=expert_format,
@@ -138,7 +138,7 @@ def test_a_layer_of_a_decode_step_asks_torch_for_nothing(model_type, checkpoint,
     for num_layers in (2, 5):
         sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers}
         moe = {"moe_intermediate_size": 64} if model_type == "qwen3_moe" else {}
-        model = load_model(checkpoint(model_type, **sizes, **moe), dtype="bfloat16")
+        model = load_checkpoint(checkpoint(model_type, **sizes, **moe), dtype="bfloat16")
         session = open_session(model)
         session.run(PROMPTS[0])
         session.run([5])  # Makes the buffers of a step of one token.

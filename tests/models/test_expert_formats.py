@@ -5,18 +5,19 @@ torch in float32, is the oracle; what may differ is how the kernels code activat
 differ from each other by more than they differ from their oracles, so that a mix-up would show.
 """
 
+from math import prod
+
 import numpy as np
 import pytest
 import torch
+from loading import load_checkpoint
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ShapeError, UnsupportedError
 from tandem.core.spec import ModelSpec
 from tandem.kernels.formats import dequantize, find_format, quantize, round_to_bf16
-from tandem.models.families import describe_model
-from tandem.models.loader import load_model
-from tandem.models.plan import explain_rules
-from tandem.models.precision import choose_dtype, plan_weights
+from tandem.models.planner import plan_model
+from tandem.models.precision import choose_dtype
 
 IDS = list(range(3, 60))
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
@@ -65,8 +66,8 @@ def to_other_layout(folder):
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_coded_weights(name, checkpoint, edit_weights, open_session):
     folder = checkpoint("qwen3_moe", **SIZES)
-    plain = open_session(load_model(folder, dtype="float32")).run(IDS)
-    ours = open_session(load_model(folder, dtype="float32", expert_format=name)).run(IDS)
+    plain = open_session(load_checkpoint(folder, dtype="float32")).run(IDS)
+    ours = open_session(load_checkpoint(folder, dtype="float32", expert_format=name)).run(IDS)
 
     def code_experts(tensors):
         for key in tensors:
@@ -74,7 +75,7 @@ def test_logits_are_those_of_the_coded_weights(name, checkpoint, edit_weights, o
                 tensors[key] = code(tensors[key], name)
 
     edit_weights(folder, code_experts)
-    oracle = open_session(load_model(folder, dtype="float32")).run(IDS)
+    oracle = open_session(load_checkpoint(folder, dtype="float32")).run(IDS)
     bits = find_format(name).bits
     assert relative(ours, oracle) < LARGEST_ERROR[bits]
     assert relative(oracle, plain) > SMALLEST_CHANGE[bits]
@@ -86,14 +87,14 @@ def test_logits_are_those_of_the_coded_weights(name, checkpoint, edit_weights, o
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_layouts_of_a_checkpoint_pack_alike(name, dtype, checkpoint, open_session):
     folder = checkpoint("qwen3_moe", **SIZES)
-    split = open_session(load_model(folder, dtype=dtype, expert_format=name)).run(IDS)
+    split = open_session(load_checkpoint(folder, dtype=dtype, expert_format=name)).run(IDS)
     to_other_layout(folder)
-    stacked = open_session(load_model(folder, dtype=dtype, expert_format=name)).run(IDS)
+    stacked = open_session(load_checkpoint(folder, dtype=dtype, expert_format=name)).run(IDS)
     assert torch.equal(stacked, split)
 
 
 def test_experts_do_not_depend_on_the_batch(checkpoint):
-    model = load_model(checkpoint("qwen3_moe", **SIZES), expert_format="int8g32")
+    model = load_checkpoint(checkpoint("qwen3_moe", **SIZES), expert_format="int8g32")
     experts = model.skeleton.model.layers[1].mlp.experts
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(40, 128, generator=generator)
@@ -113,14 +114,18 @@ def test_rules_give_layers_formats_of_their_own(checkpoint, tmp_path, open_sessi
         "- match: {name: 'layers.1.mlp.experts$'}\n"
         "  replace: {class: Experts, kwargs: {format: none}}\n"
     )
-    report = explain_rules(folder, path, expert_format="int8g32")
-    notes = {o.module: o.note for o in report.outcomes if o.module.endswith("experts")}
-    assert [notes[f"model.layers.{i}.mlp.experts"] for i in range(3)] == ["int4g32", "", "int8g32"]
-    mixed = load_model(folder, rules=path, expert_format="int8g32")
-    uniform = load_model(folder, expert_format="int8g32")
+    planned = plan_model(folder, rules=path, expert_format="int8g32")
+    found = {m.module: m.weight_format for m in planned.modules}
+    assert [found[f"model.layers.{i}.mlp.experts"] for i in range(3)] == [
+        "int4g32",
+        "none",
+        "int8g32",
+    ]
+    mixed = load_checkpoint(folder, rules=path, expert_format="int8g32")
+    uniform = load_checkpoint(folder, expert_format="int8g32")
     assert mixed.is_fused
     # KV of one must never serve the other.
-    again = load_model(folder, rules=path, expert_format="int8g32")
+    again = load_checkpoint(folder, rules=path, expert_format="int8g32")
     ours, theirs, same = (m.kv_identity(m.kv_layout()) for m in (mixed, uniform, again))
     assert ours == same
     assert [str(d) for d in ours.compare(theirs) if d.forbids] == [
@@ -143,24 +148,18 @@ def test_formats_in_rules_are_checked(text, error, checkpoint, tmp_path):
     path = tmp_path / "rules.yaml"
     path.write_text(f"- match: {{name: x}}\n  replace: {text}")
     with pytest.raises(ConfigError, match=error):
-        explain_rules(checkpoint("qwen3_moe"), path)
+        plan_model(checkpoint("qwen3_moe"), rules=path)
 
 
 def test_what_fits_no_format_is_refused(checkpoint):
     folder = checkpoint("qwen3_moe")
     with pytest.raises(ConfigError, match="'int3': choose one of") as caught:
-        load_model(folder, expert_format="int3")
+        load_checkpoint(folder, expert_format="int3")
     assert caught.value.field == "model.expert_format"
-    with pytest.raises(ShapeError, match="in_features 48 is not a multiple"):
-        load_model(folder, expert_format="int8")
+    with pytest.raises(ShapeError, match="hidden_size 48 is not a multiple"):
+        load_checkpoint(folder, expert_format="int8")
     with pytest.raises(UnsupportedError, match="cuda"):
-        plan(describe_model(folder), expert_format="bf16", device="cuda")
-
-
-def plan(spec, expert_format="auto", linear_format="auto", device="cpu"):
-    return plan_weights(
-        spec, expert_format=expert_format, linear_format=linear_format, device=device
-    )
+        plan_model(folder, expert_format="bf16", device="cuda")
 
 
 def make_spec(**changes) -> ModelSpec:
@@ -171,30 +170,36 @@ def make_spec(**changes) -> ModelSpec:
     return ModelSpec(name="x", model_type="x", architecture="X", **(sizes | changes))
 
 
-def test_plans_say_bytes_and_why():
-    spec = make_spec(dtype="bfloat16", num_parameters=5_000_000)
-    weights = 2 * 4 * 3 * 256 * 256
-    auto = plan(spec)
-    assert (auto.experts.name, auto.linear.name, auto.router.name) == ("bf16", "bf16", "bf16")
-    assert auto.experts.size_bytes == auto.experts.plain_bytes == 2 * weights
-    int8 = plan(spec, "int8", "none").experts
-    assert (int8.name, int8.size_bytes) == ("int8g128", weights * (128 + 2) // 128)
-    plain = plan(make_spec())
-    assert (plain.experts.name, plain.experts.size_bytes) == ("none", 4 * weights)
+def test_plans_say_bytes_and_why(checkpoint):
+    folder = checkpoint("qwen3_moe", **SIZES)
+    auto = plan_model(folder, dtype="bfloat16")
+    names = [choice.weight_format for choice in (auto.experts, auto.linear, auto.router)]
+    assert names == ["bf16", "bf16", "bf16"]
+    (first, *_) = experts = [m for m in auto.matrices if m.role == "experts"]
+    assert len(experts) == 3
+    assert first.size_bytes == first.plain_bytes == 2 * prod(first.shape)
+    assert first.reason == "the model's own dtype, on native kernels"
+    int8 = plan_model(folder, dtype="bfloat16", expert_format="int8", linear_format="none")
+    assert int8.experts.weight_format == "int8g128"
+    assert int8.expert_bytes == 3 * prod(first.shape) * (128 + 2) // 128
+    assert int8.linear.reason == "bfloat16 tensors, as asked for"
+    assert not int8.is_native
+    plain = plan_model(folder, dtype="float32")
+    assert plain.expert_bytes == 3 * 4 * prod(first.shape)
     assert "no format of this dtype" in plain.linear.reason
-    assert plan(spec, "none", "none").linear.reason == "bfloat16 tensors, as asked for"
-    dense = plan(make_spec(num_experts=0, num_moe_layers=0), "int8")
-    assert (dense.experts.name, dense.experts.size_bytes) == ("none", 0)
+    dense = plan_model(checkpoint("llama"), expert_format="int8")
+    assert (dense.experts.weight_format, dense.expert_bytes) == ("none", 0)
 
 
 def test_plans_count_what_is_loaded(checkpoint):
-    for changes in ({}, {"tie_word_embeddings": True}):
+    dense = {"mlp_only_layers": [1], "intermediate_size": 128}
+    for changes in ({}, {"tie_word_embeddings": True}, dense):
         folder = checkpoint("qwen3_moe", **SIZES, **changes)
         for experts, linear in (("auto", "auto"), ("int8", "int8g32"), ("none", "int8g16")):
-            model = load_model(
+            model = load_checkpoint(
                 folder, dtype="bfloat16", expert_format=experts, linear_format=linear
             )
-            assert model.plan.size_bytes == model.weight_bytes, (changes, experts, linear)
+            assert model.plan.weight_bytes == model.weight_bytes, (changes, experts, linear)
 
 
 @pytest.mark.parametrize(

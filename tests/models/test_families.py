@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from loading import load_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import GqaLayout
-from tandem.models import describe_model
 from tandem.models.families import FAMILIES
-from tandem.models.loader import load_model
+from tandem.models.planner import describe_model
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):
 
 
 def test_kv_layout_follows_the_model(checkpoint):
-    model = load_model(checkpoint("llama"), dtype="bfloat16")
+    model = load_checkpoint(checkpoint("llama"), dtype="bfloat16")
     layout = model.kv_layout(16)
     assert layout == GqaLayout(
         num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16"
@@ -127,7 +127,7 @@ def test_what_nothing_here_runs_is_refused(name, checkpoint, edit_config):
     changes, text, field = REFUSED[name]
     folder = checkpoint("llama")
     edit_config(folder, **changes)
-    for act in (describe_model, load_model):
+    for act in (describe_model, load_checkpoint):
         with pytest.raises(UnsupportedError, match=text) as caught:
             act(folder)
         assert caught.value.field == field
@@ -160,7 +160,7 @@ def test_layer_types_are_checked(checkpoint, edit_config):
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3"])
 def test_kv_that_windows_cannot_take_is_refused(model_type, checkpoint):
-    model = load_model(checkpoint(model_type))
+    model = load_checkpoint(checkpoint(model_type))
     if model_type == "qwen3":
         assert model.kv_layout(16, "float16").dtype == "float16"
         return
@@ -186,7 +186,7 @@ def test_wrong_values_are_config_errors(name, checkpoint, edit_config):
     folder = checkpoint("llama")
     edit_config(folder, **WRONG[name])
     with pytest.raises(ConfigError):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 def test_more_experts_per_token_than_there_are(checkpoint, edit_config):
@@ -209,7 +209,7 @@ def test_files_that_are_not_there_or_not_json(tmp_path):
 
 def test_unknown_dtype_setting(checkpoint):
     with pytest.raises(ConfigError, match="int4"):
-        load_model(checkpoint("llama"), dtype="int4")
+        load_checkpoint(checkpoint("llama"), dtype="int4")
 
 
 @pytest.mark.parametrize(

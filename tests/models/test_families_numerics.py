@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loading import load_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tandem.kernels import paged, tolerance
 from tandem.kernels.paged import PagedBatch
-from tandem.models.loader import load_model
 
 ROPE = {"rope_theta": 10000.0}
 VARIANTS = {
@@ -140,7 +140,7 @@ def excess(logits, exact, bound):
 def test_logits(name, dtype, pairs, open_session):
     pair = pairs(name)
     exact, bound = pair.exact(DTYPES[dtype])
-    model = load_model(pair.folder, dtype=dtype)
+    model = load_checkpoint(pair.folder, dtype=dtype)
     assert model.is_fused
     session = open_session(model)
     ours = torch.cat(
@@ -168,7 +168,7 @@ def test_logits(name, dtype, pairs, open_session):
 )
 def test_greedy_tokens_are_identical(name, pairs, open_session):
     pair = pairs(name)
-    session = open_session(load_model(pair.folder, dtype="float32"))
+    session = open_session(load_checkpoint(pair.folder, dtype="float32"))
     ours = [int(session.run(pair.ids[:20], "last").argmax())]
     while len(ours) < 64:
         ours.append(int(session.run(ours[-1:]).argmax()))
@@ -191,7 +191,7 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
     )
     reference = save_model(config, tmp_path)
     ids = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(5))
-    model = load_model(tmp_path, dtype="float32")
+    model = load_checkpoint(tmp_path, dtype="float32")
     at_once = open_session(model).run(ids.tolist())
     cache, rows = DynamicCache(config=config), []
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
 def test_feeding_does_not_matter(name, block_size, pairs, open_session):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     whole = open_session(model, block_size=block_size).run(pair.ids).double().numpy()
     for cuts in ([33], [1, 2, 3, 64, 65], list(range(1, NUM_TOKENS))):
         session = open_session(model, block_size=block_size, table=[5, 0, 3, 9, 1, 7])
@@ -219,7 +219,7 @@ def test_feeding_does_not_matter(name, block_size, pairs, open_session):
 def test_batched_is_alone(name, pairs, open_session):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     alone = open_session(model).run(pair.ids).double().numpy()
     cache = model.allocate_kv(40, block_size=16)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(9)).tolist()
@@ -243,7 +243,7 @@ def test_torch_attention_agrees_with_the_native_one(name, pairs, open_session, m
     """Torch's runs where there is no native one: elsewhere than on the CPU."""
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     expected = open_session(model).run(pair.ids).double().numpy()
     monkeypatch.setattr(paged, "is_native", lambda tensor: False)
     session = open_session(model)
@@ -254,7 +254,7 @@ def test_torch_attention_agrees_with_the_native_one(name, pairs, open_session, m
 
 def test_copied_block_continues_another_sequence(pairs, open_session):
     pair = pairs("qwen3_moe")
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     first = open_session(model, table=[3, 8, 2, 4, 6])
     whole = first.run(pair.ids)
     # Share 21 tokens: one whole block, and 5 tokens of the next in a block of its own.
@@ -267,7 +267,7 @@ def test_copied_block_continues_another_sequence(pairs, open_session):
 
 def test_nan_left_in_a_block_does_not_reach_its_next_owner(pairs, open_session):
     pair = pairs("llama")
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     cache = model.allocate_kv(8, block_size=16)
     clean = [open_session(model, cache=cache, table=[i]) for i in (0, 1)]
     expected = [session.run(pair.ids[:3])[-1] for session in clean]
@@ -282,7 +282,7 @@ def test_nan_left_in_a_block_does_not_reach_its_next_owner(pairs, open_session):
 
 def test_wanted_rows_and_empty_batch(pairs, open_session):
     pair = pairs("qwen3")
-    model = load_model(pair.folder, dtype="float32")
+    model = load_checkpoint(pair.folder, dtype="float32")
     every = open_session(model).run(pair.ids[:9], "all")
     assert every.dtype == torch.float32
     assert open_session(model).run(pair.ids[:9], "none").shape == (0, model.spec.vocab_size)
@@ -324,9 +324,9 @@ RULES = {
 def test_fused_and_skeleton_paths_agree(name, rules, pairs, open_session, tmp_path):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
-    fused = load_model(pair.folder, dtype="float32")
+    fused = load_checkpoint(pair.folder, dtype="float32")
     (tmp_path / "rules.yaml").write_text(RULES[rules])
-    other = load_model(pair.folder, dtype="float32", rules=tmp_path / "rules.yaml")
+    other = load_checkpoint(pair.folder, dtype="float32", rules=tmp_path / "rules.yaml")
     assert fused.is_fused
     assert other.is_fused == (rules == "experts kept" and not other.spec.is_moe)
     session = open_session(other)
@@ -369,7 +369,7 @@ def test_random_configurations(data, tmp_path_factory, make_config, save_model, 
     pair = Pair(folder, save_model(make_config(model_type, **changes), folder))
     pair.ids = pair.ids[:31]
     exact, bound = pair.exact(torch.float32)
-    model = load_model(folder, dtype="float32")
+    model = load_checkpoint(folder, dtype="float32")
     assert model.spec.num_parameters == sum(p.numel() for p in pair.reference.parameters())
     session = open_session(model, block_size=draw(st.sampled_from([4, 16])))
     cut = draw(st.integers(1, 30))

@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from loading import load_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -18,9 +19,7 @@ from tandem._native import ThreadPool
 from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
 from tandem.kernels import tolerance
 from tandem.models.convert import convert_model
-from tandem.models.families import describe_model
-from tandem.models.loader import load_model
-from tandem.models.plan import explain_rules
+from tandem.models.planner import describe_model, plan_model
 from tandem.models.weights import E2M1, decode_mxfp4
 
 IDS = [(37 * i) % 120 + 3 for i in range(70)]
@@ -83,9 +82,9 @@ def run(session):
 )
 def test_logits_are_those_of_the_decoded_weights(dtype, expert_format, published, open_session):
     folder, reference = published
-    model = load_model(folder, dtype=dtype, expert_format=expert_format)
+    model = load_checkpoint(folder, dtype=dtype, expert_format=expert_format)
     assert model.is_fused
-    assert model.plan.experts.name == {"auto": "mxfp4"}.get(expert_format, expert_format)
+    assert model.plan.experts.weight_format == {"auto": "mxfp4"}.get(expert_format, expert_format)
     torch_dtype = getattr(torch, dtype)
     assert measure_excess(run(open_session(model)), reference, torch_dtype) <= 1
 
@@ -93,7 +92,7 @@ def test_logits_are_those_of_the_decoded_weights(dtype, expert_format, published
 def test_what_the_published_layout_adds_is_heard(published, open_session, edit_weights):
     """Sinks, biases of experts and router, and either tensor of a weight: each changes logits."""
     folder, _ = published
-    expected = run(open_session(load_model(folder)))
+    expected = run(open_session(load_checkpoint(folder)))
     layer = "model.layers.1"
     names = [f"{layer}.self_attn.sinks", f"{layer}.mlp.router.bias"]
     names += [f"{layer}.mlp.experts.{part}_proj" for part in ("gate_up", "down")]
@@ -109,9 +108,9 @@ def test_what_the_published_layout_adds_is_heard(published, open_session, edit_w
 
         original = load_file(folder / "model.safetensors")
         edit_weights(folder, change)
-        assert not torch.equal(run(open_session(load_model(folder))), expected), name
+        assert not torch.equal(run(open_session(load_checkpoint(folder))), expected), name
         edit_weights(folder, lambda tensors, original=original: tensors.update(original))
-    assert torch.equal(run(open_session(load_model(folder))), expected)
+    assert torch.equal(run(open_session(load_checkpoint(folder))), expected)
 
 
 def test_decoding_is_exact_and_transformers_own():
@@ -130,14 +129,14 @@ def test_decoding_is_exact_and_transformers_own():
 def test_packing_mxfp4_again_loses_nothing(published):
     """The packer chooses scales of its own; what it holds must be what was stored."""
     folder, reference = published
-    model = load_model(folder)
+    model = load_checkpoint(folder)
     ours = model.skeleton.model.layers[0].mlp.experts
     theirs = reference.model.layers[0].mlp.experts.bfloat16()
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(5, 64, generator=generator).bfloat16()
     ids = torch.tensor([[0, 3], [5, 1], [-1, 2], [4, 4], [2, 0]])
     weights = torch.rand(5, 2, generator=generator)
-    plain = load_model(folder, expert_format="bf16").skeleton.model.layers[0].mlp.experts
+    plain = load_checkpoint(folder, expert_format="bf16").skeleton.model.layers[0].mlp.experts
     assert torch.equal(ours(x, ids, weights), plain(x, ids, weights))
     safe = ids.clamp(min=0)
     masked = torch.where(ids < 0, 0, weights).bfloat16()
@@ -147,13 +146,13 @@ def test_packing_mxfp4_again_loses_nothing(published):
 def test_cache_threads_and_parts_change_nothing(published, open_session, tmp_path):
     """Biases are no part of the packed file: a second start must have them all the same."""
     folder, reference = published
-    expected = run(open_session(load_model(folder)))
+    expected = run(open_session(load_checkpoint(folder)))
     cache = tmp_path / "cache"
     report = convert_model(folder, "mxfp4", packed_cache=str(cache), is_verified=True)
     assert (report.weight_format, report.num_packed) == ("mxfp4", 3)
     progress = []
     for threads in (1, 2):
-        model = load_model(
+        model = load_checkpoint(
             folder,
             packed_cache=str(cache),
             pool=ThreadPool(threads),
@@ -161,7 +160,7 @@ def test_cache_threads_and_parts_change_nothing(published, open_session, tmp_pat
         )
         assert torch.equal(run(open_session(model)), expected)
     assert all(done <= total for done, total in progress)
-    split = load_model(folder, packed_cache=str(cache), expert_parts=2)
+    split = load_checkpoint(folder, packed_cache=str(cache), expert_parts=2)
     assert split.skeleton.model.layers[0].mlp.experts._experts.num_parts == 2
     assert measure_excess(run(open_session(split)), reference, torch.bfloat16) <= 1
 
@@ -171,7 +170,7 @@ def test_kept_modules_read_the_published_layout(published, open_session, tmp_pat
     folder, reference = published
     path = tmp_path / "rules.yaml"
     path.write_text("- {match: {name: 'experts$'}, replace: {class: default}}")
-    model = load_model(folder, dtype="float32", rules=path)
+    model = load_checkpoint(folder, dtype="float32", rules=path)
     assert not model.is_fused
     assert measure_excess(run(open_session(model)), reference, torch.float32) <= 1
 
@@ -180,8 +179,8 @@ def test_reports_say_the_format(published):
     folder, _ = published
     spec = describe_model(folder)
     assert (spec.expert_format, spec.sliding_window, spec.has_sinks) == ("mxfp4", 20, True)
-    report = explain_rules(folder)
-    notes = {o.module: (o.operator, o.note) for o in report.outcomes}
+    plan = plan_model(folder)
+    notes = {m.module: (m.operator, m.weight_format) for m in plan.modules}
     assert notes["model.layers.0.mlp.experts"] == ("Experts", "mxfp4")
     assert notes["model.layers.0.mlp.router"][0] == "Router"
     assert notes["model.layers.0"][0] == "DecoderLayer"
@@ -231,4 +230,4 @@ def test_damaged_experts_are_refused(name, published, edit_weights):
     change, error, text = WRONG[name]
     edit_weights(folder, lambda t: change(t, "model.layers.2.mlp.experts.down_proj"))
     with pytest.raises(error, match=text):
-        load_model(folder)
+        load_checkpoint(folder)

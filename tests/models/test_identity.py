@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_checkpoint
 
 from tandem.core.spec import NUMERICS_VERSION
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models import identity
 from tandem.models.hub import DEMO_FOLDER
-from tandem.models.loader import load_model
 
 IDS = list(range(3, 40))
 SIZES = {
@@ -44,7 +44,7 @@ def fields(ours, theirs, *, forbids):
 
 def test_equal_models_are_equal(checkpoint):
     folder = checkpoint("qwen3_moe", **SIZES)
-    one, two = (load_model(folder, dtype="bfloat16") for _ in range(2))
+    one, two = (load_checkpoint(folder, dtype="bfloat16") for _ in range(2))
     assert identify(one) == identify(two)
     assert torch.equal(write_kv(one), write_kv(two))
     assert identify(one, "strict").root_key() != identify(one).root_key()
@@ -66,9 +66,9 @@ def test_equal_models_are_equal(checkpoint):
 )
 def test_configuration(field, value, counts, checkpoint, edit_config):
     folder = checkpoint("qwen3_moe", **SIZES)
-    before = load_model(folder)
+    before = load_checkpoint(folder)
     edit_config(folder, **{field: value})
-    after = load_model(folder)
+    after = load_checkpoint(folder)
     assert fields(before, after, forbids=True) == ([f"config.{field}"] if counts else [])
     assert (identify(before).digest == identify(after).digest) != counts
     if not counts:
@@ -81,29 +81,29 @@ def test_ignored_fields_have_reasons():
 
 def test_one_value_inside_a_fused_tensor(checkpoint, edit_weights):
     folder = checkpoint("gpt_oss", hidden_size=128, intermediate_size=128)
-    before = load_model(folder)
+    before = load_checkpoint(folder)
 
     def change(tensors):
         tensors["model.layers.1.mlp.experts.gate_up_proj"][3, 70, 90] += 1
 
     edit_weights(folder, change)
-    assert fields(before, load_model(folder), forbids=True) == ["weights"]
+    assert fields(before, load_checkpoint(folder), forbids=True) == ["weights"]
 
 
 def test_dtype_and_formats(checkpoint):
     folder = checkpoint("qwen3_moe", **SIZES)
-    narrow = load_model(folder, dtype="bfloat16")
-    wide = load_model(folder, dtype="float32")
+    narrow = load_checkpoint(folder, dtype="bfloat16")
+    wide = load_checkpoint(folder, dtype="float32")
     assert fields(narrow, wide, forbids=True) == ["dtype", "layout.dtype"]
     # The same weights in bf16, once in tensors and once packed: what differs is the order of sums.
-    tensors = load_model(folder, dtype="bfloat16", expert_format="none", linear_format="none")
+    tensors = load_checkpoint(folder, dtype="bfloat16", expert_format="none", linear_format="none")
     assert identify(tensors).digest == identify(narrow).digest
     assert fields(narrow, tensors, forbids=False) == ["rounding.operators", "rounding.torch"]
     torch.testing.assert_close(write_kv(tensors), write_kv(narrow), rtol=0.05, atol=0.05)
     # In float32 they are other weights.
-    rounded = load_model(folder, dtype="float32", linear_format="bf16")
+    rounded = load_checkpoint(folder, dtype="float32", linear_format="bf16")
     assert "formats.lm_head" in fields(wide, rounded, forbids=True)
-    packed = load_model(folder, dtype="bfloat16", linear_format="int8")
+    packed = load_checkpoint(folder, dtype="bfloat16", linear_format="int8")
     assert "formats.model.layers.2.self_attn" in fields(narrow, packed, forbids=True)
 
 
@@ -111,7 +111,7 @@ def test_layers_of_the_skeleton_only_round(checkpoint, tmp_path):
     folder = checkpoint("qwen3", **SIZES)
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {name: '^model.layers.1$'}\n  replace: {class: default}\n")
-    fused, kept = load_model(folder), load_model(folder, rules=rules)
+    fused, kept = load_checkpoint(folder), load_checkpoint(folder, rules=rules)
     assert kept.is_fused != fused.is_fused
     assert fields(fused, kept, forbids=True) == []
     assert fields(fused, kept, forbids=False) == ["rounding.operators"]
@@ -120,9 +120,9 @@ def test_layers_of_the_skeleton_only_round(checkpoint, tmp_path):
 
 def test_bf16_instructions_count_where_something_is_bf16(checkpoint, monkeypatch):
     folder = checkpoint("qwen3_moe", **SIZES)
-    narrow = load_model(folder, dtype="bfloat16")
-    integers = load_model(folder, dtype="float32", expert_format="int8", linear_format="int8")
-    mixed = load_model(folder, dtype="float32", expert_format="fp8", linear_format="int8")
+    narrow = load_checkpoint(folder, dtype="bfloat16")
+    integers = load_checkpoint(folder, dtype="float32", expert_format="int8", linear_format="int8")
+    mixed = load_checkpoint(folder, dtype="float32", expert_format="fp8", linear_format="int8")
     models = [narrow, integers, mixed]
     units = []
     for isa in ("avx2", "avx512_vnni", "avx512_bf16"):
@@ -134,7 +134,7 @@ def test_bf16_instructions_count_where_something_is_bf16(checkpoint, monkeypatch
 def test_parts_of_experts_only_round(checkpoint):
     folder = checkpoint("qwen3_moe", **{**SIZES, "moe_intermediate_size": 256})
     one, two = (
-        load_model(folder, dtype="float32", expert_format="int8", expert_parts=parts)
+        load_checkpoint(folder, dtype="float32", expert_format="int8", expert_parts=parts)
         for parts in (1, 2)
     )
     assert fields(one, two, forbids=True) == []
@@ -167,7 +167,7 @@ def test_values_are_those_of_the_numerics_version(dtype, tolerance):
     Of each layer's keys and values, four projections on fixed directions, recorded in float32.
     """
     assert GOLDEN["numerics_version"] == NUMERICS_VERSION, "record the new version's values"
-    assert compare_with_golden(write_kv(load_model(DEMO_FOLDER, dtype=dtype))) < tolerance
+    assert compare_with_golden(write_kv(load_checkpoint(DEMO_FOLDER, dtype=dtype))) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_a_small_change_of_values_is_seen(change, tmp_path, edit_config):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DEMO_FOLDER / name, tmp_path)
     edit_config(tmp_path, **change)
-    error = compare_with_golden(write_kv(load_model(tmp_path, dtype="float32")))
+    error = compare_with_golden(write_kv(load_checkpoint(tmp_path, dtype="float32")))
     assert error > 2 * FLOAT32_TOLERANCE

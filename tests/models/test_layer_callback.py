@@ -6,6 +6,7 @@ the step leaves; those of later layers must be untouched.
 
 import pytest
 import torch
+from loading import load_checkpoint
 
 from tandem.core.wire import SamplingParams
 from tandem.engine.blocks import BlockCopy
@@ -14,7 +15,6 @@ from tandem.engine.request import Request
 from tandem.engine.sampling import SamplerState
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels import paged
-from tandem.models.loader import load_model
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
 NUM_LAYERS = 3
@@ -37,7 +37,7 @@ def model(way, checkpoint, monkeypatch, tmp_path):
     if way[0] == "skeleton":
         rules = tmp_path / "rules.yaml"
         rules.write_text("- {match: {name: '.*'}, replace: {class: default}}")
-    return load_model(checkpoint("qwen3_moe"), dtype="float32", rules=rules)
+    return load_checkpoint(checkpoint("qwen3_moe"), dtype="float32", rules=rules)
 
 
 @pytest.fixture

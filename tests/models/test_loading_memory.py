@@ -18,6 +18,7 @@ PROBE = """
 import sys
 import torch
 from tandem.models.loader import load_model
+from tandem.models.planner import plan_model
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 def anonymous():
@@ -25,14 +26,14 @@ def anonymous():
         lines = [line.split() for line in file if line.startswith(("RssAnon", "HugetlbPages"))]
     return sum(int(size) << 10 for _, size, _ in lines)
 
-load_model(sys.argv[2])
+load_model(plan_model(sys.argv[2]))
 before = peak = anonymous()
 
 def sample(*_):
     global peak
     peak = max(peak, anonymous())
 
-model = load_model(sys.argv[1], dtype=sys.argv[3], progress=sample)
+model = load_model(plan_model(sys.argv[1], dtype=sys.argv[3]), progress=sample)
 sample()
 print(peak - before, model.weight_bytes)
 """

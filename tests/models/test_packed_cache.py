@@ -16,12 +16,12 @@ import threading
 
 import pytest
 import torch
+from loading import load_checkpoint
 
 from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError
 from tandem.models import packed_cache
 from tandem.models.convert import convert_model
-from tandem.models.loader import load_model
 from tandem.models.packed_cache import PackedCache, choose_root
 
 IDS = list(range(3, 40))
@@ -47,7 +47,7 @@ def find_files(root):
 
 def load(folder, root=None, expert_format="int8g32", **options):
     cache = "off" if root is None else str(root)
-    return load_model(
+    return load_checkpoint(
         folder, dtype="float32", expert_format=expert_format, packed_cache=cache, **options
     )
 
@@ -66,7 +66,7 @@ def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
     assert files[0].parent.stat().st_mode & 0o777 == 0o700
     # Nothing may be packed again.
-    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    monkeypatch.setattr("tandem.kernels.cpu.experts.PackedExperts.pack_expert", None)
     assert torch.equal(run(folder, open_session, cache_root), plain)
 
 
@@ -75,9 +75,11 @@ import sys
 from pathlib import Path
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loader import load_model
-model = load_model(
+from tandem.models.planner import plan_model
+plan = plan_model(
     sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
 )
+model = load_model(plan)
 batch = PagedBatch.build([SequenceChunk(list(range(3, 40)), 0, [0, 1, 2], "all")], 16)
 for _ in sys.stdin:
     model.forward(batch, model.allocate_kv(3, block_size=16))
@@ -140,7 +142,7 @@ def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_sessi
     # Packed in one part for the cache, then split; and read from there.
     assert torch.equal(run(folder, open_session, cache_root, expert_parts=2), plain)
     assert [path.read_bytes() for path in find_files(cache_root)] == written
-    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    monkeypatch.setattr("tandem.kernels.cpu.experts.PackedExperts.pack_expert", None)
     model = load(folder, cache_root, expert_parts=2)
     assert torch.equal(open_session(model).run(IDS), plain)
     one = load(folder, cache_root)
@@ -152,7 +154,7 @@ def test_parts_are_copied_from_the_same_cache(checkpoint, cache_root, open_sessi
 
 def test_a_refused_node_is_said_once(checkpoint, monkeypatch, caplog):
     folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=128, dtype="bfloat16")
-    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.is_bound", False)
+    monkeypatch.setattr("tandem.kernels.cpu.experts.PackedExperts.is_bound", False)
     with caplog.at_level(logging.WARNING):
         load(folder, expert_parts=2)
     assert [r for r in caplog.messages if "memory_not_bound" in r] == caplog.messages
@@ -170,7 +172,7 @@ def test_matrices_on_nodes_compute_the_same(checkpoint, monkeypatch, caplog, ope
     # Results do not depend on it, and so neither do the keys of what is cached.
     layout = plain.kv_layout()
     assert spread.kv_identity(layout) == plain.kv_identity(layout)
-    monkeypatch.setattr("tandem.kernels.native_linear.PackedLinear.is_bound", False)
+    monkeypatch.setattr("tandem.kernels.cpu.linear.PackedLinear.is_bound", False)
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         load(folder, linear_format="int8g32")

@@ -11,12 +11,12 @@ import os
 
 import pytest
 import torch
+from loading import load_checkpoint
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import CorruptionError
 from tandem.models import weight_digest
 from tandem.models.convert import convert_model
-from tandem.models.loader import load_model
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.weights import WeightSource
 
@@ -196,12 +196,12 @@ def test_progress_ends_at_all_bytes(folder):
 def test_models_know_their_weights(checkpoint, edit_weights, edit_config, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_digest, "DEFAULT_ROOT", tmp_path / "digests")
     folder = checkpoint("llama")
-    first = load_model(folder).weights_digest
-    assert load_model(folder, dtype="bfloat16").weights_digest == first
+    first = load_checkpoint(folder).weights_digest
+    assert load_checkpoint(folder, dtype="bfloat16").weights_digest == first
     edit_config(folder, rms_norm_eps=1e-5)
-    assert load_model(folder).weights_digest == first
+    assert load_checkpoint(folder).weights_digest == first
     edit_weights(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * 1.01}))
-    assert load_model(folder).weights_digest != first
+    assert load_checkpoint(folder).weights_digest != first
 
 
 def test_packed_experts_are_those_of_the_dtype_that_read_them(checkpoint, tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_packed_experts_are_those_of_the_dtype_that_read_them(checkpoint, tmp_pa
     folder = checkpoint("qwen3_moe", **sizes)
 
     def read_packed(dtype, cache):
-        model = load_model(
+        model = load_checkpoint(
             folder, dtype=dtype, expert_format="int8g32", packed_cache=str(tmp_path / cache)
         )
         del model
@@ -229,9 +229,9 @@ def test_conversion_and_loading_agree_on_the_source(
     folder = checkpoint("qwen3_moe", hidden_size=64, moe_intermediate_size=64, dtype="bfloat16")
     edit_weights(folder, lambda t: t.update({name: w.bfloat16() for name, w in t.items()}))
     convert_model(folder, "int8g32", packed_cache=str(tmp_path / "packed"))
-    monkeypatch.setattr("tandem.kernels.native_experts.PackedExperts.pack_expert", None)
+    monkeypatch.setattr("tandem.kernels.cpu.experts.PackedExperts.pack_expert", None)
     for dtype in ("float32", "bfloat16"):
-        load_model(
+        load_checkpoint(
             folder, dtype=dtype, expert_format="int8g32", packed_cache=str(tmp_path / "packed")
         )
 

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from loading import load_checkpoint
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import (
@@ -15,13 +16,12 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
-from tandem.models.loader import load_model
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def logits_of(folder, open_session, **kwargs):
-    return open_session(load_model(folder, dtype="float32", **kwargs)).run(IDS)
+    return open_session(load_checkpoint(folder, dtype="float32", **kwargs)).run(IDS)
 
 
 def split_experts(tensors):
@@ -93,7 +93,7 @@ def test_float16_and_mixed_dtypes_convert(checkpoint, edit_weights, open_session
             tensors[name] = tensors[name].to([torch.float16, torch.bfloat16, torch.float64][i % 3])
 
     edit_weights(folder, change)
-    model = load_model(folder, dtype="float32")
+    model = load_checkpoint(folder, dtype="float32")
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(model.skeleton.lm_head.weight, stored.float())
 
@@ -101,7 +101,7 @@ def test_float16_and_mixed_dtypes_convert(checkpoint, edit_weights, open_session
 def test_progress_counts_every_byte(checkpoint):
     folder = checkpoint("qwen3_moe")
     calls = []
-    load_model(folder, progress=lambda *call: calls.append(call))
+    load_checkpoint(folder, progress=lambda *call: calls.append(call))
     done = [call[0] for call in calls]
     assert done == sorted(done)
     stored = load_file(folder / "model.safetensors")
@@ -118,7 +118,7 @@ def test_harmless_extras_are_listed(checkpoint, edit_weights):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
     edit_weights(folder, change)
-    ignored = load_model(folder).ignored_weights
+    ignored = load_checkpoint(folder).ignored_weights
     assert set(ignored) == {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert "ties" in ignored["lm_head.weight"]
 
@@ -160,7 +160,7 @@ def test_wrong_tensors_are_named(name, checkpoint, edit_weights):
     folder = checkpoint("llama")
     edit_weights(folder, change)
     with pytest.raises(error) as caught:
-        load_model(folder)
+        load_checkpoint(folder)
     for text in texts:
         assert text in str(caught.value)
 
@@ -172,7 +172,7 @@ def test_missing_expert_is_named(checkpoint, edit_weights):
     gone = "model.layers.2.mlp.experts.4.up_proj.weight"
     edit_weights(folder, remove(gone))
     with pytest.raises(NotFoundError, match=gone):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 100, -1, -4000])
@@ -182,7 +182,7 @@ def test_cut_file_is_noticed(keep, checkpoint):
     data = path.read_bytes()
     path.write_bytes(data[:keep])
     with pytest.raises(CorruptionError, match=r"model\.safetensors") as caught:
-        load_model(folder)
+        load_checkpoint(folder)
     if keep < 0:
         names = set(json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]]))
         assert any(repr(name) in str(caught.value) for name in names)
@@ -225,7 +225,7 @@ def test_absurd_headers_are_refused(name, checkpoint):
     else:
         rewrite_header(path, HEADERS[name])
     with pytest.raises(CorruptionError, match=r"model\.safetensors"):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 def edit_index(folder, change):
@@ -241,7 +241,7 @@ def test_index_stays_in_its_folder(target, checkpoint):
     shutil.copy(next(folder.glob("*.safetensors")), folder.parent / "model.safetensors")
     edit_index(folder, lambda weight_map: weight_map.__setitem__(Q, target))
     with pytest.raises(ConfigError, match="outside of its folder"):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 def test_index_and_files_must_agree(checkpoint):
@@ -251,25 +251,25 @@ def test_index_and_files_must_agree(checkpoint):
     other = next(shard for shard in shards if shard != index[Q])
     edit_index(folder, lambda weight_map: weight_map.__setitem__(Q, other))
     with pytest.raises(NotFoundError, match=Q):
-        load_model(folder)
+        load_checkpoint(folder)
     edit_index(folder, lambda weight_map: weight_map.__setitem__(Q, index[Q]))
     (folder / other).unlink()
     with pytest.raises(NotFoundError, match=other):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 def test_shards_without_index_are_refused(checkpoint):
     folder = checkpoint("llama", shard_size="40KB")
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(NotFoundError, match=r"no model\.safetensors\.index\.json"):
-        load_model(folder)
+        load_checkpoint(folder)
 
 
 def test_pickles_are_not_opened(checkpoint):
     folder = checkpoint("llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match="pickled weights only"):
-        load_model(folder)
+        load_checkpoint(folder)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(NotFoundError, match=r"no \*\.safetensors"):
-        load_model(folder)
+        load_checkpoint(folder)

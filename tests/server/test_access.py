@@ -3,9 +3,12 @@
 Method: a request with each credential, name or certificate against a server that has its own.
 """
 
+import contextlib
+import logging
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 
 import pytest
@@ -189,6 +192,33 @@ def test_a_tls_client_that_leaves_frees_its_blocks_at_once(serve_text, certifica
             wait_until(lambda: live.engine.num_held == 1)
         times.append(wait_until(lambda: live.engine.num_held == 0))
     assert min(times) < 0.1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@pytest.mark.parametrize("way", ["reset", "closed", "unwrapped"])
+def test_tls_clients_that_leave_wide_streams_are_no_warnings(serve_text, certificate, caplog, way):
+    cert, key = certificate
+    caplog.set_level(logging.WARNING, logger="asyncio")
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key)
+    context = ssl.create_default_context(cafile=cert)
+    body = b'{"prompt": "a", "n": 64, "max_tokens": 200, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    for _ in range(4):
+        plain = socket.create_connection(("127.0.0.1", live.running.port), 10)
+        with context.wrap_socket(plain, server_hostname="localhost") as connection:
+            connection.sendall(head % len(body) + body)
+            assert b"text/event-stream" in connection.recv(4096)
+            if way == "reset":
+                on = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, on)
+            elif way == "unwrapped":
+                connection.settimeout(0.2)
+                with contextlib.suppress(OSError):  # What is still on its way is not read.
+                    connection.unwrap()
+        wait_until(lambda: live.engine.num_held == 0)
+    live.stop()
+    live.join()
+    assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
 
 
 def test_an_unreadable_certificate_is_a_config_error(serve_text, tmp_path):

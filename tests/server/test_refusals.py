@@ -5,6 +5,7 @@ request is served.
 """
 
 import json
+import re
 import socket
 
 import pytest
@@ -141,6 +142,7 @@ def check(reply, status: int) -> dict:
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
+    assert not re.search(r"\[[a-z_]+\.[a-z_]+\]", error["message"]), "where in us is for the log"
     assert error["type"] == "invalid_request_error"
     return error
 

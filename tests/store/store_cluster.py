@@ -132,6 +132,10 @@ class Child:
         self._stdin.write("go\n")
         self._stdin.flush()
 
+    def ask_to_end(self) -> None:
+        """Close its standard input, at which it leaves as a program does that is told to stop."""
+        self._stdin.close()
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 

@@ -7,6 +7,7 @@ loads, removals and evictions on a disk that loses what was not synced; the day 
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from tandem.sim import LoopClock, MemoryDisk, MemoryPort, run_virtual
 from tandem.store import disk_io, layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
+from tandem.store.headers import ExtentHeader
 from tandem.store.host import StoreHost
 from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.segment import Segment
 
 CAPACITY = 4 * 2**20
 SEGMENT = 2**20
@@ -584,3 +586,36 @@ def test_the_disk_is_reported_in_the_session_that_came_of_joining():
         bench.stop()
 
     run_virtual(main)
+
+
+async def end_a_report_that_has_just_begun(turns: int, kind: str) -> bool:
+    """Cancel what waits for news of a disk, some turns of the loop after there was some."""
+    bench = Bench(MemoryDisk(1))
+    tier = await bench.start()
+    await asyncio.sleep(30)  # All is written, or looked for.
+
+    class Master:
+        async def call(self, method, request, response, *, timeout_s=None):
+            return KeyBytes(b"")
+
+    if kind == "report":
+        host = StoreHost("h", "m", bench.segment, SimpleNamespace(former_writers=set), tier)
+        task = asyncio.ensure_future(host._report_disk(tier, Master(), 1))
+        wake = host._disk_changed.set
+    else:
+        tier._is_behind = True  # It waits for work, and for the next scan.
+        task, wake = tier._running, tier._work.set
+        wake()
+    await asyncio.sleep(0.001)
+    wake()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=100)
+    return task.done()
+
+
+@pytest.mark.parametrize("kind", ["report", "write behind"])
+def test_a_host_ends_also_at_the_moment_when_its_disk_has_news(kind):
+    for turns in range(6):
+        assert run_virtual(lambda turns=turns: end_a_report_that_has_just_begun(turns, kind))

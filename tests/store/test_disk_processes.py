@@ -22,7 +22,8 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.rpc import make_runtime_dir
-from tandem.store import PutOptions, PutResult
+from tandem.store import PutOptions, PutResult, headers
+from tandem.store.bucket import FOLDER_MAGIC
 from tandem.store.disk_files import DiskFolder
 from tandem.transfer import TransferConfig, TransferEngine
 
@@ -327,8 +328,10 @@ def test_links_and_open_folders_are_refused(tmp_path, engine):
         DiskFolder.open(tmp_path / "link", engine, marks=tmp_path)
     (path / "folder").write_bytes(b"somebody's letters, which are long")
     (path / "folder").chmod(0o600)
-    with pytest.raises(ConflictError, match="damaged"):
+    with pytest.raises(ConflictError, match="none of ours"):
         DiskFolder.open(path, engine, marks=tmp_path)
-    (path / "folder").write_bytes(b"TANDSSD7" + bytes(16))
-    with pytest.raises(UnsupportedError, match="later version"):
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr(headers, "FORMAT", headers.FORMAT + 1)
+        (path / "folder").write_bytes(headers.pack_head(FOLDER_MAGIC, bytes(16)))
+    with pytest.raises(UnsupportedError, match="this build knows"):
         DiskFolder.open(path, engine, marks=tmp_path)

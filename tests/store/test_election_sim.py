@@ -77,7 +77,11 @@ class ElectionRun(Run):
                 mend = world.cut_off(ETCD, MASTERS)
             elif kind == "leap":
                 chance.choice(world.clocks).leap(chance.uniform(0.1, 20))
-            elif kind == "forget" and self.all_hosts_joined:
+            elif (
+                kind == "forget"
+                and self.all_hosts_joined
+                and not len(world.master.membership.tombstones)
+            ):
                 self.forget_etcd()
             elif len(world.hosts) == len(HOSTS):
                 host = chance.choice(HOSTS)

@@ -17,6 +17,7 @@ from tandem.sim import Faults, run_virtual
 from tandem.store.config import StoreConfig
 from tandem.store.master import StoreMaster
 from tandem.store.membership import Membership
+from tandem.store.messages import HostStage
 from tandem.store.roster import MemoryRosterStore, Tombstones
 from tandem.store.writing import PutOptions, PutResult
 
@@ -206,6 +207,81 @@ def test_a_host_is_lost_by_its_lease_until_it_returns():
     play(lose_a_host)
 
 
+async def cut_off_a_leader(seed: int) -> None:
+    """It reaches etcd and no host, for longer than a lease; then it dies, and all hosts live."""
+    world = MastersWorld(seed, CONFIG, Faults())
+    world.start_master()
+    for name in HOSTS:
+        world.start_host(name, CAPACITY)
+    await asyncio.sleep(5)
+    _, client = world.start_client("c")
+    await client.put("key", b"value", on("h2"))
+    leader = world.leader.process.name
+    mend = world.cut_off(leader, HOSTS)
+    await asyncio.sleep(30)
+    saved = await world.roster.load()
+    assert not any(member.is_lost for member in saved.roster.members.values())
+    mend()
+    world.kill_node(leader)
+    stall(world, "h2", 8)
+    assert await client.get("key") == b"value"
+
+
+def test_a_leader_that_reaches_no_host_declares_none_lost():
+    play(cut_off_a_leader)
+
+
+async def come_back_one_by_one(seed: int) -> None:
+    """The same master: the first that it reaches again says nothing of the others."""
+    world, client = await start(seed)
+    await client.put("key", b"value", on("h2"))
+    for name in HOSTS:
+        world.kill_host(name)
+    change_master(world)
+    await asyncio.sleep(20)
+    world.start_host("h0", CAPACITY)
+    await joined(world, 1)
+    looking = asyncio.ensure_future(client.exists("key"))
+    await asyncio.sleep(5)
+    world.start_host("h1", CAPACITY)
+    world.start_host("h2", CAPACITY)
+    assert await looking
+
+
+def test_leases_begin_anew_with_the_first_host_that_is_reached():
+    play(come_back_one_by_one)
+
+
+async def add_a_slow_host(seed: int) -> None:
+    """A host that was never a member, and one that is lost, hold up nobody while they join."""
+    world, client = await start(seed)
+    await client.put("old", b"value", on("h2"))
+    world.kill_host("h2")
+    await asyncio.sleep(12)
+    change_master(world)
+    await joined(world, 2)
+    for name in ("h2", "h3"):
+        world.start_host(name, CAPACITY)
+        async with asyncio.timeout(10):
+            while not any(
+                host.name == name and host.stage is HostStage.JOINING
+                for host in world.master.hosts.values()
+            ):
+                await asyncio.sleep(0.0002)
+        stall(world, name, 5)
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        assert await client.put(f"beside {name}", b"value") is PutResult.CREATED
+        assert not await client.exists("another")
+        assert loop.time() - begin_s < 1
+    await joined(world, 4)
+    assert await client.get("old") == b"value"
+
+
+def test_hosts_that_nobody_waits_for_hold_up_nobody_when_they_join():
+    play(add_a_slow_host)
+
+
 # Removals.
 
 
@@ -368,6 +444,25 @@ async def pile_up_tombstones(seed: int) -> None:
     await joined(world, 3)
     await asyncio.sleep(1)
     assert (await client.list_keys()).keys == []
+
+
+async def remove_many_by_prefix(seed: int) -> None:
+    """One tombstone is enough for all of them."""
+    world, client = await start(seed)
+    for i in range(40):
+        await client.put(f"key{i}", b"value", PutOptions(replicas=3))
+    world.kill_host("h2")
+    await asyncio.sleep(11)  # It is declared lost.
+    assert await client.remove_prefix("key") == 40
+    await asyncio.sleep(0.5)
+    saved = await world.roster.load()
+    assert set(saved.roster.members) == set(HOSTS)
+    assert sum(len(batch) for _, batch in saved.tombstones) == 1
+
+
+def test_a_removal_by_prefix_writes_one_tombstone(monkeypatch):
+    monkeypatch.setattr("tandem.store.membership.MAX_TOMBSTONES", 30)
+    play(remove_many_by_prefix)
 
 
 def test_too_many_tombstones_retire_who_is_lost(monkeypatch):

@@ -9,10 +9,10 @@ import asyncio
 import msgspec
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from store_world import run_virtual
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import DeadlineError, InternalError, PeerLostError
+from tandem.sim import run_virtual
 from tandem.store import etcd_roster
 from tandem.store.config import StoreElectionConfig
 from tandem.store.election import Holder

@@ -34,12 +34,14 @@ from tandem.store import (
     MasterService,
     PutResult,
     StoreConfig,
+    headers,
     layout,
 )
 from tandem.store import segment as segment_module
 from tandem.store.checksum import checksum_table, make_table
+from tandem.store.headers import ExtentHeader
 from tandem.store.messages import ExtentRecords
-from tandem.store.segment import ExtentHeader, Segment, append_record
+from tandem.store.segment import Segment, append_record
 
 CAPACITY = 2**20
 
@@ -159,10 +161,11 @@ def test_a_segment_of_another_size_is_made_anew(path):
 
 def test_a_later_format_is_refused_and_left_alone(path):
     Segment.open_file(path, CAPACITY).close()
-    data = bytearray(path.read_bytes())
-    data[8] = 2
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr(headers, "FORMAT", headers.FORMAT + 1)
+        data = headers.pack_head(segment_module.MAGIC, bytes(99)) + path.read_bytes()[4096:]
     path.write_bytes(data)
-    with pytest.raises(UnsupportedError, match="format 2"):
+    with pytest.raises(UnsupportedError, match="format 3"):
         Segment.open_file(path, CAPACITY)
     assert path.read_bytes() == data
 

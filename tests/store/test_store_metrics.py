@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.core.errors import UnsupportedError
 from tandem.rpc import make_identity, make_runtime_dir
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
+from tandem.store.damage import DamageList
 from tandem.store.metrics import METRICS
 from tandem.store.service import check_version, next_epoch
 
@@ -86,4 +87,4 @@ def test_versions_one_apart_interoperate_and_others_are_refused_by_name():
 
 
 def test_epochs_rise_with_each_master(tmp_path):
-    assert [next_epoch(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert [next_epoch(tmp_path, DamageList()) for _ in range(3)] == [1, 2, 3]

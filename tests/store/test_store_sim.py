@@ -32,6 +32,8 @@ CONFIG = StoreConfig(
     put_wait_ms=3000,
     deadline_ms=20_000,
     recovery_ms=1000,
+    # No host is away for so long: what it has is never absent. See test_membership_sim.py.
+    member_lease_ms=120_000,
     high_watermark=0.9,
 )
 HOSTS = ("h0", "h1", "h2")
@@ -54,12 +56,24 @@ class History:
         self.newest_read = 0
         """The newest value that a read which is over has found."""
         self.is_loose = False
-        """A host was away when something was removed or replaced: it may bring that back."""
+        """A host was away when something was replaced: it may bring that back."""
 
     def change(self, states: set[bytes | None]) -> None:
         self.now = states
         self.log.append(states)
         self.ever |= states
+
+    def note_removed(self) -> None:
+        """A removal was answered: nothing of before is there any more, whoever was away."""
+        if self.is_loose:
+            self.change(set(self.ever))  # For reads that have begun.
+            self.is_loose = False
+        self.ever = {None, *self.limbo}
+        self.change({None})
+
+    def can_be_absent(self, mark: int) -> bool:
+        """Whether an object that is never evicted may be missed by a read begun at ``mark``."""
+        return not self.is_pinned or None in set().union(*self.log[mark:], self.limbo)
 
     def went_back(self, value: bytes, newest_before: int) -> bool:
         """Whether a read that began when ``newest_before`` had been found finds an older value."""
@@ -209,10 +223,9 @@ class Run:
                 self.note(history.key, f"remove: {error}")
                 self.loosen(history, all_there)
                 return
-            self.loosen(history, all_there)
             history.limbo.discard(None)
-            history.change({None})
-            self.note(history.key, f"removed loose={history.is_loose}")
+            history.note_removed()
+            self.note(history.key, "removed")
             return
         value = self.value(history.key)
         options = PutOptions(
@@ -295,6 +308,10 @@ class Run:
         except CorruptionError as error:
             if not self.is_rotting:
                 self.fail(f"corrupt without a corruption: {error}")
+            return
+        except NotFoundError:
+            if not self.is_rotting and not history.can_be_absent(mark):
+                self.fail(f"{kind} of {history.key}, which is pinned and there, finds nothing")
             return
         except TandemError:
             return

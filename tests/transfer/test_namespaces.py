@@ -9,6 +9,7 @@ printed.
 
 import contextlib
 import statistics
+import threading
 import time
 
 import pytest
@@ -129,6 +130,50 @@ def use_again(path) -> float:
         return path.segment.rails[0].bytes_moved - before > MIB // 8
 
     return wait_until(is_used)
+
+
+def move_beside(path, flap) -> list[int]:
+    """Keep three transfers going while ``flap`` runs; returns the bytes each rail moved."""
+    before = [rail.bytes_moved for rail in path.segment.rails]
+    flapping = threading.Thread(target=flap)
+    flapping.start()
+    batches = [path.begin(8 * MIB) for _ in range(3)]
+    while flapping.is_alive():
+        batches.pop(0).wait()
+        batches.append(path.begin(8 * MIB))
+    after = [rail.bytes_moved for rail in path.segment.rails]
+    for batch in batches:
+        batch.wait()
+    return [b - a for a, b in zip(before, after, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["far", "near"])
+def test_rail_that_flaps_is_used_while_it_is_up(side):
+    """Silent for 0.2 s in each second; ``far``: no event tells of it on this host."""
+    rates, num_flaps, down_s, up_s = EQUAL[:2], 8, 0.2, 0.8
+    ratios = []
+    with two_hosts(rates) as hosts, Path(hosts, rates) as path:
+
+        def flap():
+            for _ in range(num_flaps):
+                hosts.silence(0) if side == "far" else hosts.set_link(0, "down")
+                time.sleep(down_s)
+                hosts.mend(0) if side == "far" else hosts.set_link(0, "up")
+                time.sleep(up_s)
+
+        path.move(32 * MIB)
+        for _ in range(3):
+            plain = [hosts.measure_plain(index, 16 * MIB) for index in range(2)]
+            begin = time.monotonic()
+            moved = move_beside(path, flap)
+            took_s = time.monotonic() - begin
+            ratios.append(sum(moved) / (plain[0] * num_flaps * up_s + plain[1] * took_s))
+            if ratios[-1] >= 0.85:
+                break
+        path.check(8 * MIB)
+    print(f"flaps at the {side} device: {ratios} of the live rails' sum")
+    assert max(ratios) >= 0.85
 
 
 def test_all_links_down_and_up_again_within_the_deadline():

@@ -194,6 +194,35 @@ def test_terminated_rail_is_never_used():
     assert world.rails.state(0) == RailState.TERMINATED
 
 
+def test_attempts_to_reconnect_are_impatient_at_first():
+    rails = RailSet()
+    rails.add_rail(1e9)
+    assert rails.patience_ns(0) > 10 * S  # What was never reached may be far away.
+    rails.begin_connect(0)
+    rails.on_connect(0, 0, answer_ns=2 * MS)
+    now_ns, limits, gaps = MS, [], []
+    rails.on_disconnect(0, now_ns)
+    while not limits or limits[-1] < S:
+        begin_ns = now_ns
+        while not rails.is_connect_due(0, now_ns):
+            now_ns += MS
+        gaps.append(now_ns - begin_ns)
+        limits.append(rails.patience_ns(0))
+        rails.begin_connect(0)
+        now_ns += limits[-1]
+        rails.on_disconnect(0, now_ns)
+    # Half a second of silence costs no attempt that outlasts it by more than it lasted.
+    assert limits[:4] == [50 * MS] * 4
+    assert limits[4:8] == [100 * MS, 200 * MS, 400 * MS, 800 * MS]
+    assert max(gaps) <= 200 * MS
+
+    far = RailSet()
+    far.add_rail(1e9)
+    far.on_connect(0, 0, answer_ns=150 * MS)
+    far.on_disconnect(0, MS)
+    assert far.patience_ns(0) == 600 * MS
+
+
 def test_silent_rail_is_found_by_its_deadline():
     rails = RailSet(stall_floor_ns=50 * MS)
     rails.add_rail(1e9)

@@ -187,7 +187,8 @@ def test_late_writes_of_a_stopped_process_in_all_combinations():
 @pytest.mark.slow
 def test_late_writes_of_a_slow_process():
     """The far process has the lowest priority, beside a busy loop for each core."""
-    cases = [case for case in all_cases() if case.reopening != "same"] * 4
+    kept = [case for case in all_cases() if case.end != "lost" and case.reopening != "same"]
+    cases = kept[::8]
     loops = [
         subprocess.Popen(["sh", "-c", "while :; do :; done"])
         for _ in range(len(os.sched_getaffinity(0)))

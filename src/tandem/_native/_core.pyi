@@ -362,6 +362,34 @@ def probe_cuda() -> CudaProbe:
     Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
     """
 
+class FenceLedger:
+    """
+    Connections that were given up with WRITEs unconfirmed, by epoch.
+
+    Thread-safe. Every carrier of slices sends what `take_due` gives ahead
+    of them; copies wait while it says that a debt is left.
+    """
+
+    def __init__(self) -> None: ...
+
+    def next_carrier(self) -> int: ...
+
+    def add(self, epoch: int, session: bytes, connection: int, *, may_write: bool = True) -> None:
+        """Raises: ConfigError (a session has 16 bytes)."""
+
+    def take_due(self, epoch: int, carrier: int) -> tuple[bool, list[tuple[bytes, int]]]:
+        """
+        Return whether copies must wait, and what this carrier has not sent yet.
+        """
+
+    def settle(self, epoch: int, debts: Sequence[tuple[bytes, int]]) -> None:
+        """The peer has closed these connections."""
+
+    def owes(self, epoch: int) -> bool:
+        """Whether copies to this peer must wait."""
+
+    def __len__(self) -> int: ...
+
 class RailState(enum.Enum):
     """Whether a rail may carry slices."""
 
@@ -432,7 +460,11 @@ class RailSet:
 
     def begin_connect(self, rail: int) -> None: ...
 
-    def on_connect(self, rail: int, now_ns: int) -> None: ...
+    def on_connect(self, rail: int, now_ns: int, answer_ns: int = 0) -> None:
+        """`answer_ns`: how long the other host took to answer the attempt."""
+
+    def patience_ns(self, rail: int) -> int:
+        """How long an attempt to connect may stay without that answer."""
 
     def on_disconnect(self, rail: int, now_ns: int) -> list[int]:
         """Returns the tickets it held."""
@@ -469,6 +501,9 @@ class HostMemory:
 
     @property
     def address(self) -> int: ...
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """A view of the bytes, no copy; keeps the object alive."""
 
 class SharedArray:
     """
@@ -767,7 +802,7 @@ def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_exp
 
 class ExpertBank:
     """
-    Packed gated experts of one layer; `tandem.kernels.native_experts` is their face.
+    Packed gated experts of one layer; `tandem.kernels.cpu.experts` is their face.
 
     Calls release the GIL.
     """
@@ -868,7 +903,7 @@ def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_floa
 
 class PackedMatrix:
     """
-    One matrix with packed weights; `tandem.kernels.native_linear` is its face.
+    One matrix with packed weights; `tandem.kernels.cpu.linear` is its face.
 
     Calls release the GIL.
     """
@@ -1177,7 +1212,7 @@ def locate_values(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
     Where values begin in their extents, bytes; as ``layout.value_offset``.
     """
 
-def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
+def seal_objects(marks: object, data: object, usable_bytes: int, home: int, *, keys: list[str], offsets: list[int], sizes: list[int], versions: list[int], checksums: list[int], wanted: list[int], hard_pins: list[bool], soft_pin_ms: list[int], tables: bytes | None, values: bytes | None) -> None:
     """
     Make all of these objects ones that survive, or none; without the GIL.
 
@@ -1185,12 +1220,26 @@ def seal_objects(marks: object, data: object, usable_bytes: int, *, keys: list[s
         marks: of the segment, uint8, one a granule.
         data: its extents, uint8.
         usable_bytes: of them.
+        home: of the segment, for its headers.
         tables: to be written before, one after the other; None if they are there, or follow
             from the values.
         values: the same of values; None if they are there.
 
     Raises: ConfigError (leaves the segment); ConflictError (other objects lie there);
     CorruptionError (a checksum; the length of the blob or a column).
+    """
+
+def pack_header(key: str, size: int, version: int, checksum: int, wanted: int, hard_pin: bool, soft_pin_ms: int, home: int, position: int) -> bytes:
+    """
+    Return the header of an object, and its key, as they are stored.
+
+    Raises: ConfigError (a field beyond its bits).
+    """
+
+def parse_header(memory: object, at: int, home: int, position: int) -> tuple[str, int, int, int, int, bool, int] | None:
+    """
+    Read the header that stands in ``memory`` from ``at`` on; the fields of
+    ``pack_header`` up to the pins. None if it is damaged, or belongs to another place.
     """
 
 def fill_rows(rows: Sequence[int], columns: Sequence[tuple[object, int | Sequence[int]]]) -> None:

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
+from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.formats import find_format
 from tandem.kernels.native import view_tensor
-from tandem.kernels.native_experts import PackedExperts
 from tandem.kernels.paged import allocate_blocks
 
 __all__ = ["make_cases"]

@@ -24,8 +24,8 @@ from tandem import _native
 from tandem.bench.driver import Dtype, EngineDriver, Phase, TransformersDriver
 from tandem.bench.harness import BenchCase, time_call
 from tandem.core.spec import ModelSpec
-from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
+from tandem.models.planner import describe_model
 
 __all__ = ["make_cases"]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
 from tandem.bench.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.formats import find_format
-from tandem.kernels.native_linear import PackedLinear
 
 __all__ = ["make_cases"]
 

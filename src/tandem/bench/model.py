@@ -29,8 +29,7 @@ from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.peers import PeerProcess, install_peer
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
-from tandem.models.families import describe_model
-from tandem.models.precision import plan_weights
+from tandem.models.planner import describe_model, plan_model
 from tandem.models.skeleton import build_skeleton
 
 __all__ = ["make_cases"]
@@ -224,10 +223,10 @@ class _Bench:
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec = self.spec
         linear = LINEAR_FORMATS[weight_format]
-        plan = plan_weights(spec, expert_format=weight_format, linear_format=linear, device="cpu")
+        plan = plan_model(self.folder, expert_format=weight_format, linear_format=linear)
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
-        others = plan.linear.size_bytes + plan.router.size_bytes
-        return (plan.experts.size_bytes * share + others) * seconds_per_byte * 1e3
+        others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
+        return (plan.expert_bytes * share + others) * seconds_per_byte * 1e3
 
 
 def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:

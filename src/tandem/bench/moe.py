@@ -29,8 +29,8 @@ from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
 from tandem.bench.peers import PeerProcess, install_peer
 from tandem.bench.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.formats import find_format
-from tandem.kernels.native_experts import PackedExperts
 
 __all__ = ["make_cases"]
 

@@ -26,7 +26,8 @@ from tandem.store import layout
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.headers import ExtentHeader
+from tandem.store.segment import Segment
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = ["make_cases"]

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from tandem.cli.output import JsonFlag, print_json
@@ -27,10 +28,17 @@ def plan(
 ) -> None:
     """Show what a rule file makes of a model."""
     from tandem.models.hub import resolve_folder
-    from tandem.models.plan import explain_rules
+    from tandem.models.plan_report import render_plan
+    from tandem.models.planner import plan_model
 
-    report = explain_rules(resolve_folder(model), rules, device=device, expert_format=expert_format)
+    planned = plan_model(
+        resolve_folder(model),
+        rules=rules,
+        device=device,
+        expert_format=expert_format,
+        linear_format=linear_format,
+    )
     if json:
-        print_json(report.to_json())
+        print_json(msgspec.to_builtins(planned))
     else:
-        sys.stdout.write(report.render() + "\n")
+        sys.stdout.write(render_plan(planned) + "\n")

@@ -177,6 +177,10 @@ def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> Non
         for row in status.hosts
     ]  # fmt: skip
     print_table(columns, rows)
+    damaged = [("master", name) for name in status.damaged]
+    damaged += [(row.name, name) for row in status.hosts for name in row.damaged]
+    for owner, name in damaged:
+        sys.stdout.write(f"damaged on {owner}: {name}\n")
 
 
 def _disk_columns(disk: "DiskStatus | None") -> tuple[object, ...]:
@@ -223,7 +227,7 @@ def drain(
 
 
 @app.command("retire")
-@with_config_flags
+@with_config_flags(STORE_SETTINGS)
 def retire(
     name: Annotated[str, typer.Argument(help="Name of the host, as `stat` shows it.")],
     config: ConfigFile = None,

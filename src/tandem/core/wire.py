@@ -11,23 +11,36 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.core.kv_identity import KvIdentity
+from tandem.core.kv_layout import KVLayout
+
 __all__ = [
     "WIRE_VERSION",
     "AddRequest",
     "CancelRequest",
+    "ClosePeer",
+    "Continuation",
+    "ContinueRequest",
     "Empty",
     "FinishReason",
     "InstanceInfo",
     "InstanceStage",
     "InstanceStats",
+    "KvHandle",
+    "KvPeer",
+    "KvSource",
+    "NoKv",
+    "PrefillKv",
+    "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
     "StageChanged",
     "StepOutputs",
+    "TierKv",
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -59,6 +72,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the prompt's tokens; switches reuse of a cached prefix off."""
 
 
+class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks that a prefill instance holds for whoever decodes."""
+
+    request_id: str
+    """Of the request there, by which the hold is released."""
+    block_ids: tuple[int, ...] = ()
+    """By position in the prompt; empty while the prefill runs, which then announces them."""
+    num_tokens: int
+    """Tokens whose KV is in the blocks: all of the prompt."""
+    lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)]
+    """Seconds, from when this was sent, during which the blocks stay as they are."""
+
+
+class NoKv(msgspec.Struct, frozen=True, tag="none"):
+    """KV is computed, unless the instance's own blocks hold it."""
+
+
+class TierKv(msgspec.Struct, frozen=True, tag="tiers"):
+    """KV may come from the lower tiers of the instance."""
+
+
+class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
+    """KV comes from an instance that prefills the same prompt; what does not come is computed."""
+
+    instance: str
+    """Name of the prefill instance."""
+    handle: KvHandle
+
+
+KvSource = NoKv | TierKv | PrefillKv
+"""Where the KV of a prompt may come from, beside the instance's own blocks."""
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a generation that another instance began goes on."""
+
+    token_ids: Annotated[list[int], Meta(min_length=1)]
+    """Output so far; not sent again."""
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    """Of the random stream, concrete: with the position, all that the sampler remembers."""
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start one generation; its tokens arrive as ``RequestOutput`` events."""
 
@@ -71,6 +126,33 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
+    kv_source: KvSource = TierKv()
+    prefill_lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)] | None = None
+    """Not None: end with the first token and ``FinishReason.PREFILLED``, unless that token ends the
+    request anyway, and hold the blocks for so many seconds or until ``ReleaseHold``."""
+    continuation: Continuation | None = None
+    """Go on after these tokens instead of sampling the first one."""
+    awaits_continuation: bool = False
+    """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
+    the lease has ended."""
+
+
+class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Give a request that awaits it its continuation.
+
+    The reply is False if the request is not live or has begun to compute, its first token included.
+    """
+
+    request_id: str
+    continuation: Continuation
+
+
+class ReleaseHold(msgspec.Struct, frozen=True, kw_only=True, tag="release_hold"):
+    """Event: the blocks of a prefill have been read; unknown ids are ignored, as the lease may
+    just have ended.
+    """
+
+    request_id: str
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
@@ -88,6 +170,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    PREFILLED = "prefilled"
+    """A request that only prefills has its first token, and its blocks are held."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -122,6 +206,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """The id that ended the request, if one did; it is not among ``token_ids``."""
     error_code: str | None = None
     error_text: str | None = None
+    kv_handle: KvHandle | None = None
+    """With ``FinishReason.PREFILLED``; ``continuation`` too."""
+    continuation: Continuation | None = None
     """For the client's eyes: without the name of the operation that failed."""
 
 
@@ -151,6 +238,33 @@ class StageChanged(msgspec.Struct, frozen=True, tag="stage_changed"):
     """Units of work done of those in this stage, for a progress bar; 0 of 0 is unknown."""
 
 
+class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the blocks of an instance lie and what is in them, for whoever reads them."""
+
+    name: str
+    """Of the instance, as ``PrefillKv.instance`` has it."""
+    addresses: tuple[str, ...]
+    """Of its transfer engine, ``host:port``."""
+    epoch: int
+    """Of its transfer engine: another one after a restart."""
+    identity: KvIdentity
+    """Of the whole model."""
+    layout: KVLayout
+    """Of its blocks: of a rank of tensor parallelism, with the rank's heads alone."""
+    first_head: Annotated[int, Meta(ge=0)] = 0
+    """Of the model's KV heads, the first that its blocks hold."""
+    block_bytes: Annotated[int, Meta(ge=1)]
+    num_blocks: Annotated[int, Meta(ge=1)]
+    buffer: str
+    """Name of the registered memory that holds all its blocks, one after the other."""
+
+
+class ClosePeer(msgspec.Struct, frozen=True):
+    """Forget an instance whose blocks were read; reads under way end without content."""
+
+    name: str
+
+
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What runs in an instance: all values concrete, fixed while it lives."""
 
@@ -171,6 +285,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """See ``KvIdentity.system_fingerprint``."""
     pid: int
     load_seconds: float
+    kv_peer: KvPeer | None = None
+    """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +295,10 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     stage: InstanceStage
     num_running: int = 0
     num_waiting: int = 0
+    num_loading: int = 0
+    """Requests that wait for KV from elsewhere."""
+    num_held: int = 0
+    """Ended prefills whose blocks are held."""
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Blocks that a live request owns; cached ones without an owner are not counted."""
@@ -191,3 +311,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     step_seconds: float = 0.0
+    stored_blocks: int = 0
+    """Blocks of KV written to the store, those that were there already left out."""
+    loaded_blocks: int = 0
+    """Blocks of KV read from the store."""

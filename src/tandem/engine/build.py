@@ -15,7 +15,8 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError
-from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
+from tandem.core.model_plan import ModelPlan
+from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
@@ -28,10 +29,9 @@ from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
-from tandem.models.families import describe_model
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model, make_kv_layout
-from tandem.models.precision import WeightPlan, choose_dtype, choose_expert_parts, plan_weights
+from tandem.models.planner import plan_model
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -50,18 +50,7 @@ for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What will run: every value concrete, with its reason where it was decided here."""
 
-    folder: str
-    spec: ModelSpec
-    expert_format: str
-    """Name of the routed experts' weight format, or ``none``."""
-    expert_reason: str
-    expert_parts: int
-    """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
-    linear_format: str
-    """Of the other matrices."""
-    linear_reason: str
-    weight_bytes: int
-    """Of all weights as they are stored here."""
+    model: ModelPlan
     layout: KVLayout
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
@@ -74,24 +63,24 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (what, value, why) for a table."""
-        spec, kv = self.spec, self.kv
+        model, spec, kv = self.model, self.model.spec, self.kv
         return [
-            ("model", self.folder, spec.architecture),
+            ("model", model.folder, spec.architecture),
             (
                 "weights",
-                f"{self.weight_bytes / MIB:.0f} MiB",
+                f"{model.weight_bytes / MIB:.0f} MiB",
                 f"{spec.num_parameters:,} parameters",
             ),
             ("dtype", spec.dtype, spec.dtype_reason),
-            ("experts", self.expert_format, self.expert_reason),
+            ("experts", model.experts.weight_format, model.experts.reason),
             (
                 "expert parts",
-                str(self.expert_parts),
+                str(model.expert_parts),
                 "copied to the NUMA nodes that compute them"
-                if self.expert_parts > 1
+                if model.expert_parts > 1
                 else "in place, mapped if cached",
             ),
-            ("linear", self.linear_format, self.linear_reason),
+            ("linear", model.linear.weight_format, model.linear.reason),
             ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
             ("torch threads", str(self.torch_threads), self.torch_threads_reason),
@@ -117,6 +106,7 @@ class BuiltEngine(NamedTuple):
     model: CausalModel
     identity: KvIdentity
     """Decides with whom KV may be shared."""
+    prefixes: PrefixIndex
     cache: PagedKvCache
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
@@ -125,16 +115,23 @@ class BuiltEngine(NamedTuple):
 def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
-    Raises: as ``describe_model``; ConfigError if settings do not fit the model or the memory.
+    Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
     folder = resolve_folder(model_config.path, revision=model_config.revision)
-    spec = choose_dtype(describe_model(folder), model_config.dtype)
-    weights = plan_weights(
-        spec,
+    topology = _native.read_topology()
+    threads, threads_reason = _choose_threads(engine_config, topology)
+    model = plan_model(
+        folder,
+        dtype=model_config.dtype,
+        rules=Path(model_config.rules) if model_config.rules else None,
+        device=model_config.device,
         expert_format=model_config.expert_format,
         linear_format=model_config.linear_format,
-        device=model_config.device,
+        packed_cache=model_config.packed_cache,
+        expert_parts=model_config.expert_parts,
+        num_nodes=min(len(topology.numa_nodes), threads),
     )
+    spec = model.spec
     own = spec.max_position_embeddings
     if engine_config.max_model_len > own:
         raise ConfigError(
@@ -143,29 +140,16 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
             field="engine.max_model_len",
         )
     max_model_len = engine_config.max_model_len or own
-    topology = _native.read_topology()
-    threads, threads_reason = _choose_threads(engine_config, topology)
-    torch_threads, torch_reason = _choose_torch_threads(threads, spec, weights)
+    torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     kv = plan_kv_cache(
         engine_config,
         block_bytes=layout.bytes_per_block,
         max_model_len=max_model_len,
-        available_bytes=_count_available(topology) - weights.size_bytes,
+        available_bytes=_count_available(topology) - model.weight_bytes,
     )
     return EnginePlan(
-        folder=str(folder),
-        spec=spec,
-        expert_format=weights.experts.name,
-        expert_reason=weights.experts.reason,
-        expert_parts=choose_expert_parts(
-            model_config.expert_parts,
-            min(len(topology.numa_nodes), threads),
-            spec.moe_intermediate_size,
-        ),
-        linear_format=weights.linear.name,
-        linear_reason=weights.linear.reason,
-        weight_bytes=weights.size_bytes,
+        model=model,
         layout=layout,
         config=msgspec.structs.replace(
             engine_config,
@@ -195,10 +179,10 @@ def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[i
     return config.threads, "as asked for"
 
 
-def _choose_torch_threads(threads: int, spec: ModelSpec, weights: WeightPlan) -> tuple[int, str]:
-    if weights.is_native:
+def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
+    if model.is_native:
         return 1, "all matrices run on native kernels"
-    per_layer = spec.num_active_parameters // spec.num_layers
+    per_layer = model.spec.num_active_parameters // model.spec.num_layers
     if per_layer < MIN_SHARED_WEIGHTS:
         return 1, f"a token reads {per_layer:,} weights a layer: too few to share among threads"
     return threads, "as many as the native kernels have"
@@ -235,18 +219,8 @@ def build_engine(
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
-    model = load_model(
-        plan.folder,
-        dtype=plan.spec.dtype,
-        rules=Path(model_config.rules) if model_config.rules else None,
-        device=model_config.device,
-        expert_format=plan.expert_format,
-        linear_format=plan.linear_format,
-        packed_cache=model_config.packed_cache,
-        expert_parts=plan.expert_parts,
-        pool=threads,
-        progress=progress,
-    )
+    model = load_model(plan.model, threads, progress)
+    spec = plan.model.spec
     pool = BlockPool(plan.kv.num_blocks)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
@@ -260,25 +234,25 @@ def build_engine(
         Scheduler(plan.config, pool, index, planner),
         TorchRunner(model, cache, threads=plan.torch_threads),
         clock,
-        vocab_size=plan.spec.vocab_size,
-        eos_token_ids=plan.spec.eos_token_ids,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
         observer=planner,
     )
     info = InstanceInfo(
         model=model_config.path,
-        architecture=plan.spec.architecture,
-        dtype=plan.spec.dtype,
-        vocab_size=plan.spec.vocab_size,
+        architecture=spec.architecture,
+        dtype=spec.dtype,
+        vocab_size=spec.vocab_size,
         max_model_len=plan.config.max_model_len,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
-        num_parameters=plan.spec.num_parameters,
-        eos_token_ids=list(plan.spec.eos_token_ids),
+        num_parameters=spec.num_parameters,
+        eos_token_ids=list(spec.eos_token_ids),
         weight_version=model.weights_digest,
         system_fingerprint=identity.system_fingerprint,
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, cache, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, planner)

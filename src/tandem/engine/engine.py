@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError, InternalError, TandemError
+from tandem.core.errors import ConfigError, InternalError, TandemError, UnsupportedError
 from tandem.core.wire import (
     AddRequest,
+    Continuation,
+    ContinueRequest,
     FinishReason,
+    KvHandle,
+    PrefillKv,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -58,6 +62,13 @@ class _Live:
     """Of the prompt's tokens but the first."""
     has_reported: bool = False
     """Its first output, the one with the prompt's facts, is out."""
+
+
+class _HoldFacts(TypedDict, total=False):
+    """Fields of ``RequestOutput`` that the end of a prefill carries."""
+
+    kv_handle: KvHandle
+    continuation: Continuation
 
 
 class _PromptFacts(TypedDict, total=False):
@@ -161,16 +172,45 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             cache_salt=message.cache_salt,
+            kv_source=message.kv_source,
+            prefill_lease_s=message.prefill_lease_s,
+            awaits_continuation=message.awaits_continuation,
             num_stored_blocks=num_stored_blocks,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         state = SamplerState(params, seed, self._collect_stop_ids(params), message.prompt_ids)
+        if message.continuation is not None:
+            request.output_ids += message.continuation.token_ids
+            _continue_sampling(state, message.continuation)
         with self._lock:
             self._scheduler.add(request)
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
             self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
+
+    def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request the tokens of another instance; see ``ContinueRequest``.
+
+        Raises: ConfigError (a token outside the vocabulary, or no room for another one).
+        """
+        with self._lock:
+            live = self._live.get(message.request_id)
+            if live is None:
+                return False
+            self._check_continuation(message.continuation, live.request.sampling)
+            tokens = message.continuation.token_ids
+            if not self._scheduler.continue_request(message.request_id, tokens):
+                return False
+            _continue_sampling(live.state, message.continuation)
+            self._work.notify()
+            return True
+
+    def release_hold(self, request_id: str) -> bool:
+        """Give up the blocks of an ended prefill; False if none are held."""
+        with self._lock:
+            self._work.notify()
+            return self._scheduler.release_hold(request_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its last output says ``CANCELLED``. False if it is not live."""
@@ -269,13 +309,27 @@ class Engine:
 
     def _check(self, message: AddRequest) -> None:
         params = message.sampling
-        for token_id in message.prompt_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise ConfigError(
-                    "engine.add",
-                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
-                    field="prompt",
-                )
+        self._check_tokens(message.prompt_ids, "prompt")
+        if message.continuation is not None:
+            self._check_continuation(message.continuation, params)
+        if isinstance(message.kv_source, PrefillKv) and (
+            self._transfers is None or not self._transfers.can_read_instances
+        ):
+            raise UnsupportedError(
+                "engine.add",
+                f"this instance cannot read the blocks of {message.kv_source.instance}: send it "
+                "the request without a prefill instance",
+                field="kv_source",
+            )
+        if message.awaits_continuation and (
+            message.continuation is not None or not isinstance(message.kv_source, PrefillKv)
+        ):
+            raise ConfigError(
+                "engine.add",
+                "a continuation is awaited that is there, or comes from nobody: name the prefill "
+                "instance as kv_source and give no continuation",
+                field="awaits_continuation",
+            )
         if len(params.logit_bias) > MAX_LOGIT_BIAS:
             raise ConfigError(
                 "engine.add",
@@ -290,6 +344,25 @@ class Engine:
                     "finite bias",
                     field="logit_bias",
                 )
+
+    def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ConfigError(
+                    "engine.add",
+                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
+                    field=field,
+                )
+
+    def _check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
+        self._check_tokens(continuation.token_ids, "continuation")
+        if len(continuation.token_ids) >= params.max_tokens:
+            raise ConfigError(
+                "engine.add",
+                f"{len(continuation.token_ids)} tokens are there, of max_tokens "
+                f"{params.max_tokens}: nothing is left to generate",
+                field="continuation",
+            )
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._eos_token_ids
@@ -343,6 +416,7 @@ class Engine:
             finish_reason=reason,
             logprobs=None if token.logprob is None else [token.logprob],
             **self._describe_prompt(live),
+            **_describe_hold(live),
         )
         if reason is not None:
             self._forget(live)
@@ -388,3 +462,27 @@ class Engine:
         del self._live[request_id]
         del self._states[request_id]
         self.counters.num_finished += 1
+
+
+def _continue_sampling(state: SamplerState, continuation: Continuation) -> None:
+    """Bring the sampler to where another instance left it."""
+    state.seed = continuation.seed
+    for token_id in continuation.token_ids:
+        state.note_token(token_id)
+
+
+def _describe_hold(live: _Live) -> _HoldFacts:
+    """All that a decode instance must know to go on after a prefill."""
+    request = live.request
+    if request.finish_reason is not FinishReason.PREFILLED:
+        return {}
+    assert request.prefill_lease_s is not None, f"{request.request_id} has no lease"
+    return {
+        "kv_handle": KvHandle(
+            request_id=request.request_id,
+            block_ids=request.held_blocks,
+            num_tokens=request.prompt_len,
+            lease_s=request.prefill_lease_s,
+        ),
+        "continuation": Continuation(token_ids=request.output_ids, seed=live.state.seed),
+    }

@@ -4,7 +4,7 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.client``, gets its configuration as one line on
+The process is started by ``tandem.engine.supervisor``, gets its configuration as one line on
 standard input, and ends when that input ends: it never outlives its server.
 """
 
@@ -17,38 +17,45 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import CapacityError, TandemError
+from tandem.core.errors import CapacityError, TandemError, UnsupportedError
 from tandem.core.logs import configure_logging
 from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
     CancelRequest,
+    ClosePeer,
+    ContinueRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
     InstanceStats,
+    KvPeer,
+    ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
+from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig
+from tandem.transfer.config import TransferConfig
 
 if TYPE_CHECKING:
     from tandem.engine.build import BuiltEngine
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
 
-__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceSpec", "compat_facts", "main"]
+__all__ = ["INSTANCE_ROLE", "SERVER_ROLE", "InstanceRole", "InstanceSpec", "compat_facts", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +67,28 @@ STORE_TIMEOUT_S = 10.0
 """For the first attempt to reach the store; an instance without it serves all the same."""
 
 
+InstanceRole = Literal["unified", "prefill", "decode"]
+
+
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that an instance process is told."""
 
-    name: str
-    endpoint: str
+    name: str = "instance-0"
+    endpoint: str = ""
+    """Chosen by the supervisor."""
+    role: InstanceRole = "unified"
+    cores: tuple[int, ...] = ()
+    """The CPUs that it computes on; empty: all that are allowed."""
     model: ModelConfig
     engine: EngineConfig
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
     """Where KV outlives requests and this process; None: nowhere."""
+    transfer: TransferConfig | None = None
+    """How blocks go from prefill instances to decode instances, with the secret that they share;
+    None: this instance takes no part in that."""
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
 
 
@@ -94,6 +112,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -104,9 +123,12 @@ class Instance:
     def _register(self) -> None:
         server = self._server
         server.register("add", self._add, AddRequest, Empty)
-        server.on_event(self._cancel, CancelRequest)
+        server.on_event(self._take_event, CancelRequest | ReleaseHold)
+        server.register("continue", self._continue, ContinueRequest, bool)
         server.register("info", self._get_info, Empty, InstanceInfo)
         server.register("stats", self._get_stats, Empty, InstanceStats)
+        server.register("open_peer", self._open_peer, KvPeer, Empty)
+        server.register("close_peer", self._close_peer, ClosePeer, Empty)
         server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
@@ -133,6 +155,11 @@ class Instance:
             raise
         return Empty()
 
+    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        if self._owners.get(request.request_id) is not peer:
+            return False
+        return self._require_engine().continue_request(request)
+
     async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
         """Return how many leading blocks of a prompt the device or the store holds."""
         if self._tier is None:
@@ -140,12 +167,26 @@ class Instance:
         missing = engine.find_missing_blocks(request)
         return missing.num_cached + await self._tier.count_stored(missing.keys)
 
-    def _cancel(self, peer: Peer, request: CancelRequest) -> None:
-        if self._engine is None or self._owners.get(request.request_id) is not peer:
+    def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        if self._engine is None:
             return
-        if not self._engine.cancel(request.request_id):
+        if isinstance(event, ReleaseHold):
+            self._engine.release_hold(event.request_id)
+        elif self._owners.get(event.request_id) is peer and not self._engine.cancel(
+            event.request_id
+        ):
             # Not added yet, or just ended.
-            self._owners.pop(request.request_id, None)
+            self._owners.pop(event.request_id, None)
+
+    async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
+        raise UnsupportedError(
+            "instance.open_peer",
+            f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
+        )
+
+    async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
+        del message
+        return Empty()
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
@@ -166,6 +207,8 @@ class Instance:
             stage=self._stage.stage,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            num_held=stats.num_held,
             num_blocks=stats.num_blocks,
             num_used_blocks=stats.num_used_blocks,
             num_cached_blocks=stats.num_cached_blocks,
@@ -177,6 +220,8 @@ class Instance:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             step_seconds=counters.step_seconds,
+            stored_blocks=0 if self._tier is None else self._tier.counters.stored_blocks,
+            loaded_blocks=0 if self._tier is None else self._tier.counters.loaded_blocks,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -229,6 +274,8 @@ class Instance:
         finally:
             if self._tier is not None:
                 self._tier.stop()
+            if self._events is not None:
+                self._events.close()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._close_channel.set)
                 channel.join(timeout=5)
@@ -263,6 +310,12 @@ class Instance:
         built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._spec.kv_events.endpoint:
+            self._events = built.prefixes.observer = KvEventPublisher(
+                self._spec.kv_events,
+                block_size=built.cache.layout.block_size,
+                now=lambda: datetime.now(UTC).timestamp(),
+            )
         self._info = msgspec.structs.replace(
             built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
         )
@@ -330,6 +383,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = read_spec(sys.stdin.buffer.readline())
     configure_logging(spec.name, spec.log_level)
+    if spec.cores:
+        # Before the first thread, which would keep the old set.
+        os.sched_setaffinity(0, spec.cores)
     instance = Instance(spec)
     signal.signal(signal.SIGTERM, lambda *_: instance.stop())
     threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()

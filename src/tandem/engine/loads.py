@@ -1,4 +1,4 @@
-"""Loads of blocks from lower tiers into the prefix index.
+"""Loads of blocks from lower tiers, or from another instance, into the prefix index.
 
 Owns the blocks that transfers write into and, for each request with a load, the path of blocks
 that the load extends. A block that has come is inserted into the index as soon as all before it
@@ -65,7 +65,6 @@ class _Load:
     """Blocks from the start of the prompt that are in the index, each referenced once."""
     first: int
     """Position of the first block loaded."""
-    wait_until_s: float
     pending: list[BlockLoad]
     """Not in the index yet, in order."""
     done: set[int] = field(default_factory=set[int])
@@ -113,10 +112,9 @@ class BlockLoads:
         load = self._loads.get(request)
         return 0 if load is None else len(load.path) + len(load.done)
 
-    def get_wait_until_s(self, request: Request) -> float | None:
-        """Return until when a request waits for its load; None if it has none."""
-        load = self._loads.get(request)
-        return None if load is None else load.wait_until_s
+    def has_load(self, request: Request) -> bool:
+        """Whether a load of this request has not ended."""
+        return request in self._loads
 
     def start(
         self,
@@ -124,25 +122,27 @@ class BlockLoads:
         match: PrefixMatch,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
-        wait_until_s: float,
     ) -> list[BlockLoad]:
         """Begin to load blocks after those that the index holds of a request.
 
         Args:
             request: without a load.
             match: full blocks alone, acquired by the caller; the references become ours.
-            keys: of the blocks after them, as many as ``block_ids``.
+            keys: of the blocks after them, as many as ``block_ids``; the last may be empty: the
+                tail of the prompt.
             block_ids: allocated by the caller; the references become ours.
-            wait_until_s: see ``get_wait_until_s``.
         """
         assert request not in self._loads, f"second load of request {request.request_id}"
-        loads = [BlockLoad(request, k, b) for k, b in zip(keys, block_ids, strict=True)]
         path = [node.block_id for node in match.nodes]
+        loads = [
+            BlockLoad(request, position, key, block_id, request.kv_source)
+            for position, (key, block_id) in enumerate(zip(keys, block_ids, strict=True), len(path))
+        ]
         root_or_last = match.nodes[-1] if match.nodes else self._index.get_root(request.root_key)
-        self._loads[request] = _Load(root_or_last, path, len(path), wait_until_s, loads)
+        self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
         self._in_transfer.update({load.block_id: load for load in loads})
         self._num_pinned += len(path) + len(loads)
-        self._prefix.expect(request, keys)
+        self._prefix.expect(request, [key for key in keys if key])
         request.has_loaded = True
         request.loaded_blocks = range(len(path), len(path))
         return loads
@@ -225,7 +225,7 @@ class BlockLoads:
         cut = load.pending[position:]
         del load.pending[position:]
         self.num_failed += len(cut)
-        self._prefix.forget_expected(request, [pending.key for pending in cut])
+        self._prefix.forget_expected(request, [c.key for c in cut if c.key])
         for pending in cut:
             load.done.discard(pending.block_id)
             if self._in_transfer.get(pending.block_id) is pending:
@@ -241,11 +241,16 @@ class BlockLoads:
             if pending.block_id not in load.done:
                 break
             start = len(load.path) * size
-            tokens = request.get_tokens(start, start + size)
-            load.node = self._index.insert(load.node, pending.key, tokens, pending.block_id)
-            load.path.append(load.node.block_id)
+            if not pending.key:
+                tail = request.prompt_ids[start:]
+                self._index.insert_tail(load.node, tail, pending.block_id)
+                load.path.append(pending.block_id)
+            else:
+                tokens = request.get_tokens(start, start + size)
+                load.node = self._index.insert(load.node, pending.key, tokens, pending.block_id)
+                load.path.append(load.node.block_id)
+                self._prefix.forget_expected(request, (pending.key,))
             load.done.remove(pending.block_id)
-            self._prefix.forget_expected(request, (pending.key,))
             position += 1
         self.num_loaded += position
         del load.pending[:position]

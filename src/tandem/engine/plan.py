@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.core.wire import KvSource
 from tandem.engine.blocks import BlockCopy, KeyedBlock
 from tandem.engine.request import Request
 
@@ -22,15 +23,19 @@ class ScheduledSequence(NamedTuple):
 
 
 class BlockLoad(NamedTuple):
-    """Fill a block, in all layers, from a lower tier.
+    """Fill a block, in all layers, from a lower tier or from another instance.
 
     The block belongs to the transfer, whatever becomes of the request, until the caller reports
     its end by ``Scheduler.load_done`` or ``load_failed``: a late write never meets a new owner.
     """
 
     request: Request
+    position: int
+    """Of the block in the prompt."""
     key: bytes
+    """Empty for the tail of a prompt, which another instance may have and no tier."""
     block_id: int
+    source: KvSource
 
 
 @dataclass(slots=True)
@@ -73,6 +78,8 @@ class SchedulerStats:
     num_waiting: int
     num_loading: int
     """Requests that wait for a load."""
+    num_held: int
+    """Ended prefills whose blocks are held under a lease."""
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int

@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from tandem.core.spec import make_root_key
@@ -28,6 +29,7 @@ from tandem.engine.blocks import BlockPool, KeyedBlock
 
 __all__ = [
     "TOKEN_BYTES",
+    "IndexObserver",
     "PrefixIndex",
     "PrefixMatch",
     "PrefixNode",
@@ -110,6 +112,22 @@ class PrefixStats:
     num_evicted_blocks: int = 0
 
 
+class IndexObserver(Protocol):
+    """Learns which full blocks can be found. Called under the engine's lock: returns at once."""
+
+    def note_stored(self, node: "PrefixNode") -> None:
+        """A full block can be found from now on; ``node.parent`` is the block before it."""
+        ...
+
+    def note_removed(self, key: bytes) -> None:
+        """A full block cannot be found any more."""
+        ...
+
+    def note_cleared(self) -> None:
+        """No block can be found any more."""
+        ...
+
+
 class PrefixIndex:
     """Finds, keeps and gives up the blocks of known prefixes.
 
@@ -122,6 +140,7 @@ class PrefixIndex:
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.stats = PrefixStats()
+        self.observer: IndexObserver | None = None
         self._pool = pool
         self._block_size = block_size
         self._identity = identity
@@ -244,6 +263,8 @@ class PrefixIndex:
             return existing
         node = self._link(parent, key, pack_tokens(token_ids), block_id)
         self._by_key[key] = node
+        if self.observer is not None:
+            self.observer.note_stored(node)
         return node
 
     def insert_tail(self, parent: PrefixNode, token_ids: Sequence[int], block_id: int) -> None:
@@ -303,6 +324,8 @@ class PrefixIndex:
         self._by_key.clear()
         self._by_block.clear()
         self._lru.clear()
+        if self.observer is not None:
+            self.observer.note_cleared()
         return self._pool.num_free - num_free
 
     def check(self) -> None:
@@ -365,6 +388,8 @@ class PrefixIndex:
         del parent.sorted_tokens[bisect_left(parent.sorted_tokens, node.tokens)]
         if node.key is not None:
             del self._by_key[node.key]
+            if self.observer is not None:
+                self.observer.note_removed(node.key)
         del self._by_block[node.block_id]
         node.is_linked = False
         node.parent = None

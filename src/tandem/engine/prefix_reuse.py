@@ -95,6 +95,16 @@ class PrefixReuse:
         self._extend_keys(request)
         return request.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
 
+    def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
+        """Return the keys of the prompt's blocks after the first ``num_cached``.
+
+        Empty for a last block that the prompt does not fill: another instance may have that one.
+        """
+        self._extend_keys(request)
+        num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
+        keys = request.block_keys[num_cached:num_full]
+        return [*keys, b""] if num_tail_tokens else keys
+
     def expect(self, request: Request, keys: Sequence[bytes]) -> None:
         """Note that a request is about to provide blocks."""
         for key in keys:

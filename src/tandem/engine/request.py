@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tandem.core.wire import FinishReason, SamplingParams
+from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
 
 if TYPE_CHECKING:
     from tandem.engine.prefix_index import PrefixNode
@@ -40,6 +40,11 @@ class Request:
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
         cache_salt: requests of different salts never share blocks.
+        kv_source: where KV may come from beside this instance's own blocks.
+        prefill_lease_s: the request only prefills; its blocks are held so long. None: it decodes.
+        awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
+            of the lease of its source.
+        output_ids: of a generation that another instance began.
         num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
             when it arrived.
     """
@@ -51,6 +56,9 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    kv_source: KvSource = field(default_factory=TierKv)
+    prefill_lease_s: float | None = None
+    awaits_continuation: bool = False
     num_stored_blocks: int = 0
 
     output_ids: list[int] = field(default_factory=list[int])
@@ -60,6 +68,8 @@ class Request:
     block_table: tuple[int, ...] = ()
     """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. Replaced, never
     changed in place, so that a plan may keep it."""
+    held_blocks: tuple[int, ...] = ()
+    """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks."""
     num_cached_tokens: int = 0
@@ -87,6 +97,8 @@ class Request:
     """Steps it was passed over because a running request computes a prefix that it shares."""
     has_loaded: bool = False
     """A load was started since it last became waiting; a second one could go on for ever."""
+    wait_until_s: float = 0.0
+    """Until when it is not admitted while it waits for KV from elsewhere."""
     loaded_blocks: range = range(0)
     """Positions of the blocks that its last load brought."""
     root_key: bytes = b""
@@ -111,6 +123,11 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """Known tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.prompt_ids) + len(self.output_ids) - self.num_computed_tokens
+
+    @property
+    def prefill_kv(self) -> PrefillKv | None:
+        """The prefill instance that its blocks come from, if one was named."""
+        return self.kv_source if isinstance(self.kv_source, PrefillKv) else None
 
     @property
     def is_finished(self) -> bool:

@@ -51,6 +51,11 @@ class Runner(Protocol):
 class BlockTransfers(Protocol):
     """Moves blocks between the device and the lower tiers, beside the steps."""
 
+    @property
+    def can_read_instances(self) -> bool:
+        """Whether loads whose source is a prefill instance are taken too."""
+        ...
+
     def begin(self, plan: StepPlan) -> None:
         """Take up what a plan asks of the lower tiers; see ``StepPlan`` for the order.
 

@@ -12,9 +12,10 @@ Rules that everything below serves:
 - Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
   block's worth of growth for everybody, fits beside what the running ones still need.
 - Tokens become matchable when the step that computed them has completed, not before.
-- A load from a lower tier takes only blocks that neither the running requests nor those ahead in
-  the queue need next, and never so many that a running request could not reach its full length. So
-  a load delays no decode. Its blocks are free when the transfer into them has ended, not before.
+- A load from a lower tier or another instance takes only blocks that neither the running requests
+  nor those ahead in the queue need next, and never so many that a running request could not reach
+  its full length. So a load delays no decode. Its blocks are free when the transfer into them has
+  ended, not before; those of a prefill that is held, when the hold or its lease ends.
 
 Single-threaded. ``schedule`` and ``complete`` alternate; the rest may come in between.
 """
@@ -27,9 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
-from tandem.core.wire import FinishReason
+from tandem.core.wire import FinishReason, TierKv
 from tandem.engine.blocks import BlockCopy, BlockPool, KeyedBlock
 from tandem.engine.config import EngineConfig
+from tandem.engine.holds import BlockHolds
 from tandem.engine.loads import BlockLoads, TierPlanner
 from tandem.engine.plan import BlockLoad, ScheduledSequence, SchedulerStats, StepPlan
 from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
@@ -80,6 +82,7 @@ class Scheduler:
         self._prefix = PrefixReuse(index, config.block_size, is_enabled=config.prefix_cache)
         self._tiers = tiers if config.prefix_cache else None
         self._loads = BlockLoads(pool, index, self._prefix, config.block_size)
+        self._holds = BlockHolds(pool, index)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self._max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self._requests: dict[str, Request] = {}
@@ -119,13 +122,17 @@ class Scheduler:
 
         Raises:
             ConfigError: the prompt is empty, or too long for the context or for all the blocks.
-            ConflictError: a live request has this id.
+            ConflictError: a live request has this id, or one whose blocks are held.
             CapacityError: ``max_running + max_queue`` requests are live.
         """
         self._check_prompt(request)
         if request.request_id in self._requests:
             raise ConflictError(
                 "engine.add", f"request {request.request_id!r} is live: choose another id"
+            )
+        if request.request_id in self._holds:
+            raise ConflictError(
+                "engine.add", f"blocks of a request {request.request_id!r} are held: release them"
             )
         # A request that the next step admits does not wait, so free slots count as room.
         limit = self._config.max_running + self._config.max_queue
@@ -141,6 +148,14 @@ class Scheduler:
         request.max_total_tokens = min(
             request.prompt_len + request.sampling.max_tokens, self._max_len
         )
+        if request.prefill_lease_s is not None:
+            if request.max_total_tokens > request.prompt_len + 1:
+                request.max_total_tokens = request.prompt_len + 1
+            else:
+                request.prefill_lease_s = None  # It ends with its first token in any case.
+        if request.prefill_kv is not None:
+            # Not later than the prefill's blocks are there.
+            request.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_queue_order)
         self._wake_s = -math.inf
@@ -194,6 +209,35 @@ class Scheduler:
             self._end_loading(request)
         self._wake_s = -math.inf
 
+    def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Give a request that awaits them the tokens that another instance has generated.
+
+        False if no such request is live, or it no longer waits: it generates them itself.
+
+        Raises: ConfigError (they leave no room for another one).
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.awaits_continuation:
+            return False
+        if request.num_tokens + len(token_ids) >= request.max_total_tokens:
+            raise ConfigError(
+                "engine.continue",
+                f"{len(token_ids)} tokens after {request.num_tokens} leave none to generate of "
+                f"{request.max_total_tokens}",
+                field="continuation",
+            )
+        request.output_ids += token_ids
+        request.awaits_continuation = False
+        if not self._loads.has_load(request):
+            self._end_loading(request)
+        self._wake_s = -math.inf
+        return True
+
+    def release_hold(self, request_id: str) -> bool:
+        """Give up the blocks held for a prefilled request; False if none are held."""
+        self._wake_s = -math.inf
+        return self._holds.release(request_id)
+
     def is_unchanged(self, block: KeyedBlock) -> bool:
         """Whether a block still has the content with which ``schedule`` reported it.
 
@@ -217,6 +261,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_loading=len(self._loading),
+            num_held=len(self._holds),
             num_blocks=self._pool.num_blocks,
             num_used_blocks=self._pool.num_used,
             num_cached_blocks=self._pool.num_cached,
@@ -241,7 +286,7 @@ class Scheduler:
         if prompt_len == 0:
             raise ConfigError("engine.add", "the prompt has no tokens: send one", field="prompt")
         # Room for one token of output, unless the prompt is only scored.
-        needed = prompt_len + min(request.sampling.max_tokens, 1)
+        needed = request.num_tokens + min(request.sampling.max_tokens, 1)
         if needed > self._max_len:
             limit = (
                 f"max_model_len {self._config.max_model_len}"
@@ -273,8 +318,8 @@ class Scheduler:
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now_s)
                 plan.expired.append(request)
-        if self._tiers is not None:
-            self._plan_loads(plan, self._tiers, now_s)
+        self._holds.expire(now_s)
+        self._plan_loads(plan, now_s)
         match self._config.scheduling_order:
             case "chunked":
                 self._plan_decodes(plan)
@@ -298,15 +343,15 @@ class Scheduler:
             return -math.inf
         # Nothing can be done now: all wait for transfers, until one of these moments.
         wake_s = self._deadlines[0][0] if self._deadlines else math.inf
+        wake_s = min(wake_s, self._holds.next_end_s)
         for request in self._loading:
-            wait_until_s = self._loads.get_wait_until_s(request)
-            if wait_until_s is not None:
-                wake_s = min(wake_s, wait_until_s)
+            wake_s = min(wake_s, request.wait_until_s)
         for request in self._waiting:
             # The order of the queue changes with it, and another one in front may fit.
             passed_over_s = request.arrival_s + self._config.max_passover_s
-            if passed_over_s > now_s:
-                wake_s = min(wake_s, passed_over_s)
+            for moment_s in (passed_over_s, request.wait_until_s):
+                if moment_s > now_s:
+                    wake_s = min(wake_s, moment_s)
         return wake_s
 
     def _plan_decode_first(self, plan: StepPlan, now_s: float) -> None:
@@ -445,70 +490,106 @@ class Scheduler:
 
     # ---------------------------------------------------------------- loads
 
-    def _plan_loads(self, plan: StepPlan, tiers: TierPlanner, now_s: float) -> None:
+    def _plan_loads(self, plan: StepPlan, now_s: float) -> None:
         """Start loads for requests in the queue, in its order, as far as blocks allow."""
-        for request in list(self._loading):
-            wait_until_s = self._loads.get_wait_until_s(request)
-            if wait_until_s is not None and wait_until_s <= now_s:
-                self._end_loading(request)
-        if not self._waiting:
+        for request in [r for r in self._loading if r.wait_until_s <= now_s]:
+            request.awaits_continuation = False
+            self._end_loading(request)
+        if not self._waiting or not self._config.prefix_cache:
             return
-        room = self._pool.num_blocks // LOADING_SHARE - self._loads.num_in_transfer
+        if self._tiers is None and not any(r.prefill_kv for r in self._waiting[:MAX_CANDIDATES]):
+            return
         reserved = sum(map(self._count_outstanding, self._running))
-        largest = max(map(self._count_full_length, self._running), default=0)
+        largest = self._count_largest()
         for request in self._order_waiting(now_s):
-            if room <= 0:
-                return
             match = self._prefix.find(request).without_copy()
             # What is matched gets pinned, so that what is loaded can be inserted behind it.
-            room_here = min(
-                room,
+            room = min(
                 self._count_available() - self._index.count_evictable(match) - reserved,
-                self._pool.num_blocks - self._loads.num_pinned - len(match.nodes) - largest,
+                self._pool.num_blocks - self._count_committed() - len(match.nodes) - largest,
             )
-            if room_here > 0 and self._may_load(request):
-                loads = self._start_load(request, match, tiers, room_here, now_s)
-                plan.loads += loads
-                room -= len(loads)
+            if room > 0:
+                plan.loads += self._start_load(request, match, room, now_s)
             if request.state is not RequestState.LOADING:
                 reserved += self._count_lookahead(request)
                 largest = max(largest, self._count_full_length(request))
 
-    def _may_load(self, request: Request) -> bool:
-        if request.has_loaded or not request.can_reuse_prefix:
-            return False
-        return self._prefix.find_provider(request) is None
-
     def _start_load(
-        self, request: Request, match: PrefixMatch, tiers: TierPlanner, room: int, now_s: float
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
-        """Start to load at most ``room`` blocks for a waiting request, if its planner wants it."""
-        keys = self._prefix.list_missing_keys(request, len(match.nodes))
-        if not keys:
+        """Start to load at most ``room`` blocks for a waiting request, if there is a reason to."""
+        if request.has_loaded or not request.can_reuse_prefix:
             return []
-        decision = tiers.choose_load(request, keys, len(match.nodes), now_s)
-        num_blocks = min(decision.num_blocks, len(keys), room)
-        if num_blocks <= 0:
-            return []
+        if self._awaits_prefill(request, now_s):
+            keys = self._prefix.list_prompt_keys(request, len(match.nodes))
+            if len(keys) > room:
+                return []  # Another instance has computed it: wait for room.
+        else:
+            keys = self._choose_from_tiers(request, match, room, now_s)
+            if not keys:
+                return []
         self._index.acquire(match)
-        fresh = self._allocate(num_blocks)
-        wait_until_s = now_s + decision.wait_s
-        loads = self._loads.start(request, match, keys[:num_blocks], fresh, wait_until_s)
-        if decision.wait_s > 0:
+        fresh = self._allocate(len(keys))
+        loads = self._loads.start(request, match, keys, fresh)
+        if not loads:
+            self._loads.give_up(request)
+        if request.wait_until_s > now_s and (loads or request.awaits_continuation):
             _remove_sorted(self._waiting, request, _queue_order)
             request.state = RequestState.LOADING
             self._loading.append(request)
         return loads
 
+    def _awaits_prefill(self, request: Request, now_s: float) -> bool:
+        """Whether blocks of a prefill instance are there and have not been loaded."""
+        return (
+            request.prefill_kv is not None
+            and not request.has_loaded
+            and request.wait_until_s > now_s
+            and self._config.prefix_cache
+            and request.can_reuse_prefix
+        )
+
+    def _choose_from_tiers(
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
+    ) -> Sequence[bytes]:
+        """Return the keys of the blocks to load from lower tiers, as the planner decides."""
+        room = min(room, self._pool.num_blocks // LOADING_SHARE - self._loads.num_in_transfer)
+        if self._tiers is None or not isinstance(request.kv_source, TierKv) or room <= 0:
+            return []
+        if self._prefix.find_provider(request) is not None:
+            return []
+        keys = self._prefix.list_missing_keys(request, len(match.nodes))
+        if not keys:
+            return []
+        decision = self._tiers.choose_load(request, keys, len(match.nodes), now_s)
+        chosen = keys[: max(min(decision.num_blocks, room), 0)]
+        if chosen:
+            request.wait_until_s = now_s + decision.wait_s
+        return chosen
+
     def _end_loading(self, request: Request) -> None:
-        """Put a request that waited for a load back into the queue."""
-        if request.state is RequestState.LOADING:
+        """Put a request that has nothing more to wait for back into the queue."""
+        if request.state is RequestState.LOADING and not request.awaits_continuation:
             self._loading.remove(request)
             request.state = _get_queue_state(request)
             insort(self._waiting, request, key=_queue_order)
 
     def _count_full_length(self, request: Request) -> int:
         return self._count_blocks(request.max_total_tokens)
+
+    def _count_largest(self) -> int:
+        """Blocks of the longest running request at its full length; of those that decode."""
+        return max(
+            (self._count_full_length(r) for r in self._running if r.prefill_lease_s is None),
+            default=0,
+        )
+
+    def _count_committed(self) -> int:
+        """Blocks that no preemption gets back: in loads, in holds, and in holds to come."""
+        to_come = sum(
+            self._count_full_length(r) for r in self._running if r.prefill_lease_s is not None
+        )
+        return self._loads.num_pinned + self._holds.num_pinned + to_come
 
     # ---------------------------------------------------------------- admission
 
@@ -522,6 +603,8 @@ class Scheduler:
                 return
             if self._prefix.is_expected(request):
                 request.num_deferrals += 1
+                continue
+            if self._awaits_prefill(request, now_s):
                 continue
             # Nobody overtakes a request that lacks blocks, or large ones would starve.
             if not self._admit(plan, request, budget, reserved, now_s):
@@ -575,9 +658,11 @@ class Scheduler:
         return False
 
     def _fits(self, request: Request, match: PrefixMatch, budget: int, reserved: int) -> bool:
-        # No preemption frees what loads pin: whoever runs must reach its full length without it.
-        pinned = self._loads.num_pinned - self._loads.count_releasable(request)
-        if pinned and pinned + self._count_full_length(request) > self._pool.num_blocks:
+        # No preemption frees what is committed: who runs must reach its full length without it.
+        committed = self._count_committed() - self._loads.count_releasable(request)
+        if request.prefill_lease_s is not None:
+            committed += self._count_largest()
+        if committed and committed + self._count_full_length(request) > self._pool.num_blocks:
             return False
         available = self._count_available() - self._index.count_evictable(match)
         if self._running:
@@ -702,12 +787,20 @@ class Scheduler:
         if request.num_tokens >= request.max_total_tokens and (
             sequence.wants_sample or request.num_remaining_tokens == 0
         ):
-            return FinishReason.LENGTH
+            is_prefill = request.prefill_lease_s is not None
+            return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
         if request.deadline_s is not None and request.deadline_s <= now_s:
             return FinishReason.DEADLINE
         return None
 
     def _finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
+        if reason is FinishReason.PREFILLED:
+            assert now_s is not None, f"request {request.request_id} is prefilled between steps"
+            assert request.prefill_lease_s is not None, f"{request.request_id} does not prefill"
+            request.held_blocks = request.block_table
+            self._holds.hold(
+                request.request_id, request.held_blocks, now_s + request.prefill_lease_s
+            )
         if request.state is RequestState.RUNNING:
             self._leave_running(request)
         elif request.state is RequestState.LOADING:
@@ -729,6 +822,7 @@ class Scheduler:
         for request in self._running:
             owners.update(request.block_table)
         owners.update(self._loads.list_references())
+        owners.update(self._holds.list_references())
         if self._in_flight is not None:
             owners.update(copy.src_block_id for copy in self._in_flight.copies)
         for block_id in range(self._pool.num_blocks):
@@ -743,7 +837,8 @@ class Scheduler:
         )
         for request in self._loading:
             assert request.state is RequestState.LOADING, f"{request.request_id} does not load"
-            assert self._loads.get_wait_until_s(request) is not None, f"{request.request_id}: none"
+            has_reason = self._loads.has_load(request) or request.awaits_continuation
+            assert has_reason, f"request {request.request_id} waits for nothing"
         _check_sorted(self._running, _urgency)
         _check_sorted(self._waiting, _queue_order)
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem._native import ThreadPool
+from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.native import Buffer
-from tandem.kernels.native_linear import PackedLinear
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
 __all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]

@@ -3,11 +3,8 @@
 from torch import Tensor
 from torch.nn import functional
 
-from tandem import _native
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
-from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader
-from tandem.kernels.step import NativeStep
 
 __all__ = ["Mlp", "swiglu"]
 
@@ -42,7 +39,7 @@ class Mlp(Operator):
         down = [(f"{name}.down_proj", self.hidden_size)]
         settings = self.settings
         # Where no module has to search for them.
-        self._matrices = (
+        self.matrices = (
             read_matrix(
                 self, "gate_up_", reader, settings, gate_up, self.hidden_size, has_bias=bias
             ),
@@ -51,19 +48,10 @@ class Mlp(Operator):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
-        gate_up, down = self._matrices
+        gate_up, down = self.matrices
         return down.forward(swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)), dtype=x_TD.dtype)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
         """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
-        gate_up, down = self._matrices
+        gate_up, down = self.matrices
         down.add_into_(residual_TD, swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)))
-
-    def add_natively(self, residual_TD: Buffer, x_TD: Buffer, native: NativeStep) -> None:
-        """As ``add_into_``, in buffers of a native step."""
-        gate_up_matrix, down_matrix = self._matrices
-        gate_up = native.buffer("gate_up", 2 * self.intermediate_size)
-        hidden = native.buffer("hidden", self.intermediate_size)
-        gate_up_matrix.run(x_TD, gate_up)
-        _native.swiglu(gate_up.view, hidden.view, native.pool)
-        down_matrix.run(hidden, residual_TD, is_added=True)

@@ -1,11 +1,11 @@
-"""Which operators run natively, and the views they take: the one place that decides.
+"""Tensors as native operators take them, and which tensors those are.
 
 Native operators take CPU tensors of float32 or bfloat16 that need no gradient. A tensor crosses by
 DLPack, which costs as much as a small operator; so what outlives a call (weights, the buffers of a
 step) is viewed once.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Whether operators on ``tensor`` run natively; elsewhere torch computes them."""
+    """Whether native operators take ``tensor``; torch computes with the others."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype in NATIVE_DTYPES
@@ -33,14 +33,31 @@ def view_tensor(tensor: Tensor) -> _native.TensorView:
     return _native.TensorView(plain)
 
 
-class Buffer(NamedTuple):
-    """Memory of a step with its view, made once for all layers."""
+class Buffer:
+    """A tensor that outlives a call, and its view, which is made when native code first asks.
+
+    Args:
+        tensor: weights, or memory of a step.
+        view: the same memory in another shape; None is the tensor's own.
+    """
 
     tensor: Tensor
     view: _native.TensorView
 
+    def __init__(self, tensor: Tensor, view: _native.TensorView | None = None) -> None:
+        self.tensor = tensor
+        if view is not None:
+            self.view = view
+
+    def __getattr__(self, name: str) -> _native.TensorView:
+        # Called while the instance has no such attribute, so for the first view only: a layer reads
+        # views dozens of times, and a property would cost a call each.
+        if name != "view":
+            raise AttributeError(name)
+        self.view = view_tensor(self.tensor)
+        return self.view
+
     @classmethod
     def allocate(cls, *shape: int, dtype: torch.dtype) -> "Buffer":
         """Return a buffer with unspecified contents."""
-        tensor = torch.empty(shape, dtype=dtype)
-        return cls(tensor, view_tensor(tensor))
+        return cls(torch.empty(shape, dtype=dtype))

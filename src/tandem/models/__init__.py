@@ -6,27 +6,27 @@ The names below load their modules, and with them torch, only when they are used
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem.models.families import describe_model
     from tandem.models.hub import pull
     from tandem.models.loader import CausalModel, load_model
-    from tandem.models.plan import RulesReport, explain_rules
+    from tandem.models.plan_report import render_plan
+    from tandem.models.planner import describe_model, plan_model
 
 __all__ = [
     "CausalModel",
-    "RulesReport",
     "describe_model",
-    "explain_rules",
     "load_model",
+    "plan_model",
     "pull",
+    "render_plan",
 ]
 
 _HOMES = {
     "CausalModel": "loader",
-    "RulesReport": "plan",
-    "describe_model": "families",
-    "explain_rules": "plan",
+    "describe_model": "planner",
     "load_model": "loader",
+    "plan_model": "planner",
     "pull": "hub",
+    "render_plan": "plan_report",
 }
 
 

@@ -1,21 +1,22 @@
 """Packing a checkpoint's experts ahead of the first start, into the cache that loading maps."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.kernels.native_experts import NativeExperts
-from tandem.kernels.paged import TORCH_DTYPES
+from tandem.core.model_plan import NO_FORMAT
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.families import open_checkpoint
-from tandem.models.identity import list_config_values
-from tandem.models.injection import apply_rules, load_rules
-from tandem.models.operators import WeightSettings
+from tandem.models.injection import apply_plan
+from tandem.models.loader import make_settings, open_weights
 from tandem.models.packed_cache import PackedCaches, choose_root
-from tandem.models.precision import choose_dtype, plan_weights
+from tandem.models.planner import plan_model
 from tandem.models.skeleton import build_skeleton
-from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
-from tandem.models.weights import Progress, WeightSource
+from tandem.models.weights import Progress
 
 __all__ = ["ConvertReport", "convert_model"]
 
@@ -62,38 +63,33 @@ def convert_model(
     Raises: as ``load_model``; ConfigError if the model has no experts to pack; CapacityError if
         the folder took less than all; CorruptionError if a file is not what was written.
     """
-    checkpoint = open_checkpoint(path_or_id)
-    spec = choose_dtype(checkpoint.spec, "auto")
-    plan = plan_weights(spec, expert_format=weight_format, linear_format="none", device="cpu")
+    # What is kept is in one part.
+    plan = plan_model(
+        path_or_id,
+        rules=rules,
+        expert_format=weight_format,
+        linear_format=NO_FORMAT,
+        packed_cache=packed_cache,
+        expert_parts=1,
+    )
+    checkpoint = open_checkpoint(plan.folder)
     # An explicit wish: also what is too small for `auto` to keep.
     root = choose_root(packed_cache, checkpoint.folder, size_bytes=1 << 62)
     if root is None:
         raise ConfigError("models.convert", "packed_cache is off: name a folder or auto")
+    plan = msgspec.structs.replace(plan, packed_cache=str(root.parent))
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
-    dtype = TORCH_DTYPES[spec.dtype]
-    digests = DigestCache.of_user(checkpoint.folder)
-    with (
-        WeightSource(checkpoint.folder, dtype=dtype, progress=progress) as source,
-        WeightHasher(source.entries, num_threads=pool.num_threads, cache=digests) as hasher,
-        PackedCaches(
-            root,
-            source=name_packed_source(
-                hasher.result(progress),
-                list_config_values(checkpoint.config),
-                "" if source.holds_exactly(dtype) else spec.dtype,
-            ),
-        ) as caches,
-    ):
-        settings = WeightSettings.of_plan(plan, pool, caches)
-        apply_rules(model, checkpoint.config, load_rules(rules), device="cpu", settings=settings)
+    with ExitStack() as stack:
+        source, _, caches = open_weights(plan, pool, progress, stack)
+        apply_plan(model, checkpoint.config, plan, make_settings(plan, pool, caches))
         modules = model.named_modules()
         operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}
-        if not operators:
+        if not operators or caches is None:
             raise ConfigError(
                 "models.convert",
-                f"{spec.name} has no routed experts in a weight format: nothing to pack",
+                f"{plan.spec.name} has no routed experts in a weight format: nothing to pack",
             )
         had = {name for name, op in operators.items() if _is_packed(caches, name, op)}
         for name, operator in operators.items():
@@ -108,11 +104,11 @@ def convert_model(
             caches.verify()
     return ConvertReport(
         folder=str(root),
-        weight_format=plan.experts.name,
+        weight_format=plan.experts.weight_format,
         num_files=len(operators),
         num_packed=len(operators.keys() - had),
         size_bytes=sum(operator.size_bytes for operator in operators.values()),
-        source_bytes=plan.experts.plain_bytes,
+        source_bytes=sum(m.plain_bytes for m in plan.matrices if m.role == "experts"),
     )
 
 

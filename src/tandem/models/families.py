@@ -24,13 +24,8 @@ __all__ = [
     "ROPE_TYPES",
     "Checkpoint",
     "Family",
-    "describe_model",
     "open_checkpoint",
 ]
-
-SMALL_MODEL_BYTES = 256 << 20
-"""Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
-better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
 
 MAX_JSON_BYTES = 16 << 20
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
@@ -50,15 +45,13 @@ CLOSE_NAME = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family: what its layers have beyond the common shape."""
+    """One model family, for its page and messages; sizes are read off its modules (``roles``)."""
 
     model_type: str
     architecture: str
     has_qk_norm: bool = False
     is_moe: bool = False
     has_sinks: bool = False
-    has_moe_bias: bool = False
-    """Routers and experts have biases."""
     expert_formats: tuple[str, ...] = ()
     """Weight formats in which checkpoints may store experts, by ``quant_method``."""
 
@@ -79,7 +72,6 @@ FAMILIES = {
             "GptOssForCausalLM",
             is_moe=True,
             has_sinks=True,
-            has_moe_bias=True,
             expert_formats=("mxfp4",),
         ),
     )
@@ -94,10 +86,11 @@ class Checkpoint:
     config: Any
     """transformers' configuration object."""
     spec: ModelSpec
+    """Without what only the modules tell; ``tandem.models.roles`` completes it."""
 
 
-def describe_model(path_or_id: str | Path) -> ModelSpec:
-    """Describe a checkpoint from its ``config.json`` alone.
+def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
+    """Read and check the configuration of a checkpoint.
 
     Raises:
         NotFoundError: no such folder or snapshot, or no ``config.json`` in it.
@@ -105,11 +98,6 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
         ConfigError: a value is missing or out of bounds.
         UnsupportedError: nothing here runs it; the text says what and why.
     """
-    return open_checkpoint(path_or_id).spec
-
-
-def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
-    """Read and check the configuration of a checkpoint; raises as ``describe_model``."""
     folder = resolve_folder(path_or_id)
     raw = read_json(folder / "config.json")
     family = _check_family(raw)
@@ -119,8 +107,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     generation = read_json(generation) if generation.exists() else {}
     name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
     spec = _make_spec(name, config, family, generation)
-    if spec.is_moe:
-        spec = msgspec.structs.replace(spec, expert_format=_find_quantization(raw) or "")
+    spec = msgspec.structs.replace(spec, expert_format=_find_quantization(raw) or "")
     return Checkpoint(folder, config, spec)
 
 
@@ -307,81 +294,15 @@ def head_dim_of(config: Any) -> int:
     return config.hidden_size // config.num_attention_heads if stated is None else stated
 
 
-def _count_moe_layers(config: Any, family: Family) -> int:
-    if not family.is_moe:
-        return 0
-    if family.is_all_moe:
-        return config.num_hidden_layers
-    return sum(
-        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-
-
-def _find_expert_size(config: Any, family: Family) -> int:
-    return config.intermediate_size if family.is_all_moe else config.moe_intermediate_size
-
-
-def _find_window(config: Any) -> int:
-    """Return the window of the layers that have one; 0 if none has."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return 0
-    return getattr(config, "sliding_window", None) or 0
-
-
-def _count_parameters(config: Any, family: Family) -> tuple[int, int]:
-    """Return (all, those that one token reads), tied embeddings counted once."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * head_dim_of(config)
-    kv = config.num_key_value_heads * head_dim_of(config)
-    layers, moe_layers = config.num_hidden_layers, _count_moe_layers(config, family)
-    attention = hidden * (heads + 2 * kv) + heads * hidden
-    if config.attention_bias:
-        attention += heads + 2 * kv + hidden
-    if family.has_qk_norm:
-        attention += 2 * head_dim_of(config)
-    if family.has_sinks:
-        attention += config.num_attention_heads
-    mlp = 3 * hidden * config.intermediate_size
-    if getattr(config, "mlp_bias", False):
-        mlp += 2 * config.intermediate_size + hidden
-    head = 0 if config.tie_word_embeddings else config.vocab_size * hidden
-    shared = layers * (attention + 2 * hidden) + (layers - moe_layers) * mlp + hidden
-    shared += config.vocab_size * hidden + head
-    if not moe_layers:
-        return shared, shared
-    inner = _find_expert_size(config, family)
-    expert = 3 * hidden * inner
-    shared += moe_layers * config.num_experts * hidden
-    if family.has_moe_bias:
-        expert += 2 * inner + hidden
-        shared += moe_layers * config.num_experts
-    return (
-        shared + moe_layers * config.num_experts * expert,
-        shared + moe_layers * config.num_experts_per_tok * expert,
-    )
-
-
 def _as_ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
 def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any]) -> ModelSpec:
-    total, active = _count_parameters(config, family)
     stored = str(config.dtype or "float32").removeprefix("torch.")
     if stored not in DTYPE_BYTES:
         raise _refuse(f"dtype {stored!r}: known are {', '.join(DTYPE_BYTES)}", "dtype")
-    if total * 4 <= SMALL_MODEL_BYTES:
-        dtype = "float32"
-        reason = (
-            f"float32, as the whole model takes {total * 4 / 2**20:.0f} MiB in it, at most "
-            f"{SMALL_MODEL_BYTES >> 20}: call overhead and float32 speed win on a CPU"
-        )
-    else:
-        dtype = "bfloat16" if stored == "float16" else stored
-        reason = f"{dtype}, as the checkpoint is stored in {stored}"
-    moe_layers = _count_moe_layers(config, family)
     eos = dict.fromkeys(_as_ids(config.eos_token_id) + _as_ids(generation.get("eos_token_id")))
     return ModelSpec(
         name=name,
@@ -395,20 +316,9 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        num_experts=config.num_experts if moe_layers else 0,
-        top_k=config.num_experts_per_tok if moe_layers else 0,
-        moe_intermediate_size=_find_expert_size(config, family) if moe_layers else 0,
-        num_moe_layers=moe_layers,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        has_qk_norm=family.has_qk_norm,
-        sliding_window=_find_window(config),
-        has_sinks=family.has_sinks,
         rope_type=config.rope_parameters.get("rope_type", "default"),
         checkpoint_dtype=stored,
-        dtype=dtype,
-        dtype_reason=reason,
-        num_parameters=total,
-        num_active_parameters=active,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,

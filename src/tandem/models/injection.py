@@ -1,23 +1,25 @@
-"""Applying rules to a skeleton: children first, so that a parent sees what its parts became."""
+"""Applying rules, or a plan, to a skeleton: children first, so a parent sees what they became."""
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import nn
 
 from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.core.model_plan import NO_FORMAT, ModelPlan, ModulePlan
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.matrix import MatrixSettings
-from tandem.kernels.native_experts import NativeExperts
 from tandem.models.operators import (
     DEVICE_KWARGS,
+    FORMAT_KWARG,
+    OPERATORS,
     BuildContext,
     OperatorEntry,
     UnfitModuleError,
     WeightSettings,
-    refuse,
     resolve_operator,
 )
 from tandem.models.skeleton import list_modules
@@ -26,19 +28,7 @@ from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Outcome", "apply_rules", "find_module_format", "load_rules"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one module."""
-
-    module: str
-    class_name: str
-    operator: str
-    """The operator in its place, or ``default`` where the skeleton's module stays."""
-    rule: int | None
-    note: str = ""
+__all__ = ["apply_plan", "apply_rules", "find_module_format", "load_rules", "require_no_meta"]
 
 
 def load_rules(path: str | Path | None) -> tuple[Rule, ...]:
@@ -66,9 +56,8 @@ def apply_rules(
     *,
     device: str,
     settings: WeightSettings,
-    strict: bool = True,
-) -> tuple[RuleTable, list[Outcome]]:
-    """Replace modules of ``model`` by operators, in place.
+) -> tuple[RuleTable, tuple[ModulePlan, ...]]:
+    """Replace modules of ``model`` by operators, in place; say what became of each module.
 
     Args:
         model: a skeleton on the meta device; modified.
@@ -76,36 +65,62 @@ def apply_rules(
         rules: in order of precedence.
         device: where the operators will run, to say where that differs from what a rule asks.
         settings: how weights are stored and run.
-        strict: raise where a rule took a module that has no operator here; else say so in its
-            outcome and keep the module.
+
+    A rule that took a module without operator here is a ``problem`` of that module.
 
     Raises:
         ConfigError: a rule names an unknown operator or argument.
-        UnsupportedError: an operator cannot take the module that its rule matched.
     """
     entries = [resolve_operator(rule) for rule in rules]
     table = assign_rules(list_modules(model), rules)
-    outcomes: dict[str, Outcome] = {}
+    plans: dict[str, ModulePlan] = {}
     for assignment in reversed(table.assignments):
-        outcome = _apply_one(
-            model,
-            config,
-            assignment,
-            rules,
-            entries,
-            device=device,
-            settings=settings,
-            strict=strict,
+        plans[assignment.module.name] = _apply_one(
+            model, config, assignment, rules, entries, device=device, settings=settings
         )
-        outcomes[assignment.module.name] = outcome
-    absorbed = dict(_find_absorbed(table, outcomes, entries))
-    ordered = [outcomes[assignment.module.name] for assignment in table.assignments]
-    return table, [
-        Outcome(o.module, o.class_name, DEFAULT, o.rule, f"part of {absorbed[o.module]}")
-        if o.module in absorbed
-        else o
-        for o in ordered
-    ]
+    owners = dict(_find_absorbed(table, plans, entries))
+    ordered = [plans[assignment.module.name] for assignment in table.assignments]
+    return table, tuple(
+        ModulePlan(
+            module=plan.module,
+            class_name=plan.class_name,
+            operator=DEFAULT,
+            rule=plan.rule,
+            owner=owners[plan.module],
+            note=f"part of {owners[plan.module]}",
+        )
+        if plan.module in owners
+        else plan
+        for plan in ordered
+    )
+
+
+def apply_plan(model: nn.Module, config: Any, plan: ModelPlan, settings: WeightSettings) -> None:
+    """Replace modules of ``model`` by the operators that a plan names, in place.
+
+    Args:
+        model: a skeleton on the meta device, of the plan's configuration; modified.
+        config: its configuration.
+        plan: says operator and weight format of each module.
+        settings: threads, caches and parts; its formats are not used.
+
+    Raises: UnsupportedError: a module of the plan has a problem, or is not what it was.
+    """
+    for problem in (module.problem for module in plan.modules if module.problem):
+        raise UnsupportedError("models.apply_rules", problem)
+    for planned in reversed(plan.modules):
+        if planned.operator == DEFAULT:
+            continue
+        entry = OPERATORS.resolve(planned.operator, where="models.apply_plan", field="operator")
+        kwargs = {FORMAT_KWARG: planned.weight_format}
+        context = BuildContext(planned.module, model, config, kwargs, settings)
+        try:
+            built = entry.build(model.get_submodule(planned.module), context)
+        except UnfitModuleError as error:
+            raise UnsupportedError(
+                "models.apply_plan", f"{planned.module} is not what the plan was made of: {error}"
+            ) from error
+        model.set_submodule(planned.module, built)
 
 
 def _apply_one(
@@ -117,34 +132,42 @@ def _apply_one(
     *,
     device: str,
     settings: WeightSettings,
-    strict: bool,
-) -> Outcome:
+) -> ModulePlan:
     name = assignment.module.name
-    class_name = assignment.module.class_path.rpartition(".")[2]
+    kept = ModulePlan(
+        module=name,
+        class_name=assignment.module.class_path.rpartition(".")[2],
+        operator=DEFAULT,
+        rule="" if assignment.rule is None else rules[assignment.rule].place,
+    )
     if assignment.rule is None:
         stopped = assignment.skipped_by
         note = "" if stopped is None else f"below {rules[stopped].place}, not recursive"
-        return Outcome(name, class_name, DEFAULT, None, note)
+        return msgspec.structs.replace(kept, note=note)
     rule, entry = rules[assignment.rule], entries[assignment.rule]
     if entry is None:
-        if strict:
-            why = "the operator is not here"
-            raise refuse(name, rule.operator, rule.place, why)
-        return Outcome(name, class_name, DEFAULT, assignment.rule, "no operator here")
+        problem = _tell_problem(rule, rule.operator, name, "the operator is not here")
+        return msgspec.structs.replace(kept, note="no operator here", problem=problem)
     module = model.get_submodule(name)
     try:
         built = entry.build(module, BuildContext(name, model, config, rule.kwargs, settings))
     except UnfitModuleError as error:
-        if not entry.is_optional:
-            if strict:
-                raise refuse(name, entry.name, rule.place, str(error)) from None
-            return Outcome(name, class_name, DEFAULT, assignment.rule, f"cannot: {error}")
-        return Outcome(name, class_name, DEFAULT, assignment.rule, f"not fused: {error}")
+        if entry.is_optional:
+            return msgspec.structs.replace(kept, note=f"not fused: {error}")
+        problem = _tell_problem(rule, entry.name, name, str(error))
+        return msgspec.structs.replace(kept, note=f"cannot: {error}", problem=problem)
     model.set_submodule(name, built)
     weight_format = find_module_format(built)
-    notes = ["" if weight_format is None else weight_format.name, _note_devices(rule, device)]
-    note = "; ".join(note for note in notes if note)
-    return Outcome(name, class_name, entry.name, assignment.rule, note)
+    return msgspec.structs.replace(
+        kept,
+        operator=entry.name,
+        weight_format=NO_FORMAT if weight_format is None else weight_format.name,
+        note=_note_devices(rule, device),
+    )
+
+
+def _tell_problem(rule: Rule, operator: str, module_name: str, why: str) -> str:
+    return f"{rule.place}: operator {operator} cannot take {module_name}: {why}"
 
 
 def find_module_format(module: nn.Module) -> WeightFormat | None:
@@ -162,7 +185,7 @@ def _note_devices(rule: Rule, device: str) -> str:
 
 
 def _find_absorbed(
-    table: RuleTable, outcomes: dict[str, Outcome], entries: list[OperatorEntry | None]
+    table: RuleTable, plans: dict[str, ModulePlan], entries: list[OperatorEntry | None]
 ) -> "Iterator[tuple[str, str]]":
     """Yield (module, the operator above it that took its weights)."""
     owner = None
@@ -172,7 +195,7 @@ def _find_absorbed(
             yield name, owner
             continue
         entry = None if assignment.rule is None else entries[assignment.rule]
-        took = entry is not None and outcomes[name].operator == entry.name
+        took = entry is not None and plans[name].operator == entry.name
         owner = name if took and entry is not None and entry.absorbs else None
 
 

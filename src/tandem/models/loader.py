@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
-from tandem.core.errors import ConfigError, ShapeError
+from tandem.core.errors import ConfigError, ConflictError, ShapeError
+from tandem.core.model_plan import NO_FORMAT, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
     KV_CODE_BYTES,
@@ -20,24 +21,22 @@ from tandem.core.spec import (
     KvSharing,
     ModelSpec,
 )
-from tandem.kernels.attention import PagedStep
 from tandem.kernels.decoder_layer import DecoderLayer
+from tandem.kernels.execution import choose_execution
 from tandem.kernels.experts import read_experts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values, make_kv_identity
-from tandem.models.injection import apply_rules, load_rules, require_no_meta
+from tandem.models.injection import apply_plan, require_no_meta
 from tandem.models.operators import WeightSettings, make_rope_parameters
 from tandem.models.packed_cache import PackedCaches, choose_root
-from tandem.models.plan import RulesReport
-from tandem.models.precision import WeightPlan, choose_dtype, plan_weights
 from tandem.models.skeleton import build_skeleton
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.weights import Progress, WeightSource
 
-__all__ = ["CausalModel", "load_model", "make_kv_layout"]
+__all__ = ["CausalModel", "load_model", "make_kv_layout", "make_settings", "open_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,31 +48,22 @@ class CausalModel:
 
     Attributes:
         spec: what it is; ``spec.dtype`` is the dtype it runs in.
-        report: which rule took which module, and unused rules.
+        plan: how it is stored and run.
         weights_digest: SHA-256 over all bytes of the weights, hex.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
-        plan: how weights are stored where no rule says otherwise.
     """
 
     def __init__(
-        self,
-        skeleton: Any,
-        spec: ModelSpec,
-        report: RulesReport,
-        weights_digest: str,
-        config_values: dict[str, str],
-        ignored_weights: dict[str, str],
-        plan: WeightPlan,
-        device: torch.device,
+        self, skeleton: Any, plan: ModelPlan, weights_digest: str, ignored_weights: dict[str, str]
     ) -> None:
+        spec, device = plan.spec, torch.device(plan.device)
         self.spec = spec
-        self.report = report
-        self.weights_digest = weights_digest
-        self._config_values = config_values
-        self.ignored_weights = ignored_weights
         self.plan = plan
+        self.weights_digest = weights_digest
+        self.ignored_weights = ignored_weights
         self.device = device
         self.dtype = TORCH_DTYPES[spec.dtype]
+        self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
         self._rope = Rope(make_rope_parameters(skeleton.config))
         self._rope.inv_freq = self._rope.inv_freq.to(device)
@@ -104,7 +94,7 @@ class CausalModel:
         return make_kv_identity(
             self.skeleton,
             weights=self.weights_digest,
-            config=self._config_values,
+            config=self.plan.config,
             spec=self.spec,
             layout=layout,
             sharing=sharing,
@@ -161,7 +151,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = PagedStep(batch, kv_cache, self._rope, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self._rope, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -173,8 +163,8 @@ class CausalModel:
         else:
             hidden = self._embed(batch.token_ids)
             for layer in self._fused:
-                layer.run_(hidden, step)
-            DecoderLayer.complete_(hidden, step)
+                step.run_layer_(layer, hidden)
+            step.complete_(hidden)
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
@@ -183,98 +173,83 @@ class CausalModel:
 
 
 def load_model(
-    path_or_id: str | Path,
-    *,
-    dtype: str = "auto",
-    rules: str | Path | None = None,
-    device: str = "cpu",
-    expert_format: str = "auto",
-    linear_format: str = "auto",
-    packed_cache: str = "off",
-    expert_parts: int = 0,
-    pool: ThreadPool | None = None,
-    progress: Progress | None = None,
+    plan: ModelPlan, pool: ThreadPool | None = None, progress: Progress | None = None
 ) -> CausalModel:
-    """Load a checkpoint: skeleton, rules, weights, in that order.
+    """Load a checkpoint as planned: skeleton, operators, weights, in that order.
 
     Args:
-        path_or_id: a folder, or a hub id that was pulled before.
-        dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
-        rules: a rule file that goes before the built-in rules.
-        device: where operators run.
-        expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
-        linear_format: of the other matrices; the embedding stays a tensor.
-        packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
-        expert_parts: shares that packed experts are split into, each in memory of the NUMA node
-            that computes it; 0 = one for each node of the pool.
+        plan: see ``plan_model``; nothing is decided again.
         pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
 
     Raises:
-        NotFoundError: no such checkpoint, or a file or tensor of it is missing.
-        ConfigError: a configuration, rule or setting is wrong, or a tensor belongs to no module.
-        ShapeError: a tensor has another shape than the configuration says, or one that its weight
-            format cannot take.
+        NotFoundError: a file or tensor of the checkpoint is missing.
+        ConfigError: a tensor belongs to no module.
+        ConflictError: the configuration is not the one that the plan was made of.
+        ShapeError: a tensor has another shape than the configuration says.
         CorruptionError: a file is damaged.
-        UnsupportedError: nothing here runs this model; the text says what and why.
+        UnsupportedError: the plan has a problem; the text says what and why.
     """
-    checkpoint = open_checkpoint(path_or_id)
-    spec = choose_dtype(checkpoint.spec, dtype)
-    plan = plan_weights(
-        spec, expert_format=expert_format, linear_format=linear_format, device=device
-    )
-    all_rules = load_rules(rules)
+    checkpoint = open_checkpoint(plan.folder)
+    if list_config_values(checkpoint.config) != plan.config:
+        raise ConflictError(
+            "models.load", f"the configuration in {plan.folder} changed: make the plan anew"
+        )
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
-    config_values = list_config_values(checkpoint.config)
+    model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source = stack.enter_context(
-            WeightSource(
-                checkpoint.folder, dtype=TORCH_DTYPES[spec.dtype], device=device, progress=progress
-            )
-        )
-        hasher = stack.enter_context(
-            WeightHasher(
-                source.entries,
-                num_threads=pool.num_threads,
-                cache=DigestCache.of_user(checkpoint.folder),
-            )
-        )
-        root = None
-        if plan.experts.weight_format is not None:
-            root = choose_root(packed_cache, checkpoint.folder, plan.experts.size_bytes)
-        caches = None
-        if root is not None:
-            packed_source = name_packed_source(
-                hasher.result(progress),
-                config_values,
-                "" if source.holds_exactly(source.dtype) else spec.dtype,
-            )
-            caches = stack.enter_context(PackedCaches(root, source=packed_source))
-        model = build_skeleton(checkpoint.config)
-        settings = WeightSettings.of_plan(plan, pool, caches, expert_parts)
-        table, outcomes = apply_rules(
-            model, checkpoint.config, all_rules, device=device, settings=settings
-        )
+        source, hasher, caches = open_weights(plan, pool, progress, stack)
+        settings = make_settings(plan, pool, caches)
+        apply_plan(model, checkpoint.config, plan, settings)
         _load_weights(model, checkpoint, source)
         ignored = source.check_all_used(_list_harmless(checkpoint))
-        weights_digest = hasher.result(progress)
-    report = RulesReport(spec.name, spec, all_rules, tuple(outcomes), table.unused, table.shadowed)
+        # Mostly done by now: no second bar for the rest.
+        weights_digest = hasher.result()
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
         logger.warning(
             "event=memory_not_bound what=weights why=%r",
             "the kernel refused mbind: they lie where threads touched them first",
         )
-    return CausalModel(
-        model,
-        spec,
-        report,
-        weights_digest,
-        config_values,
-        ignored,
-        plan,
-        torch.device(device),
+    return CausalModel(model, plan, weights_digest, ignored)
+
+
+def open_weights(
+    plan: ModelPlan, pool: ThreadPool, progress: Progress | None, stack: ExitStack
+) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
+    """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
+
+    Args:
+        plan: names the folder, the dtype and the cache.
+        pool: as many threads hash.
+        progress: see ``load_model``.
+        stack: closes all three.
+    """
+    folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
+    source = WeightSource(folder, dtype=dtype, device=plan.device, progress=progress)
+    stack.enter_context(source)
+    cache = DigestCache.of_user(folder)
+    hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
+    stack.enter_context(hasher)
+    has_packed = any(m.role == "experts" and m.weight_format != NO_FORMAT for m in plan.matrices)
+    root = choose_root(plan.packed_cache, folder, plan.expert_bytes) if has_packed else None
+    if root is None:
+        return source, hasher, None
+    read_dtype = "" if source.holds_exactly(dtype) else plan.spec.dtype
+    packed_source = name_packed_source(hasher.result(progress), plan.config, read_dtype)
+    return source, hasher, stack.enter_context(PackedCaches(root, source=packed_source))
+
+
+def make_settings(plan: ModelPlan, pool: ThreadPool, caches: PackedCaches | None) -> WeightSettings:
+    """Return how operators of a plan store and run their weights."""
+    return WeightSettings.of_choices(
+        pool,
+        plan.experts,
+        plan.linear,
+        plan.router,
+        caches=caches,
+        expert_parts=plan.expert_parts,
     )
 
 

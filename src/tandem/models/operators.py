@@ -12,23 +12,25 @@ from typing import Any
 from torch import nn
 
 from tandem._native import ThreadPool
-from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.core.model_plan import NO_FORMAT, FormatChoice
 from tandem.core.registry import Registry
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.attention import Attention
+from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.decoder_layer import DecoderLayer
-from tandem.kernels.experts import Experts, RoutedExperts
+from tandem.kernels.experts import RoutedExperts
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.matrix import MatrixSettings
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
-from tandem.kernels.native_experts import NativeExperts
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters
+from tandem.kernels.torch.experts import Experts
 from tandem.models.families import head_dim_of
 from tandem.models.packed_cache import PackedCaches
-from tandem.models.precision import NO_FORMAT, WeightPlan, choose_expert_parts
+from tandem.models.precision import choose_expert_parts
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "OperatorEntry",
     "WeightSettings",
     "make_rope_parameters",
+    "parse_format",
     "resolve_operator",
 ]
 
@@ -79,22 +82,33 @@ class WeightSettings:
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
 
     @classmethod
-    def of_plan(
+    def of_choices(
         cls,
-        plan: WeightPlan,
         pool: ThreadPool,
+        experts: FormatChoice,
+        linear: FormatChoice,
+        router: FormatChoice,
+        *,
         caches: PackedCaches | None = None,
         expert_parts: int = 0,
     ) -> "WeightSettings":
-        """Return the settings that a plan comes to."""
+        """Return the settings that a plan's choices come to."""
         return cls(
             pool=pool,
-            experts=plan.experts.weight_format,
-            linear=plan.linear.weight_format,
-            router=plan.router.weight_format,
+            experts=parse_format(experts.weight_format),
+            linear=parse_format(linear.weight_format),
+            router=parse_format(router.weight_format),
             caches=caches,
             expert_parts=expert_parts,
         )
+
+
+def parse_format(name: str) -> WeightFormat | None:
+    """Return the format of this name; None for tensors.
+
+    Raises: NotFoundError.
+    """
+    return None if name == NO_FORMAT else find_format(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class BuildContext:
         wish = self.kwargs.get(FORMAT_KWARG)
         if wish is None:
             return default
-        return None if wish == NO_FORMAT else find_format(wish)
+        return parse_format(wish)
 
     def choose_matrix(self) -> MatrixSettings:
         """Return how a linear operator stores its matrices."""
@@ -268,7 +282,9 @@ def _build_router(module: Any, context: BuildContext) -> Router:
         # gpt-oss's softmax is over the chosen.
         is_normalised=is_gpt_oss or bool(module.norm_topk_prob),
         has_bias=_has_bias(module),
-        settings=MatrixSettings(context.settings.router, context.settings.pool),
+        settings=MatrixSettings(
+            context.choose_format(context.settings.router), context.settings.pool
+        ),
     )
 
 
@@ -465,10 +481,3 @@ def _check_format(rule: Rule, entry: OperatorEntry) -> None:
             find_format(wish)
         except NotFoundError as error:
             raise ConfigError(where, f"{rule.place}: {error.what}", field=field) from None
-
-
-def refuse(module_name: str, operator: str, place: str, why: str) -> UnsupportedError:
-    """Make the error of a module that an operator cannot take."""
-    return UnsupportedError(
-        "models.apply_rules", f"{place}: operator {operator} cannot take {module_name}: {why}"
-    )

@@ -1,67 +1,38 @@
 """In which dtype and weight format a model runs, and why: plain data out."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from tandem._native import cpu_features
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.core.model_plan import NO_FORMAT, FormatChoice
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.kernels.formats import WeightFormat, find_format
-from tandem.kernels.native_linear import count_bytes
+from tandem.kernels.formats import find_format
 
 __all__ = [
-    "NO_FORMAT",
-    "FormatPlan",
-    "WeightPlan",
+    "FormatChoices",
     "choose_dtype",
     "choose_expert_parts",
-    "plan_weights",
+    "choose_formats",
+    "set_auto_dtype",
 ]
 
 PART_COLUMNS = 128
 """Columns of an expert's smallest part: of all formats the largest block that cannot be split."""
 
-NO_FORMAT = "none"
-"""The wish for tensors of the model's dtype."""
+
+SMALL_MODEL_BYTES = 256 << 20
+"""Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
+better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormatPlan:
-    """How some matrices of a model are stored and run."""
+class FormatChoices(NamedTuple):
+    """The formats of a model's matrices where no rule says otherwise."""
 
-    weight_format: WeightFormat | None
-    """None: as tensors of the model's dtype, run by torch."""
-    reason: str
-    size_bytes: int
-    """All of these matrices, as stored here."""
-    plain_bytes: int
-    """The same in the model's dtype."""
-
-    @property
-    def name(self) -> str:
-        """The format's name, or ``none``."""
-        return NO_FORMAT if self.weight_format is None else self.weight_format.name
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPlan:
-    """How the weights of a model are stored and run where no rule says otherwise."""
-
-    experts: FormatPlan
-    """The routed experts."""
-    linear: FormatPlan
-    """Attention's projections, dense MLPs and the head."""
-    router: FormatPlan
-    """The routers' scores, in a format that loses nothing."""
-    size_bytes: int
-    """All weights of the model, as stored here."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether native kernels run every matrix."""
-        plans = (self.experts, self.linear, self.router)
-        return all(plan.weight_format is not None or not plan.plain_bytes for plan in plans)
+    experts: FormatChoice
+    linear: FormatChoice
+    router: FormatChoice
 
 
 def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
@@ -87,9 +58,25 @@ def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
 
 
-def plan_weights(
+def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine."""
+    size_bytes = spec.num_parameters * DTYPE_BYTES["float32"]
+    if size_bytes <= SMALL_MODEL_BYTES:
+        dtype = "float32"
+        reason = (
+            f"float32, as the whole model takes {size_bytes / 2**20:.0f} MiB in it, at most "
+            f"{SMALL_MODEL_BYTES >> 20}: call overhead and float32 speed win on a CPU"
+        )
+    else:
+        stored = spec.checkpoint_dtype
+        dtype = "bfloat16" if stored == "float16" else stored
+        reason = f"{dtype}, as the checkpoint is stored in {stored}"
+    return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=reason)
+
+
+def choose_formats(
     spec: ModelSpec, *, expert_format: str, linear_format: str, device: str
-) -> WeightPlan:
+) -> FormatChoices:
     """Choose the formats of a model's matrices.
 
     Args:
@@ -101,25 +88,16 @@ def plan_weights(
     Raises:
         ConfigError: an unknown format.
         UnsupportedError: a format that has no kernels on this device.
-        ShapeError: the model's sizes are not whole groups of the format.
     """
-    choice, why = _choose(spec, expert_format, device, "expert_format")
+    experts = _choose(spec, expert_format, device, "expert_format")
     if expert_format == "auto" and spec.expert_format and device == "cpu":
-        choice, why = find_format(spec.expert_format), "as the checkpoint stores them"
+        name = find_format(spec.expert_format).name
+        experts = FormatChoice(weight_format=name, reason="as the checkpoint stores them")
     if not spec.is_moe:
-        choice, why = None, "the model has no routed experts"
-    experts = _make_plan(choice, why, _list_experts(spec), spec)
-    choice, why = _choose(spec, linear_format, device, "linear_format")
-    linear = _make_plan(choice, why, _list_linears(spec), spec)
-    choice, why = _choose(spec, NO_FORMAT if linear_format == NO_FORMAT else "auto", device, "")
-    routers = [(spec.num_experts, spec.hidden_size, spec.num_moe_layers)]
-    router = _make_plan(choice, why, routers if spec.is_moe else [], spec)
-    saved = sum(plan.plain_bytes - plan.size_bytes for plan in (experts, linear, router))
-    size = spec.weight_bytes - saved
-    if linear.weight_format is not None and spec.tie_word_embeddings:
-        # The embedding's table stays beside the packed head.
-        size += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
-    return WeightPlan(experts, linear, router, size)
+        experts = FormatChoice(weight_format=NO_FORMAT, reason="the model has no routed experts")
+    linear = _choose(spec, linear_format, device, "linear_format")
+    router = _choose(spec, NO_FORMAT if linear_format == NO_FORMAT else "auto", device, "")
+    return FormatChoices(experts, linear, router)
 
 
 def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> int:
@@ -133,59 +111,32 @@ def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> in
     return wish or max(1, min(num_nodes, intermediate_size // PART_COLUMNS))
 
 
-def _list_experts(spec: ModelSpec) -> list[tuple[int, int, int]]:
-    """Return (outputs, inputs, how many) of the experts' matrices."""
-    inner, hidden, count = spec.moe_intermediate_size, spec.hidden_size, spec.num_experts
-    count *= spec.num_moe_layers
-    return [(inner, hidden, 2 * count), (hidden, inner, count)] if count else []
+def _choose(spec: ModelSpec, wish: str, device: str, field: str) -> FormatChoice:
+    name, reason = _choose_name(spec, wish, device, field)
+    return FormatChoice(weight_format=name, reason=reason)
 
 
-def _list_linears(spec: ModelSpec) -> list[tuple[int, int, int]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    dense = spec.num_layers - spec.num_moe_layers
-    return [
-        (q + 2 * kv, hidden, spec.num_layers),
-        (hidden, q, spec.num_layers),
-        (2 * inner, hidden, dense),
-        (hidden, inner, dense),
-        (spec.vocab_size, hidden, 1),
-    ]
-
-
-def _make_plan(
-    weight_format: WeightFormat | None,
-    reason: str,
-    matrices: list[tuple[int, int, int]],
-    spec: ModelSpec,
-) -> FormatPlan:
-    plain = sum(n * k * count for n, k, count in matrices) * DTYPE_BYTES[spec.dtype]
-    if weight_format is None:
-        return FormatPlan(None, reason, plain, plain)
-    packed = sum(count * count_bytes(weight_format, k, n) for n, k, count in matrices if count)
-    return FormatPlan(weight_format, reason, packed, plain)
-
-
-def _choose(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[WeightFormat | None, str]:
+def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[str, str]:
     if wish == NO_FORMAT:
-        return None, f"{spec.dtype} tensors, as asked for"
+        return NO_FORMAT, f"{spec.dtype} tensors, as asked for"
     if wish != "auto":
         try:
             weight_format = find_format(wish)
         except NotFoundError as error:
             raise ConfigError(
-                "models.plan_weights",
+                "models.choose_formats",
                 f"{field}: {error.what}, auto or none",
                 field=f"model.{field}",
             ) from error
         if device != "cpu":
             raise UnsupportedError(
-                "models.plan_weights",
+                "models.choose_formats",
                 f"{field} {wish}: formats have kernels on the CPU only, not on {device}",
             )
-        return weight_format, "as asked for"
+        return weight_format.name, "as asked for"
     if device != "cpu":
-        return None, f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
+        reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
+        return NO_FORMAT, reason
     if spec.dtype == "bfloat16":
-        return find_format("bf16"), "the model's own dtype, on native kernels"
-    return None, f"{spec.dtype} tensors: native kernels have no format of this dtype"
+        return "bf16", "the model's own dtype, on native kernels"
+    return NO_FORMAT, f"{spec.dtype} tensors: native kernels have no format of this dtype"

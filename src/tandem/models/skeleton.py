@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.attention import AttentionRule, PagedStep, attend, write_kv
-from tandem.kernels.native import view_tensor
+from tandem.kernels.attention import AttentionRule
+from tandem.kernels.execution import Step
+from tandem.kernels.native import Buffer
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def attend_paged(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    tandem_step: PagedStep,
+    tandem_step: Step,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend a layer of the skeleton over paged KV.
@@ -44,12 +45,12 @@ def attend_paged(
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    write_kv(tandem_step, layer_idx, kv)
-    sinks = None if s_aux is None else view_tensor(s_aux.float())
+    tandem_step.write_kv(layer_idx, kv)
+    sinks = None if s_aux is None else Buffer(s_aux.float())
     rule = AttentionRule(
         0 if sliding_window is None else sliding_window, 0.0 if softcap is None else softcap, sinks
     )
-    mixed = attend(tandem_step, layer_idx, query[0].transpose(0, 1), kv, scale, rule)
+    mixed = tandem_step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 

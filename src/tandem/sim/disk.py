@@ -91,6 +91,8 @@ class MemoryDisk:
         """The step from which on whoever uses it is dead: nothing returns any more."""
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
+        self.quarantined: dict[int, _File] = {}
+        """The bucket that was moved aside last, by number."""
         self.on_step: Callable[[], None] = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()
@@ -224,6 +226,11 @@ class MemoryDisk:
         """Remove a bucket if it is there."""
         await self._step()
         self.files.pop(number, None)
+
+    async def quarantine_bucket(self, number: int) -> None:
+        """Move the file aside, in the place of one that was before."""
+        await self._step()
+        self.quarantined = {number: self.files.pop(number)}
 
     async def read_note(self, name: str) -> bytes:
         """Return a small file; empty if it is not there."""

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from tandem.store import layout
+from tandem.store.headers import ExtentHeader
 from tandem.store.index import NO_ROW, Replica
 from tandem.store.roster import Tombstones
-from tandem.store.segment import ExtentHeader
 from tandem.store.space import Extent, HostSpace
 
 if TYPE_CHECKING:

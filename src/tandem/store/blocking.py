@@ -115,8 +115,11 @@ class _BlockingCalls(MasterCalls):
             timeout_s = self.left_s(deadline_s)
         except BaseException:
             if begun is not None:
+                left_s = max(0.0, deadline_s - self.clock.now_s())
                 with contextlib.suppress(TandemError):
-                    answer = self._fast.wait_blocking(begun, response, GIVE_BACK_TIMEOUT_S)
+                    answer = self._fast.wait_blocking(
+                        begun, response, min(left_s, GIVE_BACK_TIMEOUT_S)
+                    )
             if answer is not None:
                 give_back(answer)
             raise
@@ -128,7 +131,11 @@ class _BlockingCalls(MasterCalls):
         return answer, done
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        self._wait(self._patient.tell(method, request, response))
+        # Nobody waits for it here: the caller's deadline may be over.
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(
+                lambda: self._patient.spawn(self._patient.tell(method, request, response))
+            )
 
     def spawn(self, work: Any) -> None:
         # Made for our steps, which block: they are over at once.

@@ -1,31 +1,36 @@
-"""How objects lie on a disk: the formats of docs/design/store_ssd.md, as functions of bytes.
+"""How objects lie on a disk: the files of docs/design/store_formats.md, as functions of bytes.
 
-A record is an extent of a segment with another header, at a multiple of 4 KiB, so that table and
-value need no second checksum: the object's own covers them. Pure; knows no file.
+A record is an extent of a segment, header included, at a multiple of 4 KiB, so that table and value
+need no second checksum: the object's own covers them. Pure; knows no file.
 """
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from tandem._native import crc32c
-from tandem.core.errors import CorruptionError, UnsupportedError
+from tandem.core.errors import CorruptionError
 from tandem.store import layout
-from tandem.store.segment import ExtentHeader
+from tandem.store.headers import (
+    HEAD_BYTES,
+    ExtentHeader,
+    checksum_bytes,
+    pack_head,
+    pack_object,
+    parse_head,
+    parse_object,
+)
 
 __all__ = [
     "ALIGNMENT",
+    "FOLDER_MAGIC",
     "HEAD_BYTES",
-    "Grave",
+    "ID_BYTES",
     "Record",
-    "pack_graves",
-    "pack_head",
+    "pack_bucket_head",
     "pack_index",
     "pack_record",
-    "parse_graves",
-    "parse_head",
+    "parse_bucket_head",
+    "parse_folder_id",
     "parse_index",
     "parse_record",
     "record_bytes",
@@ -33,17 +38,14 @@ __all__ = [
 
 ALIGNMENT = 4096
 """Of records, for O_DIRECT."""
-HEAD_BYTES = ALIGNMENT
-FORMAT_VERSION = 1
-HEAD = struct.Struct("<8sIIQQ16s")  # magic, version, alignment, file bytes, number, folder id
-HEAD_MAGIC = b"TANDBKT\0"
-RECORD = struct.Struct("<IHBBQQIIQQ")  # as an object's, then: bucket, position
-RECORD_MAGIC = 0x4345_5254  # "TREC"
-HARD_PIN = 1
-INDEX = struct.Struct("<8sIIQ")  # magic, version, records, number
+FOLDER_MAGIC = b"TANDSSD\0"
+ID_BYTES = 16
+"""Of a folder; these are all fields of its head."""
+BUCKET_MAGIC = b"TANDBKT\0"
+BUCKET = struct.Struct("<IQQ16s")  # alignment, file bytes, number, folder id
 INDEX_MAGIC = b"TANDIDX\0"
-GRAVE = struct.Struct("<QQ")  # version, bucket
-CRC = struct.Struct("<I")
+INDEX = struct.Struct("<QQI")  # number, records, CRC-32C of them
+POSITION = struct.Struct("<Q")
 
 
 class Record(NamedTuple):
@@ -59,136 +61,80 @@ class Record(NamedTuple):
         return record_bytes(len(self.header.key.encode()), self.header.size)
 
 
-class Grave(NamedTuple):
-    """Says that the record of this version, in this bucket, is dead."""
-
-    version: int
-    bucket: int
-
-
-def _checksum(*parts: bytes) -> int:
-    crc = 0
-    for part in parts:
-        if part:
-            crc = crc32c(np.frombuffer(part, dtype=np.uint8), crc)
-    return crc
-
-
 def record_bytes(key_bytes: int, value_bytes: int) -> int:
     """Return the length of a record, a multiple of ``ALIGNMENT``."""
     whole = layout.value_offset(key_bytes, value_bytes) + value_bytes
     return whole + ALIGNMENT - 1 & -ALIGNMENT
 
 
-def pack_head(number: int, file_bytes: int, folder_id: bytes) -> bytes:
+def pack_bucket_head(number: int, file_bytes: int, folder_id: bytes) -> bytes:
     """Return the first ``HEAD_BYTES`` of a bucket file."""
-    fields = HEAD.pack(HEAD_MAGIC, FORMAT_VERSION, ALIGNMENT, file_bytes, number, folder_id)
-    return (fields + CRC.pack(_checksum(fields))).ljust(HEAD_BYTES, b"\0")
+    return pack_head(BUCKET_MAGIC, BUCKET.pack(ALIGNMENT, file_bytes, number, folder_id))
 
 
-def parse_head(data: bytes, number: int, folder_id: bytes) -> None:
-    """Check the first bytes of a bucket file.
+def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
+    """Check the first bytes of a bucket file; returns whether one copy of its head is damaged.
 
     Raises: CorruptionError if they are none, or another bucket's; UnsupportedError (version).
     """
-    fields = data[: HEAD.size]
-    if len(data) < HEAD.size + CRC.size or fields[:8] != HEAD_MAGIC:
-        raise CorruptionError("store.disk", f"bucket {number} has no head")
-    _, version, alignment, _, stored_number, stored_id = HEAD.unpack(fields)
-    (crc,) = CRC.unpack_from(data, HEAD.size)
-    # First of all, in this format and later ones: a flipped bit is no later format.
-    is_whole = crc == _checksum(fields)
-    if is_whole and version > FORMAT_VERSION:
-        raise UnsupportedError(
-            "store.disk", f"bucket {number} has format {version}, this build knows {FORMAT_VERSION}"
-        )
-    expected = (ALIGNMENT, number, folder_id)
-    if not is_whole or (alignment, stored_number, stored_id) != expected:
+    head = parse_head(data, BUCKET_MAGIC, BUCKET.size, f"bucket {number}")
+    alignment, _, stored_number, stored_id = BUCKET.unpack(head.copies[0])
+    if (alignment, stored_number, stored_id) != (ALIGNMENT, number, folder_id):
         raise CorruptionError("store.disk", f"the head of bucket {number} is not its own")
+    return head.is_damaged
+
+
+def parse_folder_id(data: bytes) -> bytes:
+    """Return the folder that a bucket belongs to, from its first bytes.
+
+    Raises: CorruptionError, UnsupportedError.
+    """
+    return BUCKET.unpack(parse_head(data, BUCKET_MAGIC, BUCKET.size, "a bucket").copies[0])[3]
 
 
 def pack_record(record: Record) -> bytes:
     """Return what stands before the table: header and key, padded."""
-    header, key = record.header, record.header.key.encode()
-    fields = RECORD.pack(
-        RECORD_MAGIC,
-        len(key),
-        header.wanted,
-        HARD_PIN if header.hard_pin else 0,
-        header.size,
-        header.version,
-        header.checksum,
-        header.soft_pin_ms,
-        record.bucket,
-        record.position,
-    )
-    text = (fields + CRC.pack(_checksum(fields, key))).ljust(layout.HEADER_BYTES, b"\0") + key
-    return text.ljust(layout.table_offset(len(key)), b"\0")
+    text = pack_object(record.header, record.bucket, record.position)
+    return text.ljust(layout.table_offset(len(text) - layout.HEADER_BYTES), b"\0")
 
 
-def parse_record(data: bytes | memoryview, bucket: int, position: int) -> Record:
+def parse_record(data: Any, bucket: int, position: int) -> Record:
     """Read the header and key that ``data`` begins with.
 
     Raises: CorruptionError if there are none that hold together, or another place's.
     """
-    if len(data) >= layout.HEADER_BYTES:
-        fields = bytes(data[: RECORD.size])
-        magic, key_bytes, wanted, flags, size, version, checksum, soft_ms, *place = RECORD.unpack(
-            fields
-        )
-        key = bytes(data[layout.HEADER_BYTES : layout.HEADER_BYTES + key_bytes])
-        (crc,) = CRC.unpack_from(data, RECORD.size)
-        is_whole = magic == RECORD_MAGIC and len(key) == key_bytes
-        if is_whole and place == [bucket, position] and crc == _checksum(fields, key):
-            header = ExtentHeader(
-                key.decode(), size, version, checksum, wanted, bool(flags & HARD_PIN), soft_ms
-            )
-            return Record(bucket, position, header)
-    raise CorruptionError("store.disk", f"no record at {position} of bucket {bucket}")
+    header = parse_object(data, 0, bucket, position)
+    if header is None:
+        raise CorruptionError("store.disk", f"no record at {position} of bucket {bucket}")
+    return Record(bucket, position, header)
 
 
 def pack_index(number: int, records: Sequence[Record]) -> bytes:
     """Return the file that says what a full bucket holds."""
-    body = INDEX.pack(INDEX_MAGIC, FORMAT_VERSION, len(records), number)
-    body += b"".join(map(pack_record, records))
-    return body + CRC.pack(_checksum(body))
+    body = b"".join(POSITION.pack(r.position) + pack_record(r) for r in records)
+    return pack_head(INDEX_MAGIC, INDEX.pack(number, len(records), checksum_bytes(body))) + body
 
 
 def parse_index(data: bytes, number: int) -> list[Record]:
     """Read the index of a bucket.
 
-    Raises: CorruptionError; the bucket itself can be read instead.
+    Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
     """
-    bad = CorruptionError("store.disk", f"the index of bucket {number} is damaged")
-    if len(data) < INDEX.size + CRC.size or CRC.unpack(data[-4:])[0] != _checksum(data[:-4]):
-        raise bad
-    magic, version, count, stored_number = INDEX.unpack_from(data)
-    if magic != INDEX_MAGIC or version > FORMAT_VERSION or stored_number != number:
-        raise bad
+    head = parse_head(data, INDEX_MAGIC, INDEX.size, f"the index of bucket {number}")
+    if head.is_damaged:  # The bucket says the same, and then there is a whole index again.
+        raise CorruptionError("store.disk", f"the head of the index of bucket {number} is damaged")
+    stored_number, count, crc = INDEX.unpack(head.copies[0])
+    body = data[HEAD_BYTES:]
+    if stored_number != number or crc != checksum_bytes(body):
+        raise CorruptionError("store.disk", f"the index of bucket {number} is damaged")
     records: list[Record] = []
-    view, at = memoryview(data)[:-4], INDEX.size
+    view, at = memoryview(body), 0
     for _ in range(count):
-        if at + RECORD.size > len(view):
-            raise bad
-        position = RECORD.unpack_from(view, at)[-1]
+        if at + POSITION.size > len(view):
+            raise CorruptionError("store.disk", f"the index of bucket {number} is too short")
+        (position,) = POSITION.unpack_from(view, at)
+        at += POSITION.size
         record = parse_record(view[at:], number, position)
         records.append(record)
         at += layout.table_offset(len(record.header.key.encode()))
     return records
-
-
-def pack_graves(graves: Sequence[Grave]) -> bytes:
-    """Return entries for the list of removals."""
-    entries = [GRAVE.pack(*grave) for grave in graves]
-    return b"".join(entry + CRC.pack(_checksum(entry)) for entry in entries)
-
-
-def parse_graves(data: bytes) -> list[Grave]:
-    """Read the list of removals; what is torn is left out."""
-    graves: list[Grave] = []
-    step = GRAVE.size + CRC.size
-    for at in range(0, len(data) - step + 1, step):
-        entry = data[at : at + GRAVE.size]
-        if CRC.unpack_from(data, at + GRAVE.size)[0] == _checksum(entry):
-            graves.append(Grave(*GRAVE.unpack(entry)))
-    return graves

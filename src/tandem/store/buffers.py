@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem._native import BytesPool, view_new_bytes
-from tandem.core.errors import ShapeError
+from tandem._native import BytesPool, HostMemory, view_new_bytes
+from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.store.client_edges import ClientPort
 
 __all__ = [
@@ -35,8 +35,12 @@ STAGED_BYTES = 256 * 1024
 class StoreBuffer:
     """Registered memory of a client: gets and puts move bytes between it and the store in place."""
 
-    def __init__(self, handle: Any, array: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, handle: Any, array: npt.NDArray[np.uint8], owner: object | None = None
+    ) -> None:
         self.handle = handle
+        self.owner = owner
+        """Names the client that it is registered with; None once it is not any more."""
         self.array = array
         """The bytes; a view of what was registered."""
 
@@ -224,8 +228,9 @@ def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
         try:
             return np.frombuffer(memory, dtype=np.uint8)
         except TypeError:
-            return as_bytes(np.from_dlpack(memory))
-    except (TypeError, ValueError, AttributeError, BufferError) as error:
+            # As the transfer engine takes it: numpy knows neither bfloat16 nor float8.
+            return HostMemory(memory).array()
+    except (TypeError, ValueError, AttributeError, BufferError, UnsupportedError) as error:
         raise ShapeError(
             "store.memory", f"{type(memory).__name__} gives no contiguous host memory: {error}"
         ) from None

@@ -19,7 +19,7 @@ from tandem.store.buffers import Part, Result, ResultPool, ScratchPool, StoreBuf
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
 from tandem.store.known_places import KnownPlaces
-from tandem.store.master_calls import MasterCalls
+from tandem.store.master_calls import MIN_TIMEOUT_S, MasterCalls
 from tandem.store.messages import Located, LocateObjects
 from tandem.store.reading import LEASE_SHARE, OFF_LOOP_BYTES
 
@@ -44,15 +44,20 @@ class BulkReader:
         self._scratch = ScratchPool(port)
         self._results = ResultPool(port, calls.config.result_pool_bytes)
 
-    async def get_many(self, keys: Sequence[str]) -> "list[bytes | None]":
+    async def get_many(self, keys: Sequence[str], deadline_s: float) -> "list[bytes | None]":
         """Return the values; None for each that is not simple."""
         values: list[bytes | None] = [None] * len(keys)
         batch = BatchRead(keys, RESULT_BYTES)
-        await self._read_all(keys, batch, lambda *step: self._read_values(batch, values, *step))
+        await self._read_all(
+            keys,
+            batch,
+            lambda number: self._read_values(batch, values, number, deadline_s),
+            deadline_s,
+        )
         return values
 
     async def get_into_many(
-        self, keys: Sequence[str], targets: Sequence[Sequence[Part]]
+        self, keys: Sequence[str], targets: Sequence[Sequence[Part]], deadline_s: float
     ) -> list[int]:
         """Read values into registered memory; returns the bytes of each, -1 where not simple.
 
@@ -69,7 +74,10 @@ class BulkReader:
             buffer.nbytes,
         )
         await self._read_all(
-            keys, batch, lambda *step: self._read_into(batch, targets, sizes, *step)
+            keys,
+            batch,
+            lambda number: self._read_into(batch, targets, sizes, number, deadline_s),
+            deadline_s,
         )
         return sizes
 
@@ -77,10 +85,10 @@ class BulkReader:
         self,
         keys: Sequence[str],
         batch: BatchRead,
-        read: Callable[[int, float], Coroutine[Any, Any, None]],
+        read: Callable[[int], Coroutine[Any, Any, None]],
+        deadline_s: float,
     ) -> None:
-        """Place and read all; ``read(endpoint, deadline_s)`` is one step of that."""
-        deadline_s = self._calls.deadline_s()
+        """Place and read all; ``read(endpoint)`` is one step of that."""
         places = self._places
         num_known = batch.place_known(places.cache, self._calls.clock.now_s() + places.margin_s)
         unplaced = batch.list_unplaced() if num_known else list(range(len(keys)))
@@ -88,7 +96,7 @@ class BulkReader:
             if unplaced:
                 await self._place(keys, batch, unplaced, deadline_s)
             for number in batch.list_endpoints():
-                await read(number, deadline_s)
+                await read(number)
             # What was remembered and is not there any more. What the master itself has said is not
             # asked for again.
             if not num_known or not (unplaced := batch.list_unplaced()):
@@ -173,7 +181,7 @@ class BulkReader:
         endpoint = self._places.endpoint(number)
         if endpoint is None:
             return False
-        timeout_s = max(0.001, until_s - self._calls.clock.now_s())
+        timeout_s = max(MIN_TIMEOUT_S, until_s - self._calls.clock.now_s())
         try:
             await self._port.read(endpoint, pieces, timeout_s)
         except TandemError as error:

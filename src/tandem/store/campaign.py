@@ -128,7 +128,8 @@ class Campaign:
             at_s = min(at_s, election.serve_until_s)
         if at_s > now_s:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), max(at_s - now_s, MIN_PAUSE_S))
+                async with asyncio.timeout(max(at_s - now_s, MIN_PAUSE_S)):
+                    await self._woken.wait()
         self._woken.clear()
 
     async def _take_step(self) -> None:

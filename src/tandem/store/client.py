@@ -5,11 +5,12 @@ simulator runs this very class. How a put goes is in ``writing``, how a get goes
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError, TandemError
+from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError, TandemError
+from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_ranges, to_ms
 from tandem.store.buffers import (
     Part,
     Staging,
@@ -80,6 +81,8 @@ class AsyncStoreClient:
         self._reader = ObjectReader(self._calls, port)
         self._places = KnownPlaces(config.known_places)
         self._bulk_reader = BulkReader(self._calls, port, self._places)
+        self._owner = object()
+        """Tells buffers registered here from others; the same for a twin."""
 
     def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
         """Return a client of the same session that waits in other ways; see ``blocking``."""
@@ -103,17 +106,43 @@ class AsyncStoreClient:
         """Let transfers touch memory of the caller in place.
 
         Args:
-            memory: contiguous; an array, bytearray, memoryview, or what gives DLPack. Kept alive
-                until it is unregistered. Read-only memory can be put, not got into.
+            memory: contiguous; an array, bytearray, memoryview, or what gives DLPack (a CPU tensor
+                of any type). Kept alive until it is unregistered. Read-only memory can be put, not
+                got into.
 
         Raises: ShapeError if it is not contiguous.
         """
         array = as_bytes(memory)
-        return StoreBuffer(self._port.register(array), array)
+        return StoreBuffer(self._port.register(array), array, self._owner)
 
     def unregister(self, buffer: StoreBuffer) -> None:
-        """Take memory back; no transfer touches it any more."""
+        """Take memory back; no transfer touches it any more.
+
+        Raises: NotFoundError if it is not registered here (any more); DeadlineError: it takes no
+            new transfers, and the call may be repeated.
+        """
+        if buffer.owner is not self._owner:
+            raise NotFoundError("store.memory", "the buffer is not registered here (any more)")
         self._port.unregister(buffer.handle)
+        buffer.owner = None
+
+    def _check_parts(self, parts: Iterable[Part], *, is_read: bool = False) -> None:
+        """Refuse memory that transfers may not touch.
+
+        Raises: ConfigError (not registered), PermissionDeniedError (read-only).
+        """
+        for buffer in {part.buffer for part in parts}:
+            if buffer.owner is not self._owner:
+                raise ConfigError(
+                    "store.part",
+                    f"a buffer of {buffer.nbytes} bytes is not registered with this client (any "
+                    "more): call register() first",
+                    field="parts",
+                )
+            if is_read and not buffer.array.flags.writeable:
+                raise PermissionDeniedError(
+                    "store.get", f"a buffer of {buffer.nbytes} bytes is read-only", field="parts"
+                )
 
     # Writing.
 
@@ -140,6 +169,7 @@ class AsyncStoreClient:
         """
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
+        check_keys(keys)
         views_of = [as_views(value) for value in values]
         sizes = [sum([view.size for view in views]) for views in views_of]
         if is_inline(sizes, self.config):
@@ -169,11 +199,14 @@ class AsyncStoreClient:
         """Store objects out of registered buffers. As ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
+        check_keys(keys)
         if set(map(type, parts)) == {Part}:
             singles = list(cast("Sequence[Part]", parts))  # Ours, whatever becomes of theirs.
+            self._check_parts(singles)
             items = Items(keys, measure_parts(singles), singles)
         else:
-            parts_of = [[given] if isinstance(given, Part) else given for given in parts]
+            parts_of = [list_parts(given) for given in parts]
+            self._check_parts(part for given in parts_of for part in given)
             items = Items.of(keys, [sum(measure_parts(given)) for given in parts_of], parts_of)
         if is_inline(items.sizes, self.config):
             views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
@@ -192,12 +225,14 @@ class AsyncStoreClient:
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
         """Return the values: one result a key, NotFoundError and other errors being results."""
-        values = await self._bulk_reader.get_many(keys)
+        check_keys(keys)
+        deadline_s = self._calls.deadline_s()
+        values = await self._bulk_reader.get_many(keys, deadline_s)
         left = [i for i, value in enumerate(values) if value is None]
         if not left:
             return values  # type: ignore[return-value]
         results: list[bytes | TandemError] = values  # type: ignore[assignment]
-        rest = await self._get_many([keys[i] for i in left], [(0, -1)] * len(left))
+        rest = await self._get_many([keys[i] for i in left], [(0, -1)] * len(left), deadline_s)
         for i, result in zip(left, rest, strict=True):
             results[i] = result
         return results
@@ -213,9 +248,11 @@ class AsyncStoreClient:
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
     ) -> "list[bytes | TandemError]":
         """Return a range (offset, length) of each value; results as ``get_many``."""
-        if len(keys) != len(ranges) or any(offset < 0 or length < 0 for offset, length in ranges):
-            raise ConfigError("store.get", "a range (offset, length) of numbers >= 0 for each key")
-        return await self._get_many(keys, ranges)
+        if len(keys) != len(ranges):
+            raise ConfigError("store.get", f"{len(keys)} keys, {len(ranges)} ranges")
+        check_keys(keys)
+        check_ranges(ranges)
+        return await self._get_many(keys, ranges, self._calls.deadline_s())
 
     async def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
         """Read a value into registered buffers, without a copy.
@@ -233,27 +270,31 @@ class AsyncStoreClient:
         """Read values into registered buffers; results as ``get_many``, bytes each."""
         if len(keys) != len(parts):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(parts)} destinations")
+        check_keys(keys)
         targets = [list_parts(given) for given in parts]
-        results: list[int | TandemError] = [*await self._bulk_reader.get_into_many(keys, targets)]
+        self._check_parts((part for target in targets for part in target), is_read=True)
+        deadline_s = self._calls.deadline_s()
+        sizes = await self._bulk_reader.get_into_many(keys, targets, deadline_s)
+        results: list[int | TandemError] = [*sizes]
         left = [i for i, result in enumerate(results) if result == -1]
         if left:
             reads = [
                 ObjectRead(keys[i], 0, -1, views=[p.view for p in targets[i]], parts=targets[i])
                 for i in left
             ]
-            await self._reader.read_all(reads)
+            await self._reader.read_all(reads, deadline_s)
             for i, read in zip(left, reads, strict=True):
                 results[i] = read.size if read.error is None else read.error
         return results
 
     async def _get_many(
-        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
+        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]], deadline_s: float
     ) -> "list[bytes | TandemError]":
         reads = [
             ObjectRead(key, offset, length)
             for key, (offset, length) in zip(keys, ranges, strict=True)
         ]
-        await self._reader.read_all(reads)
+        await self._reader.read_all(reads, deadline_s)
         return [read.take() if read.error is None else read.error for read in reads]
 
     # Looking, removing, pinning.
@@ -264,13 +305,14 @@ class AsyncStoreClient:
 
     async def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``exists``, for each key."""
+        check_keys(keys)
         deadline_s = self._calls.deadline_s()
         request = KeyList(list(keys))
         while True:
             found = await self._calls.call("exists", request, KeyBytes, deadline_s)
             if not found.is_recovering:
                 return list(map(bool, found.flags))
-            await self._calls.sleep(RETRY_S)
+            await self._calls.pause(RETRY_S, deadline_s)
 
     async def size(self, key: str) -> int:
         """Return the bytes of a value. Raises: NotFoundError."""
@@ -278,6 +320,7 @@ class AsyncStoreClient:
 
     async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
         """Return the bytes of each value; results as ``get_many``."""
+        check_keys(keys)
         deadline_s = self._calls.deadline_s()
         found = await self._calls.find(keys, deadline_s, lease=False)
         return [
@@ -295,12 +338,14 @@ class AsyncStoreClient:
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``remove``, for each key."""
+        check_keys(keys)
         self._places.cache.forget(keys)
         answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def remove_prefix(self, prefix: str) -> int:
         """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
+        check_keys([prefix], field="prefix")
         self._places.clear()
         return (
             await self._calls.change("remove_prefix", RemovePrefix(prefix=prefix), PrefixRemoval)
@@ -316,7 +361,9 @@ class AsyncStoreClient:
         """As ``pin``, for each key."""
         if not hard and soft_s <= 0:
             raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
-        request = PinObjects(keys=list(keys), hard=hard, soft_ms=int(soft_s * 1e3))
+        check_keys(keys)
+        soft_ms = to_ms(soft_s, "soft_s", most_ms=MAX_SOFT_PIN_MS)
+        request = PinObjects(keys=list(keys), hard=hard, soft_ms=soft_ms)
         return list(map(bool, (await self._calls.change("pin", request, KeyBytes)).flags))
 
     async def unpin(self, key: str) -> bool:
@@ -325,12 +372,15 @@ class AsyncStoreClient:
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
         """As ``unpin``, for each key."""
+        check_keys(keys)
         answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def list_keys(self, prefix: str = "", *, after: str = "", limit: int = 1000) -> KeyPage:
         """Return keys with a prefix, sorted, from behind ``after`` on."""
-        return await self._calls.simple("list", ListKeys(prefix, after, limit), KeyPage)
+        check_keys([prefix, after], field="prefix")
+        most = min(limit, self.config.max_batch)
+        return await self._calls.simple("list", ListKeys(prefix, after, most), KeyPage)
 
     async def status(self) -> StoreStatus:
         """Return the store as its master sees it."""
@@ -338,6 +388,7 @@ class AsyncStoreClient:
 
     async def drain(self, host: str) -> None:
         """Have a host emptied; ``status`` tells when it is. Raises: NotFoundError."""
+        check_keys([host], field="host")
         await self._calls.simple("drain", DrainHost(host), Ack)
 
     async def retire(self, host: str) -> None:

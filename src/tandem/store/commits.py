@@ -100,6 +100,7 @@ class Commits:
             was_held = hosts[number].unhold(batch.client, batch.grant)
             assert was_held, "a fence takes space from puts"
         for number in failed:
+            hosts[number].doubt()
             self._master.puts.fence(hosts[number], batch.client)
         if not request.checksums:
             self._master.puts.release(batch)
@@ -205,7 +206,9 @@ class Commits:
         host = self._master.hosts[number]
         for i, offset in batch.places[number].items():
             extent = Extent(offset, batch.lengths[i])
-            self._master.wipe_copy(batch.keys[i], host, extent, version=first_version + i)
+            self._master.wipe_copy(
+                batch.keys[i], host, extent, version=first_version + i, was_shown=False
+            )
 
     def _make_records(
         self, batch: PutBatch, number: int, checksums: Sequence[int], first_version: int
@@ -234,6 +237,9 @@ class Commits:
                 "seal",
                 SealExtents,
                 Ack,
+                timeout_s=self._master.patience_s(
+                    self._master.hosts[number], len(records[number].keys)
+                ),
                 records=records[number],
                 has_values=is_values,
                 blob=blobs[number] if is_values else b"",
@@ -292,7 +298,7 @@ class Commits:
         removals = self._master.removals
         if removals.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
-                going = removals.find_going(key)
+                going = removals.find_replaced(key)
                 if going is not None:  # Evicted a moment ago, and maybe still read.
                     replaced.append(going)
                 row = directory.find(key)

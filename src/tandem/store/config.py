@@ -51,15 +51,6 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         str, Meta(description="Key of that certificate; empty: in the same file.")
     ] = ""
 
-    @property
-    def memory_bytes(self) -> int:
-        """``memory`` as bytes, whole pages; 0 if it is empty."""
-        number = self.memory.rstrip("BKMGTi ")
-        if not number:
-            return 0
-        unit = self.memory[len(number) :].strip()
-        return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
-
     def __repr__(self) -> str:
         """Show the settings without the password."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -85,7 +76,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     master: Annotated[
         str,
-        Meta(description="Address of the master, ipc:///path or tcp://host:port; several: a,b,c."),
+        Meta(description="Address of the master, host:port or ipc:///path; several: a,b,c."),
     ] = ""
     secret: Annotated[
         str | None,
@@ -202,6 +193,15 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Meta(ge=0, le=65_535, description="Port of GET /metrics on loopback; 0 = none.")
     ] = 0
     election: StoreElectionConfig = msgspec.field(default_factory=StoreElectionConfig)
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` as bytes, whole pages; 0 if it is empty."""
+        number = self.memory.rstrip("BKMGTi ")
+        if not number:
+            return 0
+        unit = self.memory[len(number) :].strip()
+        return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
 
     def __repr__(self) -> str:
         """Show the settings without the secret."""

@@ -24,7 +24,8 @@ from tandem.core.errors import (
 )
 from tandem.store import bucket as form
 from tandem.store import layout
-from tandem.store.bucket import Grave, Record
+from tandem.store.bucket import Record
+from tandem.store.damage import DamageList
 from tandem.store.disk_index import Bucket, DiskIndex
 from tandem.store.disk_io import (
     OFF_LOOP_BYTES,
@@ -35,9 +36,10 @@ from tandem.store.disk_io import (
     copy_bytes,
 )
 from tandem.store.disk_scan import index_name, read_bucket
+from tandem.store.headers import ExtentHeader, Grave, pack_graves, parse_graves
 from tandem.store.messages import DiskState, DiskStatus
 from tandem.store.metrics import LatencyHistogram
-from tandem.store.segment import ExtentHeader, Segment
+from tandem.store.segment import Segment
 
 __all__ = ["DiskTier"]
 
@@ -74,6 +76,7 @@ class DiskTier:
         capacity_bytes: of bucket files.
         clock: of pauses and latencies.
         on_change: called when there is something to tell the master.
+        damage: goes on from this; None for an empty one.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class DiskTier:
         capacity_bytes: int,
         clock: Clock,
         on_change: Callable[[], None] = lambda: None,
+        damage: DamageList | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.state = DiskState.ACTIVE
@@ -94,6 +98,8 @@ class DiskTier:
         self.dropped: dict[str, int] = {}
         """Gone since the master was told."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.damage = DamageList() if damage is None else damage
+        """What of the files did not hold together since they were opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
         wanted = capacity_bytes // BUCKETS_OF_CAPACITY // form.ALIGNMENT * form.ALIGNMENT
@@ -137,24 +143,32 @@ class DiskTier:
 
         Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
         """
-        self._graves = form.parse_graves(await self._io.port.read_note(GRAVES))
+        self._graves, num_damaged = parse_graves(await self._io.port.read_note(GRAVES))
+        if num_damaged:
+            self.damage.note("list of removals", f"{num_damaged} copies of entries")
         dead = set(self._graves)
         for number, nbytes in sorted(await self._io.port.list_buckets()):
             self._next_number = max(self._next_number, number + 1)
             try:
-                records, used = await read_bucket(self._io, number, nbytes)
+                found = await read_bucket(self._io, number, nbytes, self.damage)
             except CorruptionError as error:
-                logger.warning("event=bucket_dropped reason=%s", error)
+                self.damage.note(f"bucket {number}", error)
+                # First, as ``_remove_files`` says.
+                await self._io.port.drop_note(index_name(number))
+                await self._io.port.quarantine_bucket(number)
+                continue
+            if found is None:  # Whoever made it died then.
+                await self._io.port.drop_note(index_name(number))
                 await self._io.port.drop_bucket(number)
                 continue
             self.index.add_bucket(number, nbytes)
-            for record in records:
+            for record in found.records:
                 if Grave(record.header.version, number) not in dead:
                     older = self.index.add(record)
                     if older is not None:
                         self._graves.append(Grave(older.header.version, older.bucket))
-            if used < nbytes:
-                await self._seal(self.index.buckets[number], used)
+            if not found.has_index or found.end < nbytes:
+                await self._seal(self.index.buckets[number], found.end)
         for number in self.index.pick_dead(-1):
             await self._remove_bucket(number)
         await self._compact_graves()
@@ -193,6 +207,7 @@ class DiskTier:
             num_objects=len(self.index),
             num_queued=len(self._queue) + max(len(self._flight), not self._round_ended.is_set()),
             counts=dict(self.counts),
+            damaged=list(self.damage.names),
             write_counts=list(self.write_latency.counts),
             write_sum_s=self.write_latency.sum_s,
             load_counts=list(self.load_latency.counts),
@@ -272,7 +287,9 @@ class DiskTier:
             is_good = False
         if not is_good:
             self.counts["corrupt"] += 1
-            logger.error("event=record_corrupt key=%s bucket=%d", header.key, record.bucket)
+            self.damage.note(
+                f"record at {record.position} of bucket {record.bucket}", f"key {header.key!r}"
+            )
             await self._forget_record(record)
             raise CorruptionError("store.load", f"{header.key!r} is damaged on the disk")
         self.load_latency.observe(self._clock.now_s() - begin_s)
@@ -364,7 +381,7 @@ class DiskTier:
         self._graves += graves
         try:
             async with self._grave_lock:
-                await self._io.bounded(self._io.port.append_note(GRAVES, form.pack_graves(graves)))
+                await self._io.bounded(self._io.port.append_note(GRAVES, pack_graves(graves)))
                 self._num_listed += len(graves)
                 if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
                     await self._shorten_graves()
@@ -390,7 +407,7 @@ class DiskTier:
 
     async def _compact_graves(self) -> None:
         self._graves = self.index.keep_graves(self._graves, self._going)
-        await self._io.port.write_note(GRAVES, form.pack_graves(self._graves))
+        await self._io.port.write_note(GRAVES, pack_graves(self._graves))
         self._num_listed = len(self._graves)
 
     def _note_gone(self, record: Record) -> None:
@@ -441,7 +458,8 @@ class DiskTier:
         elif left_s > 0:
             try:
                 # Not less than a clock can tell apart, or this would be asked again at once.
-                await asyncio.wait_for(self._work.wait(), max(left_s, 0.01))
+                async with asyncio.timeout(max(left_s, 0.01)):
+                    await self._work.wait()
             except TimeoutError:
                 return
 
@@ -597,7 +615,7 @@ class DiskTier:
         opened = self._open = self.index.add_bucket(number, nbytes)
         buffer = await self._io.take_buffer()
         try:
-            head = form.pack_head(number, nbytes, self._io.port.folder_id)
+            head = form.pack_bucket_head(number, nbytes, self._io.port.folder_id)
             buffer.array[: len(head)] = np.frombuffer(head, np.uint8)
             await self._io.bounded(self._io.port.write(number, 0, buffer, len(head)), buffer)
         except BaseException:

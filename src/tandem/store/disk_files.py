@@ -6,6 +6,7 @@ files written by a thread. Format: docs/design/store_ssd.md.
 """
 
 import asyncio
+import collections
 import fcntl
 import logging
 import os
@@ -22,13 +23,16 @@ import numpy.typing as npt
 from tandem.core.errors import (
     CapacityError,
     ConflictError,
+    CorruptionError,
     InternalError,
     NotFoundError,
     PermissionDeniedError,
     TandemError,
-    UnsupportedError,
 )
+from tandem.store.bucket import FOLDER_MAGIC, ID_BYTES, parse_folder_id
+from tandem.store.damage import DamageList
 from tandem.store.disk_io import DiskBuffer
+from tandem.store.headers import HEAD_BYTES, pack_head, parse_head
 from tandem.store.segment import check_folder
 from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
 
@@ -36,10 +40,10 @@ __all__ = ["DiskFolder"]
 
 logger = logging.getLogger(__name__)
 
-FOLDER_MAGIC = b"TANDSSD1"
-ID_BYTES = 16
 LOCK_NAME = "folder"
 SUFFIX = ".bucket"
+QUARANTINED = "bucket.quarantined"
+"""The only one: the next takes its place, and a rotting disk is not filled by what it loses."""
 BELIEVED = ".ssd-believed"
 MAX_OPEN = 64
 """Bucket files open at a time, two descriptors each."""
@@ -76,6 +80,8 @@ class DiskFolder:
         self._descriptor = descriptor
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._engine = engine
+        self.damage = DamageList()
+        """What of the folder's own note did not hold together."""
         self._mark = mark
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
         self._is_direct_told = False
@@ -96,12 +102,14 @@ class DiskFolder:
         check_folder(path)
         descriptor = _open_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
-            folder_id = _lock(path, descriptor)
+            damage = DamageList()
+            folder_id = _lock(path, descriptor, damage)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
             # Renamed to be the mark: that takes neither a descriptor nor space.
             with suppress(OSError):  # ``condemn`` tries again.
                 mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
+            folder.damage = damage
         except BaseException:
             os.close(descriptor)
             raise
@@ -207,6 +215,15 @@ class DiskFolder:
         """See ``DiskPort``."""
         self._forget(number)
         await asyncio.to_thread(self._unlink, self._bucket(number))
+
+    async def quarantine_bucket(self, number: int) -> None:
+        """See ``DiskPort``."""
+        self._forget(number)
+        await asyncio.to_thread(self._quarantine, self._bucket(number))
+
+    def _quarantine(self, path: Path) -> None:
+        with _explained(path):
+            path.rename(self.path / QUARANTINED)
 
     def _bucket(self, number: int) -> Path:
         return self.path / f"{number:016x}{SUFFIX}"
@@ -343,7 +360,7 @@ def _open_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _lock(path: Path, descriptor: int) -> bytes:
+def _lock(path: Path, descriptor: int, damage: DamageList) -> bytes:
     """Lock the folder and return its id, giving it one if it is new."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -351,17 +368,51 @@ def _lock(path: Path, descriptor: int) -> bytes:
         raise ConflictError(
             "store.disk", f"{path} belongs to a live host: give this one another store.ssd_dir"
         ) from None
-    head = os.pread(descriptor, len(FOLDER_MAGIC) + ID_BYTES, 0)
-    if len(head) == len(FOLDER_MAGIC) + ID_BYTES and head.startswith(FOLDER_MAGIC):
-        return head[len(FOLDER_MAGIC) :]
-    if head.startswith(FOLDER_MAGIC[:-1]) and len(head) >= len(FOLDER_MAGIC) + ID_BYTES:
-        raise UnsupportedError("store.disk", f"{path} was made by a later version")
-    if head.strip(b"\0") or any(path.glob(f"*{SUFFIX}")):
-        raise ConflictError("store.disk", f"{path}/{LOCK_NAME} is damaged: move the folder away")
-    folder_id = secrets.token_bytes(ID_BYTES)
-    os.pwrite(descriptor, FOLDER_MAGIC + folder_id, 0)
+    data = os.pread(descriptor, HEAD_BYTES + 1, 0)
+    folder_id = None
+    if data.strip(b"\0"):
+        try:
+            head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
+        except CorruptionError as error:
+            # Of a length that only ours has, it is damaged. The buckets say whose they are.
+            if len(data) != HEAD_BYTES:
+                raise ConflictError(
+                    "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
+                ) from None
+            damage.note(f"note {LOCK_NAME} of the disk", error)
+            _keep_copy(path / f"{LOCK_NAME}.quarantined", data)
+            folder_id = _ask_buckets(path)
+        else:
+            folder_id = head.copies[0]
+            if not head.is_damaged:
+                return folder_id
+            damage.note(f"note {LOCK_NAME} of the disk", "a copy of it, made anew from the other")
+    elif any(path.glob(f"*{SUFFIX}")):
+        raise ConflictError("store.disk", f"{path}/{LOCK_NAME} is empty: move the folder away")
+    folder_id = secrets.token_bytes(ID_BYTES) if folder_id is None else folder_id
+    os.pwrite(descriptor, pack_head(FOLDER_MAGIC, folder_id), 0)
     os.fsync(descriptor)
     return folder_id
+
+
+def _ask_buckets(path: Path) -> bytes | None:
+    """Return the id of the folder that most buckets in it name; None without any."""
+    ids: collections.Counter[bytes] = collections.Counter()
+    for file in path.glob(f"*{SUFFIX}"):
+        descriptor = _open_file(file, os.O_RDONLY)
+        try:
+            ids[parse_folder_id(os.pread(descriptor, HEAD_BYTES, 0))] += 1
+        except CorruptionError:
+            continue
+        finally:
+            os.close(descriptor)
+    return ids.most_common(1)[0][0] if ids else None
+
+
+def _keep_copy(path: Path, data: bytes) -> None:
+    descriptor = _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
 
 
 @contextmanager

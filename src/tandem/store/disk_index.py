@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from tandem.store.bucket import HEAD_BYTES, Grave, Record
+from tandem.store.bucket import Record
+from tandem.store.headers import HEAD_BYTES, Grave
 
 __all__ = ["Bucket", "DiskIndex"]
 

@@ -80,6 +80,10 @@ class DiskPort(Protocol):
         """Remove the file; reads that have begun go on."""
         ...
 
+    async def quarantine_bucket(self, number: int) -> None:
+        """Move the file aside, in the place of one that was before: it is a bucket no more."""
+        ...
+
     async def read_note(self, name: str) -> bytes:
         """Return a small file; empty if it is not there."""
         ...

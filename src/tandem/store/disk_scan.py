@@ -1,6 +1,6 @@
 """Reading the buckets of an SSD tier at its start."""
 
-import logging
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +10,10 @@ from tandem.core.errors import CorruptionError
 from tandem.store import bucket as form
 from tandem.store import layout
 from tandem.store.bucket import Record
+from tandem.store.damage import DamageList
 from tandem.store.disk_io import PIECE_BYTES, DiskBuffer, DiskIo, DiskPort
 
-__all__ = ["index_name", "read_bucket"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ReadBucket", "index_name", "read_bucket"]
 
 
 def index_name(number: int) -> str:
@@ -48,49 +47,72 @@ class _Window:
             part[:] = await self.view(at + begin, part.size)
 
 
-async def read_bucket(io: DiskIo, number: int, nbytes: int) -> tuple[list[Record], int]:
-    """Return the records of a bucket, and where they end.
+class ReadBucket(NamedTuple):
+    """What was found in a bucket."""
 
-    Raises: CorruptionError if it has no head of its own.
+    records: list[Record]
+    end: int
+    """Of them."""
+    has_index: bool
+    """Its index holds together, and need not be written."""
+
+
+async def read_bucket(
+    io: DiskIo, number: int, nbytes: int, damage: DamageList
+) -> ReadBucket | None:
+    """Return the records of a bucket; what of it is damaged is noted.
+
+    Returns: None if nothing was ever written to it.
+
+    Raises: CorruptionError if it has no head of its own; UnsupportedError (version).
     """
     buffer = await io.take_buffer()
     try:
         if nbytes < form.HEAD_BYTES:
             raise CorruptionError("store.disk", f"bucket {number} has {nbytes} bytes")
         await io.port.read(number, 0, buffer, form.HEAD_BYTES)
-        form.parse_head(bytes(buffer.array[: form.HEAD_BYTES]), number, io.port.folder_id)
+        head = bytes(buffer.array[: form.HEAD_BYTES])
+        if not head.strip(b"\0"):
+            return None
+        if form.parse_bucket_head(head, number, io.port.folder_id):
+            damage.note(f"head of bucket {number}", "a copy of it; the other holds together")
         data = await io.port.read_note(index_name(number))
         if data:
             try:
                 records = form.parse_index(data, number)
             except CorruptionError as error:
-                logger.warning("event=bucket_index_dropped reason=%s", error)
+                damage.note(f"index of bucket {number}", f"{error}: the bucket is read instead")
             else:
                 ends = [record.position + record.length for record in records]
-                if max(ends, default=form.HEAD_BYTES) <= nbytes:
-                    return records, max(ends, default=form.HEAD_BYTES)
-        return await _scan_bucket(_Window(io.port, number, nbytes, buffer))
+                end = max(ends, default=form.HEAD_BYTES)
+                if end <= nbytes:
+                    return ReadBucket(records, end, has_index=True)
+        return await _scan_bucket(_Window(io.port, number, nbytes, buffer), damage)
     finally:
         io.give_buffer(buffer)
 
 
-async def _scan_bucket(window: _Window) -> tuple[list[Record], int]:
+async def _scan_bucket(window: _Window, damage: DamageList) -> ReadBucket:
     """Read a bucket without index, values included: what is torn ends it or is left out."""
     records: list[Record] = []
     position = form.HEAD_BYTES
     number, nbytes = window.number, window.nbytes
     while position + form.ALIGNMENT <= nbytes:
+        head = await window.view(position, min(2**16 + 2**12, nbytes - position))
         try:
-            head = await window.view(position, min(2**16 + 2**12, nbytes - position))
             record = form.parse_record(bytes(head), number, position)
             if position + record.length > nbytes:
                 break
             if await _is_whole(record, window):
                 records.append(record)
-        except CorruptionError:
+            else:
+                damage.note(f"record at {position} of bucket {number}", "its value")
+        except CorruptionError as error:
+            if head[: layout.HEADER_BYTES].any():  # Else nothing has been written there.
+                damage.note(f"record at {position} of bucket {number}", error)
             break
         position += record.length
-    return records, position
+    return ReadBucket(records, position, has_index=False)
 
 
 async def _is_whole(record: Record, window: _Window) -> bool:

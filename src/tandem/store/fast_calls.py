@@ -19,6 +19,7 @@ from tandem.core.direct import DirectTask
 from tandem.core.errors import (
     CancelledError,
     ConfigError,
+    DeadlineError,
     InternalError,
     NotFoundError,
     PeerLostError,
@@ -327,6 +328,7 @@ class FastChannel:
     ) -> T:
         """See ``MasterChannel``."""
         segment, payload = self._segment, None
+        begin_s = asyncio.get_running_loop().time()
         if segment is not None and method in FAST_METHODS:
             payload = self._encode(method, request)
         if segment is not None and payload is not None:
@@ -335,6 +337,12 @@ class FastChannel:
                 return _decode(answer, response_type)
             except FALLBACK_ERRORS as error:
                 self._leave(segment, error)
+                if timeout_s is not None:
+                    timeout_s -= asyncio.get_running_loop().time() - begin_s
+                    if timeout_s <= 0:
+                        raise DeadlineError(
+                            "store.call", f"{method}: {error.what}, and no time is left"
+                        ) from None
         return await self.slow.call(method, request, response_type, timeout_s=timeout_s)
 
     def call_blocking(

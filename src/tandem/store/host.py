@@ -22,6 +22,7 @@ from tandem.core.errors import (
 )
 from tandem.store import layout
 from tandem.store.disk import DiskTier
+from tandem.store.headers import MAX_EPOCH, ExtentHeader
 from tandem.store.messages import (
     Ack,
     CloseWriter,
@@ -46,7 +47,7 @@ from tandem.store.messages import (
     VerifyExtent,
     WipeExtents,
 )
-from tandem.store.segment import ExtentHeader, Segment, append_record, iterate_records
+from tandem.store.segment import Segment, append_record, iterate_records
 from tandem.store.sessions import Caller
 
 __all__ = ["HostPort", "StoreHost"]
@@ -248,7 +249,7 @@ class StoreHost:
             Joined,
             timeout_s=CALL_TIMEOUT_S,
         )
-        if joined.epoch < self.segment.epoch:
+        if not self.segment.epoch <= joined.epoch <= MAX_EPOCH:
             raise ConflictError(
                 "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
             )
@@ -276,7 +277,9 @@ class StoreHost:
                 telling.cancel()
         can_write = await self._close_writers(old_writers)
         while True:
-            done = InventoryDone(joined.session, num_pages, can_write)
+            done = InventoryDone(
+                joined.session, num_pages, can_write, list(self.segment.damage.names)
+            )
             await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
             self.is_joined.set()
             if self.disk is not None and self._reporting is None:
@@ -325,7 +328,9 @@ class StoreHost:
         number = 0
         while True:
             with contextlib.suppress(TimeoutError):  # Then the status alone.
-                await asyncio.wait_for(self._disk_changed.wait(), REPORT_PERIOD_S)
+                # Not ``wait_for``: on Python 3.11 that swallows a cancellation at the wrong moment.
+                async with asyncio.timeout(REPORT_PERIOD_S):
+                    await self._disk_changed.wait()
             self._disk_changed.clear()
             stored, dropped = disk.take_changes()
             report = DiskReport(
@@ -384,7 +389,7 @@ class StoreHost:
 
     def _obey(self, order: Order) -> None:
         """Refuse what a stale master ordered, and what comes late or twice."""
-        if order.epoch < self.segment.epoch or order.session != self._session:
+        if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
             raise ConflictError(
                 "store.host",
                 f"order of epoch {order.epoch} session {order.session}; {self.name} obeys "
@@ -435,7 +440,7 @@ class StoreHost:
             try:
                 self.disk.on_wiped(offset, self.segment.read_header(offset).key)
             except CorruptionError as error:
-                logger.warning("event=extent_dropped reason=%s", error)
+                self.segment.damage.note(f"object at {offset} of {self.name}", error)
         self.num_objects -= 1
         self.segment.wipe(offset)
 

@@ -225,14 +225,16 @@ class Directory:
         return self._rows_on_host(host | _DISK).tolist()
 
     def list_under_replicated(self, limit: int) -> list[int]:
-        """Return up to ``limit`` rows in memory that fewer hosts have than wanted."""
+        """Return up to ``limit`` rows that fewer hosts have than wanted and that can be copied:
+        those in memory.
+        """
         memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
         return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
 
     def count_under_replicated(self) -> int:
-        """Return how many objects in memory fewer hosts have than wanted."""
-        memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
-        return int(np.count_nonzero((memory > 0) & (live < wanted)))
+        """Return how many readable objects fewer hosts have than wanted, in memory or on disks."""
+        live, wanted = _view(self._live), _view(self._wanted)
+        return int(np.count_nonzero((live > 0) & (live < wanted)))
 
     @property
     def num_unreadable(self) -> int:
@@ -518,6 +520,21 @@ class Directory:
             self._soft_until_ms.pop(row, None)
 
     # Eviction.
+
+    def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
+        """Return rows with a copy in the memory of ``host`` that is beyond what they want.
+
+        Least recently used first, until their values have ``min_bytes``; never leased ones. Pins do
+        not matter: as many copies as are wanted stay on hosts that are there.
+        """
+        if host in self._lost_hosts:
+            return []
+        rows = self._rows_on_host(host)
+        memory, wanted = _view(self._memory)[rows], _view(self._wanted)[rows]
+        rows = rows[(memory > wanted) & (_view(self._lease_until_ms)[rows] <= now_ms)]
+        rows = rows[np.argsort(_view(self._used_tick)[rows])]
+        ends = np.cumsum(np.maximum(_view(self._size)[rows], 1))
+        return rows[: int(np.searchsorted(ends, min_bytes)) + 1].tolist()
 
     def pick_victims(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
         """Return rows to evict, least recently used first, that free ``min_bytes`` of values.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 PROBE_TIMEOUT_S = 1.0
 """Of the question who leads: a master that is stopped must not hold up those that are not."""
 PAUSE_S = 0.1
-"""Between two rounds of questions."""
+"""Between an answer of a master and the next question to it."""
 TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
 """What another round may cure; see ``rpc.client``."""
 
@@ -57,13 +57,12 @@ class LeaderClient:
         on_peer: Callable[[Peer], None] | None = None,
         on_peer_lost: Callable[[], None] | None = None,
     ) -> None:
-        self._urls = list(urls)
+        self._urls = list(dict.fromkeys(urls))
         self._make_client = make_client
         self._on_peer = on_peer
         self._on_peer_lost = on_peer_lost
         self._clients: dict[str, RpcClient] = {}
         """Kept over their sessions, since they number these."""
-        self._hints: list[str] = []
         self._client: RpcClient | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -176,54 +175,66 @@ class LeaderClient:
             self._on_peer_lost()
 
     async def _seek(self) -> RpcClient:
-        while True:
-            urls = list(dict.fromkeys([*self._urls, *self._hints]))
-            self._hints = []
-            refusals: list[TandemError] = []
-            found = await self._ask_all(urls, refusals)
-            if found is not None:
-                return found
-            if len(refusals) == len(self._urls):
-                raise refusals[0]
-            if not set(self._hints) - set(urls):
-                await asyncio.sleep(PAUSE_S)
+        """Return the client of the first that says it leads, connected; the others are closed.
 
-    async def _ask_all(self, urls: Sequence[str], refusals: list[TandemError]) -> RpcClient | None:
-        """Return the client of the first that says it leads, connected; the others are closed."""
-        tasks = {asyncio.ensure_future(self._ask(url)): url for url in urls}
-        pending = set(tasks)
+        Each is asked again by itself: one that is silent holds up no other.
+        """
+        asking: dict[asyncio.Task[LeaderAnswer], str] = {}
         leaders: list[tuple[int, str]] = []
+        refusals: dict[str, TandemError] = {}
         try:
-            while pending and not leaders:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for url in self._urls:
+                asking[asyncio.ensure_future(self._ask_after(0.0, url))] = url
+            while not leaders:
+                done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    try:
-                        answer = task.result()
-                    except TRANSIENT as error:
-                        self._last_error = error
-                    except TandemError as error:
-                        self._last_error = error
-                        refusals.append(error)
-                    else:
-                        self._note_answer(tasks[task], answer, leaders)
+                    url = asking.pop(task)
+                    hint = self._note_outcome(url, task, leaders, refusals)
+                    if hint and hint not in asking.values():
+                        asking[asyncio.ensure_future(self._ask_after(0.0, hint))] = hint
+                    if url in self._urls and url not in asking.values():
+                        asking[asyncio.ensure_future(self._ask_after(PAUSE_S, url))] = url
+                if len(refusals) == len(self._urls):
+                    raise refusals[self._urls[0]]
         finally:
-            for task in pending:
+            for task in asking:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await asyncio.gather(*asking, return_exceptions=True)
             chosen = max(leaders)[1] if leaders else None
-            others = [self._clients[url] for url in urls if url != chosen and url in self._clients]
+            others = [client for url, client in self._clients.items() if url != chosen]
             await asyncio.gather(*(client.aclose() for client in others))
-        return None if chosen is None else self._clients[chosen]
+        return self._clients[max(leaders)[1]]
 
-    def _note_answer(self, url: str, answer: LeaderAnswer, leaders: list[tuple[int, str]]) -> None:
+    def _note_outcome(
+        self,
+        url: str,
+        task: "asyncio.Task[LeaderAnswer]",
+        leaders: list[tuple[int, str]],
+        refusals: dict[str, TandemError],
+    ) -> str:
+        """Take what asking one has brought; returns who leads according to it, if another."""
+        refusals.pop(url, None)
+        try:
+            answer = task.result()
+        except TandemError as error:
+            self._last_error = error
+            if not isinstance(error, TRANSIENT) and url in self._urls:
+                refusals[url] = error
+            return ""
         if answer.is_leader:
             leaders.append((answer.epoch, url))
-            return
+            return ""
         self._last_error = PeerLostError(
             "store.leader", f"{url} does not lead; {answer.address or 'nobody it knows'} does"
         )
-        if answer.address:
-            self._hints.append(answer.address)
+        return answer.address
+
+    async def _ask_after(self, pause_s: float, url: str) -> LeaderAnswer:
+        await asyncio.sleep(pause_s)
+        client = self._clients.get(url)
+        if client is not None:
+            await client.aclose()  # The session of the last time that it was asked.
+        return await self._ask(url)
 
     async def _ask(self, url: str) -> LeaderAnswer:
         client = self._clients.get(url)

@@ -14,11 +14,12 @@ from typing import Any, Protocol, TypeVar
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
 from tandem.core.direct import DirectTask, shield
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import ConflictError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
 from tandem.store.config import StoreConfig
 from tandem.store.eviction import Eviction
+from tandem.store.headers import MAX_EPOCH, ExtentHeader
 from tandem.store.index import NO_ROW, Directory, Passes
 from tandem.store.inline_puts import InlinePuts
 from tandem.store.lookups import Lookups
@@ -65,9 +66,9 @@ from tandem.store.puts import Puts, check_pin
 from tandem.store.removals import Removals
 from tandem.store.requests import Requests
 from tandem.store.roster import MemoryRosterStore, RosterStore
-from tandem.store.segment import ExtentHeader, append_record
+from tandem.store.segment import append_record
 from tandem.store.sessions import Caller
-from tandem.store.space import Extent, HostSpace
+from tandem.store.space import ORDER_TIMEOUT_S, Extent, HostSpace
 from tandem.store.upkeep import Upkeep
 
 __all__ = ["OpenWay", "StoreMaster", "Term"]
@@ -92,6 +93,9 @@ OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 RECOVERY_LOOK_S = 0.01
 """Between two looks whether all hosts have told what they have."""
 TICK_S = 0.05
+MAX_EPOCH_JUMP = 2**16
+"""Above ours. Each start of a master and each term takes one: so many while our note of them was
+lost are past belief, and 128 such jumps are possible before versions run out."""
 
 
 class StoreMaster:
@@ -129,6 +133,8 @@ class StoreMaster:
         self._draw = draw
         self.open_way = open_way
         self._counter = 0
+        self.damaged: Sequence[str] = ()
+        """Files of the master itself that did not hold together."""
         self._outbid: list[tuple[int, int]] = []
         """What this master gave in earlier epochs: above the first version, up to the second."""
         self.space_freed = asyncio.Event()
@@ -204,6 +210,17 @@ class StoreMaster:
         """Return the hosts that take new objects."""
         return [host for host in self.hosts.values() if host.is_writable]
 
+    def answering_hosts(self) -> list[HostSpace]:
+        """Return the hosts that take new objects and answer; if none does, all that take them."""
+        hosts = self.writable_hosts()
+        answering = [host for host in hosts if not host.is_silent]
+        return answering or hosts
+
+    def patience_s(self, host: HostSpace, num_objects: int = 0) -> float:
+        """Return how long a put waits for a host: not long where another could take its place."""
+        has_others = any(other is not host for other in self.answering_hosts())
+        return host.patience_s(num_objects) if has_others else ORDER_TIMEOUT_S
+
     def next_version(self) -> int:
         """Return a number above all that this master gave before, in this epoch and earlier."""
         return self.take_versions(1)
@@ -232,8 +249,16 @@ class StoreMaster:
     def outbid(self, epoch: int) -> None:
         """A host has obeyed a master of ``epoch``: go above it.
 
-        Raises: PeerLostError if that takes another election; epochs are not ours to choose then.
+        Raises: ConflictError if it is too far above ours to be that of a master;
+            PeerLostError if that takes another election; epochs are not ours to choose then.
         """
+        if epoch - self.epoch > MAX_EPOCH_JUMP or epoch >= MAX_EPOCH:
+            raise ConflictError(
+                "store.join",
+                f"epoch {epoch} was seen, ours is {self.epoch}: more than {MAX_EPOCH_JUMP} apart, "
+                "which no number of starts explains; remove the files of that host",
+                field="epoch",
+            )
         if self._term is not None:
             self._term.resign(min_epoch=epoch)
             raise PeerLostError("store.join", f"{epoch} was obeyed: elected anew above it")
@@ -243,8 +268,8 @@ class StoreMaster:
         logger.info("event=epoch_raised epoch=%d", self.epoch)
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
-        """Return writable hosts in the order in which to try them."""
-        hosts = self.writable_hosts()
+        """Return hosts that take new objects and answer, in the order in which to try them."""
+        hosts = self.answering_hosts()
         if len(hosts) == 1:
             return [hosts[0].number]
         return order_hosts(
@@ -273,7 +298,7 @@ class StoreMaster:
         key, version = directory.key(row), directory.version(row)
         length = self.extent_of(row, 0).length
         free_at_ms = directory.lease_until_ms(row)
-        if self.is_learning:
+        if self.membership.is_adopting:
             self.dropped_versions[key] = version
         # Clients may remember where it was, and take it for present while there is a header.
         is_known = free_at_ms > self.now_ms()
@@ -338,6 +363,7 @@ class StoreMaster:
         free_at_ms: int = 0,
         *,
         version: int | None = None,
+        was_shown: bool = True,
     ) -> "list[asyncio.Future[None]]":
         """Have a copy wiped that the directory does not know (any more).
 
@@ -349,6 +375,7 @@ class StoreMaster:
             extent: there.
             free_at_ms: as ``HostSpace.drop``.
             version: if given, it may be on its way to the disk of the host, which is to forget it.
+            was_shown: see ``Removals.note_going``.
 
         Returns: done when that is so, or the host is lost.
         """
@@ -357,7 +384,7 @@ class StoreMaster:
         going = [done]
         if version is not None and host.disk is not None:
             going.append(host.forget(key, version, after=done))
-        self.removals.note_going(key, going)
+        self.removals.note_going(key, going, was_shown=was_shown)
         return going
 
     def lose_disk(self, row: int, host: int) -> None:
@@ -439,7 +466,7 @@ class StoreMaster:
                 self.space_freed.set()  # A lease or a pin may have ended: they try again.
             self.upkeep.begin_loads(now_ms)
             self.upkeep.step(now_ms)
-            if self.dropped_versions and not self.is_learning:
+            if self.dropped_versions and not self.membership.is_adopting:
                 self.dropped_versions.clear()
 
     # Pins and replicas.
@@ -523,11 +550,13 @@ class StoreMaster:
                     num_objects=len(self.directory.rows_on_host(host.number)),
                     quarantined_bytes=host.quarantined_bytes,
                     disk=host.disk,
+                    damaged=[*host.damaged, *([] if host.disk is None else host.disk.damaged)],
                 )
                 for host in self.hosts.values()
                 if not host.is_retired
             ],
             is_recovering=self.is_learning,
+            damaged=list(self.damaged),
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:

@@ -23,6 +23,8 @@ R = TypeVar("R")
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
+MIN_TIMEOUT_S = 1e-3
+"""Of a transfer that begins when hardly anything is left of its deadline."""
 FIRST_RETRY_S = 0.0005
 """Of a key that was just changed: its old value is being wiped, which takes about this long."""
 
@@ -86,6 +88,10 @@ class MasterCalls:
         """Wait."""
         await asyncio.sleep(seconds)
 
+    async def pause(self, seconds: float, deadline_s: float) -> None:
+        """Wait before something is tried again, up to a deadline."""
+        await self.sleep(max(0.0, min(seconds, deadline_s - self.clock.now_s())))
+
     async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
         """Carry all of it out; what one raises is its result."""
         if len(work) == 1:
@@ -109,7 +115,7 @@ class MasterCalls:
             found = await self.call("find", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
-            await self.sleep(pause_s)
+            await self.pause(pause_s, deadline_s)
             pause_s = min(2 * pause_s, RETRY_S)
 
     async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
@@ -120,7 +126,7 @@ class MasterCalls:
             found = await self.call("stage", request, FoundObjects, deadline_s)
             if not found.is_recovering:
                 return found
-            await self.sleep(RETRY_S)
+            await self.pause(RETRY_S, deadline_s)
 
     async def simple(self, method: str, request: object, response: type[T]) -> T:
         """Call within the configured deadline."""
@@ -168,7 +174,7 @@ class MasterCalls:
             except CapacityError as error:
                 if error.where != "rpc.send":
                     raise
-            await self.sleep(RETRY_S)
+            await self.pause(RETRY_S, deadline_s)
             await self.channel.wait_connected(self.left_s(deadline_s))
 
     async def call_while(

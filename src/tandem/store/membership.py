@@ -81,8 +81,6 @@ class Membership:
         self._awaited: dict[int, int] = {}
         """By number: until when a host is waited for."""
         self._declaring: set[int] = set()
-        self._may_await: set[int] = set()
-        """Hosts that a join makes awaited: once for each time that they were away."""
 
     # The roster.
 
@@ -117,12 +115,23 @@ class Membership:
         """Whether a host may have what this master has never heard of: not one that comes back."""
         if not self._loaded.is_set():
             return True
-        if self._window_until_ms:
-            if self._master.now_ms() < self._window_until_ms:
-                return True
-            self._window_until_ms = 0
+        if self._is_window_open:
+            return True
         hosts = self._master.hosts
         return any(not hosts[number].is_all_known for number in self._awaited)
+
+    @property
+    def _is_window_open(self) -> bool:
+        """Whether hosts may come that no roster knows of."""
+        if self._window_until_ms and self._master.now_ms() >= self._window_until_ms:
+            self._window_until_ms = 0
+        return self._window_until_ms > 0
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether objects are coming in that this master may not have heard of."""
+        stages = (host.stage for host in self._master.hosts.values())
+        return self.is_learning or HostStage.JOINING in stages
 
     def is_awaited(self, host: int) -> bool:
         """Whether it is away, or still tells what it has, and is not declared lost."""
@@ -130,8 +139,10 @@ class Membership:
 
     def step(self, now_ms: int) -> None:
         """Declare lost whose lease has ended; note who has confirmed tombstones."""
+        # A master that reaches no host at all may be what is cut off.
+        can_tell = any(host.is_settled for host in self._master.hosts.values())
         for number, until_ms in list(self._awaited.items()):
-            if until_ms <= now_ms and number not in self._declaring:
+            if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
                 self._master.schedule(self._declare_lost(self._master.hosts[number]))
         for host in self._master.hosts.values():
@@ -325,7 +336,6 @@ class Membership:
             master.config.lease_ms,
         )
         master.hosts[host.number] = self._names[name] = host
-        self._may_await.add(host.number)
         return host
 
     def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
@@ -334,10 +344,8 @@ class Membership:
         retired = self._roster.retired
         host.dead_below = retired.get(request.segment_id, -1)
         host.disk_dead_below = retired.get(request.disk_id, -1) if request.disk_id else -1
-        if host.number in self._may_await:
-            # Once only: one that never comes to an end of its inventory holds nobody up for ever.
-            self._may_await.discard(host.number)
-            self._await_host(host)
+        if self._is_window_open and host.name not in self._roster.members:
+            self._await_host(host)  # It may be one of before, that no roster knows of.
         self._master.directory.find_host(host.number)
 
     def _await_host(self, host: HostSpace) -> None:
@@ -372,7 +380,14 @@ class Membership:
         if newest > self._master.newest_version:
             # By a master of our number that we know nothing of: its note of it was lost with the
             # machine, the disk was not. No version must be given twice.
-            self._master.outbid(newest >> layout.VERSION_BITS)
+            try:
+                self._master.outbid(newest >> layout.VERSION_BITS)
+            except ConflictError:
+                # Nobody waits for the rest of what it would tell, unless it is a member.
+                self.lose_host(host)
+                if host.name not in self._roster.members:
+                    self._awaited.pop(host.number, None)
+                raise
         host.num_pages += 1
         if host.number in self._awaited:
             self._await_host(host)
@@ -409,6 +424,7 @@ class Membership:
             raise ConflictError(
                 "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
             )
+        host.damaged = request.damaged
         if host.stage is HostStage.JOINING:
             await self._enroll(host)
             host = self._joining(caller, request.session)
@@ -434,11 +450,15 @@ class Membership:
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
         host.rebuild(extents)
+        if not any(other.is_settled for other in self._master.hosts.values()):
+            # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
+            for number in self._awaited:
+                self._await_host(self._master.hosts[number])
         host.is_known = True
         host.confirmed.clear()
         host.stage = HostStage.READ_ONLY
         self._awaited.pop(host.number, None)
-        self._may_await.add(host.number)
+        self._master.eviction.note_surplus()
         logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
 
     def _forget_replica(self, row: int, host: int) -> None:
@@ -460,7 +480,6 @@ class Membership:
         if host.unconfirmed_from == ALL_CONFIRMED:
             host.unconfirmed_from = self._writer.number
         if host.is_settled:
-            self._may_await.discard(host.number)
             self._await_host(host)
         self._master.puts.forget_host(host.number)
         self._by_session.pop(host.session, None)

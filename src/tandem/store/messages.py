@@ -353,6 +353,8 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     write_sum_s: float = 0.0
     load_counts: list[int] = []
     load_sum_s: float = 0.0
+    damaged: list[str] = []
+    """Files and records that did not hold together since the host started."""
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,6 +370,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of unfinished writes whose writer is not yet proven gone."""
     disk: DiskStatus | None = None
     """None: it has none."""
+    damaged: list[str] = []
+    """What of its files did not hold together, those of the disk included; see its log."""
 
 
 class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,6 +396,8 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[HostStatus]
     is_recovering: bool = False
     """Hosts may still bring objects: what is missing is not yet known to be gone."""
+    damaged: list[str] = []
+    """Files of the master itself that did not hold together."""
 
 
 # Between master and hosts.
@@ -457,6 +463,8 @@ class InventoryDone(msgspec.Struct, frozen=True):
     session: int
     num_pages: int
     can_write: bool
+    damaged: list[str] = []
+    """What of the segment did not hold together since the host started."""
 
 
 class LeaveStore(msgspec.Struct, frozen=True):

@@ -61,6 +61,7 @@ class StoreCounters:
     fences: int = 0
     replicas_corrupt: int = 0
     replicas_copied: int = 0
+    replicas_dropped: int = 0
     hosts_lost: int = 0
     terms: int = 0
     latencies: dict[str, LatencyHistogram] = field(default_factory=dict)
@@ -85,6 +86,7 @@ _COUNTER_HELP = {
     "fences": "Clients shut out of a host.",
     "replicas_corrupt": "Replicas dropped for a wrong checksum.",
     "replicas_copied": "Replicas made by repair or drain.",
+    "replicas_dropped": "Replicas beyond those wanted, dropped for their space.",
     "hosts_lost": "Hosts that went away.",
     "terms": "Terms that this master has begun.",
 }

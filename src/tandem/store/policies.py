@@ -27,6 +27,8 @@ class HostView:
     capacity_bytes: int
     load_bytes: float = 0.0
     """Bytes promised to readers lately."""
+    is_silent: bool = False
+    """It has not answered for much longer than it usually takes."""
 
 
 def order_hosts(
@@ -65,9 +67,12 @@ def order_hosts(
 
 
 def rank_replicas(candidates: Sequence[HostView], machine: str) -> list[int]:
-    """Return host numbers in the order in which to read: same machine first, then by load."""
+    """Return host numbers in the order in which to read: those that answer first, of these the same
+    machine, then by load.
+    """
     ordered = sorted(
-        candidates, key=lambda view: (view.machine != machine, view.load_bytes, view.host)
+        candidates,
+        key=lambda view: (view.is_silent, view.machine != machine, view.load_bytes, view.host),
     )
     return [view.host for view in ordered]
 

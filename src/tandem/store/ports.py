@@ -57,11 +57,17 @@ class _Peers:
             task.add_done_callback(_retrieve)
             self._opened[address] = task
         try:
-            return await asyncio.shield(task)
+            # Somebody else's opening may take longer than we have.
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(task)
         except TandemError:
             if self._opened.get(address) is task:
                 del self._opened[address]
             raise
+        except TimeoutError:
+            raise DeadlineError(
+                "store.open", f"{address} was not opened within {timeout_s:.3g} s"
+            ) from None
 
     def _drop(self, address: str) -> None:
         task = self._opened.pop(address, None)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tandem._native import measure_extents
 from tandem.core.direct import DirectTask
-from tandem.core.errors import CapacityError, ConfigError, TandemError
+from tandem.core.errors import CapacityError, ConfigError, DeadlineError, TandemError
+from tandem.store.arguments import MAX_SOFT_PIN_MS, check_replicas
 from tandem.store.config import StoreConfig
 from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
 from tandem.store.sessions import Caller, check_present
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED = 16_384
 """Results of commits kept for requests that come twice."""
 MIN_WAIT_S = 1e-3
-MAX_SOFT_PIN_MS = 2**32 - 1
-"""What a header holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,10 +140,7 @@ class Puts:
             )
         if len(set(keys)) != len(keys):
             raise ConfigError("store.put", "a key is twice in the batch", field="keys")
-        if request.replicas < 1 or request.replicas > 255:
-            raise ConfigError(
-                "store.put", f"{request.replicas} replicas: give 1 to 255", field="replicas"
-            )
+        check_replicas(request.replicas)
         check_pin(request.soft_pin_ms)
         lengths = [*map(len, keys)] or [1]
         if not (min(lengths) > 0 and max(lengths) <= config.max_key_bytes) or not all(
@@ -239,7 +235,7 @@ class Puts:
         Raises: CapacityError if it would never be enough. Nothing is evicted then, nor while only
             a host that may come would be.
         """
-        hosts = self._master.writable_hosts()
+        hosts = self._master.answering_hosts()
         if len(hosts) == 1:
             placed = self._allocate_on(hosts[0], batch)
             full = None if placed else (hosts, sum(batch.lengths))
@@ -332,7 +328,7 @@ class Puts:
         if not asked:
             return bases
         answers = await asyncio.gather(
-            *(host.open_writer(client) for host in asked), return_exceptions=True
+            *(self._open_writer(host, client) for host in asked), return_exceptions=True
         )
         for host, answer in zip(asked, answers, strict=True):
             if isinstance(answer, int):
@@ -340,6 +336,15 @@ class Puts:
             elif not isinstance(answer, TandemError):
                 raise answer
         return bases
+
+    async def _open_writer(self, host: HostSpace, client: str) -> int:
+        # The host is asked until it answers; it is only this put that goes on without it.
+        try:
+            async with asyncio.timeout(self._master.patience_s(host)):
+                return await host.open_writer(client)
+        except TimeoutError:
+            host.doubt()
+            raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
     # Ending.
 

@@ -20,7 +20,7 @@ from tandem.store import layout
 from tandem.store.buffers import Part
 from tandem.store.checksum import check_value, checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
-from tandem.store.master_calls import RETRY_S, MasterCalls
+from tandem.store.master_calls import MIN_TIMEOUT_S, RETRY_S, MasterCalls
 from tandem.store.messages import Ack, Endpoint, FoundObjects, ReportBadReplica
 
 __all__ = ["ObjectRead", "ObjectReader", "not_found"]
@@ -186,17 +186,17 @@ class ObjectReader:
         self._calls = calls
         self._port = port
 
-    async def read_all(self, reads: Sequence[ObjectRead]) -> None:
+    async def read_all(self, reads: Sequence[ObjectRead], deadline_s: float) -> None:
         """Carry all of them out; each tells what became of it."""
-        deadline_s = self._calls.deadline_s()
         for attempt in range(MAX_ATTEMPTS):
             left = [read for read in reads if not read.is_settled]
             if not left:
                 return
-            if attempt and self._calls.clock.now_s() >= deadline_s:
+            pause_s = RETRY_S * attempt
+            if attempt and self._calls.clock.now_s() + pause_s >= deadline_s:
                 break
             if attempt:
-                await self._calls.sleep(RETRY_S * attempt)  # Hosts and masters come back.
+                await self._calls.sleep(pause_s)  # Hosts and masters come back.
             sent_s = self._calls.clock.now_s()
             found = await self._calls.find([read.key for read in left], deadline_s)
             lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
@@ -243,7 +243,7 @@ class ObjectReader:
                 [read for read in reads if read.places], endpoints, lease_end_s, deadline_s
             )
             if len(left) == len(reads):
-                await self._calls.sleep(RETRY_S)
+                await self._calls.pause(RETRY_S, deadline_s)
             reads = left
 
     async def _read_replicas(
@@ -267,10 +267,10 @@ class ObjectReader:
                 handle = self._port.register(scratch) if scratch.size else None
                 if handle is not None:
                     lent.append(handle)
-                timeout_s = max(0.001, min(lease_end_s, deadline_s) - self._calls.clock.now_s())
+                until_s = min(lease_end_s, deadline_s)
                 outcomes = await self._calls.gather(
                     *(
-                        self._read_from(endpoints[host], group, handle, timeout_s)
+                        self._read_from(endpoints[host], group, handle, until_s)
                         for host, group in by_host.items()
                     )
                 )
@@ -293,8 +293,10 @@ class ObjectReader:
                 self._port.unregister(handle)
 
     async def _read_from(
-        self, endpoint: Endpoint, reads: Sequence[ObjectRead], scratch: Any, timeout_s: float
+        self, endpoint: Endpoint, reads: Sequence[ObjectRead], scratch: Any, until_s: float
     ) -> None:
+        # Taken here: a client that blocks reads from one host after the other.
+        timeout_s = max(MIN_TIMEOUT_S, until_s - self._calls.clock.now_s())
         pieces: list[Piece] = []
         for read in reads:
             read.failure = None

@@ -23,6 +23,8 @@ class Removals:
         self._master = master
         self._removing: dict[str, asyncio.Future[Any]] = {}
         """Keys of objects that went and whose headers are not all gone yet."""
+        self._replacing: dict[str, asyncio.Future[Any]] = {}
+        """The same without copies that nobody was ever shown: what a put of the key waits for."""
         self._leaving: dict[str, int] = {}
         """Of these, the keys of what clients may still read, and how many headers there are."""
 
@@ -45,13 +47,20 @@ class Removals:
         # Whether they are found or not: a host that has not told yet may have a copy.
         await self._master.recover()
         num_lost = self._master.membership.num_lost
-        flags, versions = await self._drop_keys(keys, begin)
+        flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
         tombstones = list(map(Tombstone, keys, versions))
         await self._master.membership.bury(tombstones, num_lost)
         return flags
 
-    async def _drop_keys(self, keys: Sequence[str], begin: int) -> tuple[bytes, list[int]]:
+    async def _drop_keys(
+        self, keys: Sequence[str], begin: int, *, marked_below: int
+    ) -> tuple[bytes, list[int]]:
         """Remove what there is on hosts that are there; return when it is wiped.
+
+        Args:
+            keys: of the objects.
+            begin: see ``_begin``.
+            marked_below: what a tombstone of their prefix says already.
 
         Returns: a byte for each: 1 for what was found; and the version up to which it is dead.
         """
@@ -70,31 +79,42 @@ class Removals:
             going = self.find_going(key)
             if going is not None:
                 pending.append(going)
-        self._master.membership.mark_removed(list(map(Tombstone, keys, versions)))
+        pairs = zip(keys, versions, strict=True)
+        self._master.membership.mark_removed(
+            [Tombstone(*pair) for pair in pairs if pair[1] > marked_below]
+        )
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
         return bytes(flags), versions
 
     def note_going(
-        self, key: str, going: "Sequence[asyncio.Future[None]]"
-    ) -> "asyncio.Future[Any]":
-        """An object is gone when these are done, and a removal of its key is not over before."""
-        earlier = self._removing.get(key)
-        pending = [*going, *([] if earlier is None else [earlier])]
-        gone: asyncio.Future[Any] = pending[0] if len(pending) == 1 else asyncio.gather(*pending)
-        self._removing[key] = gone
-        gone.add_done_callback(lambda gone: self._forget_removal(key, gone))
-        return gone
+        self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
+    ) -> None:
+        """An object is gone when these are done, and a removal of its key is not over before.
+
+        Args:
+            key: of the object.
+            going: what is to be done.
+            was_shown: it was in the directory. Else a put of the key, which has a higher version,
+                need not wait: a host that does not answer would hold it up.
+        """
+        _join(self._removing, key, going)
+        if was_shown:
+            _join(self._replacing, key, going)
 
     def find_going(self, key: str) -> "asyncio.Future[Any] | None":
         """Return what is done when an earlier object of this key is gone; None if none is going."""
         return self._removing.get(key)
 
+    def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
+        """Return what a put of this key waits for: as ``find_going``, of what was ever shown."""
+        return self._replacing.get(key)
+
     @property
     def has_going(self) -> bool:
-        """Whether anything is going at all."""
-        return len(self._removing) > 0
+        """Whether anything is going that a put may have to wait for."""
+        return len(self._replacing) > 0
 
     def note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
         """Clients that remember an object may read it until these headers are gone.
@@ -117,10 +137,6 @@ class Removals:
         """The keys of which nothing can be said yet; nearly always none."""
         return self._leaving
 
-    def _forget_removal(self, key: str, gone: "asyncio.Future[Any]") -> None:
-        if self._removing.get(key) is gone:
-            del self._removing[key]
-
     async def remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
         """Remove all objects whose keys begin so."""
         return PrefixRemoval(
@@ -138,7 +154,7 @@ class Removals:
         count, newer = 0, list[Tombstone]()
         for at in range(0, len(matches), SCAN_KEYS):
             keys = matches[at : at + SCAN_KEYS]
-            flags, versions = await self._drop_keys(keys, begin)
+            flags, versions = await self._drop_keys(keys, begin, marked_below=begin)
             count += sum(flags)
             newer += [
                 Tombstone(*pair) for pair in zip(keys, versions, strict=True) if pair[1] > begin
@@ -148,3 +164,19 @@ class Removals:
             await asyncio.shield(gone)
         await membership.bury([tombstone, *newer], num_lost)
         return count
+
+
+def _join(
+    all_going: "dict[str, asyncio.Future[Any]]", key: str, going: "Sequence[asyncio.Future[None]]"
+) -> None:
+    """Have a key wait for these as well, until they are done."""
+
+    def forget(gone: "asyncio.Future[Any]") -> None:
+        if all_going.get(key) is gone:
+            del all_going[key]
+
+    earlier = all_going.get(key)
+    pending = [*going, *([] if earlier is None else [earlier])]
+    gone: asyncio.Future[Any] = pending[0] if len(pending) == 1 else asyncio.gather(*pending)
+    all_going[key] = gone
+    gone.add_done_callback(forget)

@@ -1,6 +1,6 @@
 """A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
 
-Format: docs/design/store_segment.md. The file is 0600, in a 0700 folder of ours, locked by its
+Format: docs/design/store_formats.md. The file is 0600, in a 0700 folder of ours, locked by its
 owner; its pages are reserved before they are touched, so that a full file system is an error here
 and never SIGBUS. Not thread-safe but for ``reserve_rest``.
 """
@@ -9,12 +9,12 @@ import contextlib
 import fcntl
 import logging
 import mmap
+import operator
 import os
 import secrets
 import stat
 import struct
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,41 +29,34 @@ from tandem.core.errors import (
     ConflictError,
     CorruptionError,
     PermissionDeniedError,
-    UnsupportedError,
 )
 from tandem.store import layout
 from tandem.store.checksum import check_value
+from tandem.store.damage import DamageList
+from tandem.store.headers import (
+    HEAD_BYTES,
+    MAX_EPOCH,
+    ExtentHeader,
+    pack_head,
+    parse_head,
+    parse_object,
+)
 from tandem.store.messages import ExtentRecords
 
-__all__ = ["ExtentHeader", "Segment", "append_record", "check_folder", "iterate_records"]
+__all__ = ["Segment", "append_record", "check_folder", "iterate_records"]
 
 logger = logging.getLogger(__name__)
 
-FILE_MAGIC = b"TANDSEG\0"
-FILE_VERSION = 1
-FILE_HEAD = struct.Struct("<8sIIQ16sQ")  # magic, version, granule, capacity, id, epoch
-FILE_HEAD_BYTES = 4096
-OBJECT_MAGIC = 0x4A424F54  # "TOBJ"
-OBJECT_HEAD = struct.Struct("<IHBBQQII")  # magic, key, wanted, flags, size, version, checksum, soft
-HEAD_CRC = struct.Struct("<I")
-HARD_PIN = 1
+MAGIC = b"TANDSEG\0"
+FIELDS = struct.Struct("<IQ16sQ")  # granule, capacity, id, epoch
+MARK = 0xFF
+"""At the granule where an object begins; a bit that flips leaves it told from 0."""
+QUARANTINED = ".quarantined"
 FIRST_RESERVE_BYTES = 2**30
 """tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
 RESERVE_STEP_BYTES = 256 * 2**20
 POPULATE_STEP_BYTES = 32 * 2**20
 POPULATE_NICENESS = 10
-
-
-class ExtentHeader(NamedTuple):
-    """What a header says of its object."""
-
-    key: str
-    size: int
-    version: int
-    checksum: int
-    wanted: int
-    hard_pin: bool
-    soft_pin_ms: int
 
 
 def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
@@ -113,11 +106,15 @@ class Segment:
         """Bytes for extents that are backed by memory now."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
+        self.damage = DamageList()
+        """What of the file did not hold together since it was opened."""
+        self._home = int.from_bytes(segment_id[:8], "little")
+        self._epoch = 0
         self._descriptor = -1
         self._reserving: threading.Thread | None = None
         self._stop = threading.Event()
         whole = np.frombuffer(memory, dtype=np.uint8)
-        begin, self._data_at = FILE_HEAD_BYTES, _data_offset(capacity_bytes)
+        begin, self._data_at = HEAD_BYTES, _data_offset(capacity_bytes)
         self._starts: npt.NDArray[np.uint8] = whole[
             begin : begin + capacity_bytes // layout.GRANULE_BYTES
         ]
@@ -139,27 +136,31 @@ class Segment:
     def open_file(cls, path: Path, capacity_bytes: int) -> "Segment":
         """Attach to the segment at ``path``, or make it.
 
-        A segment of another capacity or format version is replaced by an empty one: it is a
-        cache. A file that is no segment is left alone.
+        A segment of another capacity is replaced by an empty one: it is a cache. A file whose head
+        does not hold together is moved aside, and named in ``damage``.
 
-        Raises: ConflictError (a live process owns it; not a segment); CapacityError (the file
-            system cannot hold it); PermissionDeniedError (folder or file open to others).
+        Raises: ConflictError (a live process owns it; it is not even as long as a segment
+            could be); UnsupportedError (a later version wrote
+            it); CapacityError (the file system cannot hold it); PermissionDeniedError (folder or
+            file open to others).
         """
         capacity_bytes = _check_capacity(capacity_bytes)
         check_folder(path.parent)
-        descriptor, segment_id = _open(path, capacity_bytes)
+        damage = DamageList()
+        descriptor, head = _open(path, capacity_bytes, damage)
         try:
-            segment = cls._attach(path, descriptor, capacity_bytes, segment_id)
+            segment = cls._attach(path, descriptor, capacity_bytes, head)
         except BaseException:
             os.close(descriptor)
             raise
+        segment.damage = damage
         segment.path = path
         segment._descriptor = descriptor
         return segment
 
     @classmethod
     def _attach(
-        cls, path: Path, descriptor: int, capacity_bytes: int, segment_id: bytes | None
+        cls, path: Path, descriptor: int, capacity_bytes: int, head: "_FileHead | None"
     ) -> "Segment":
         data_at = _data_offset(capacity_bytes)
         # Of whole pages, which are huge on hugetlbfs.
@@ -170,15 +171,18 @@ class Segment:
         os.ftruncate(descriptor, file_bytes)
         _reserve(path, descriptor, 0, data_at + first)
         memory = mmap.mmap(descriptor, file_bytes)
-        is_new = segment_id is None
-        segment = cls(memory, capacity_bytes, segment_id or secrets.token_bytes(16))
+        segment_id = secrets.token_bytes(16) if head is None else head.segment_id
+        segment = cls(memory, capacity_bytes, segment_id)
         segment.usable_bytes = first
-        if is_new:
-            segment._write_file_head(0)
-        else:
+        # Also what was read: one of its copies may be damaged, or older.
+        segment._write_file_head(0 if head is None else head.epoch)
+        if head is not None:
             segment._reserve_used(path, descriptor)
         logger.info(
-            "event=segment_opened path=%s capacity_bytes=%d new=%s", path, capacity_bytes, is_new
+            "event=segment_opened path=%s capacity_bytes=%d new=%s",
+            path,
+            capacity_bytes,
+            head is None,
         )
         return segment
 
@@ -189,9 +193,9 @@ class Segment:
             return
         last = int(marked[-1]) * layout.GRANULE_BYTES
         end = min(last + RESERVE_STEP_BYTES, self.capacity_bytes)
-        magic, key_bytes, _, _, size, *_ = OBJECT_HEAD.unpack_from(self._map, self._data_at + last)
-        if magic == OBJECT_MAGIC and size <= self.capacity_bytes:
-            extent = layout.extent_bytes(key_bytes, size)
+        header = parse_object(self.data, last, self._home, last)
+        if header is not None and header.size <= self.capacity_bytes:
+            extent = layout.extent_bytes(len(header.key.encode()), header.size)
             end = min(max(end, last + extent), self.capacity_bytes)
         if end > self.usable_bytes:
             _reserve(path, descriptor, self._data_at, end)
@@ -258,23 +262,26 @@ class Segment:
 
     @property
     def epoch(self) -> int:
-        """The highest epoch seen; kept in the file."""
-        return FILE_HEAD.unpack_from(self._map)[5]
+        """The highest epoch seen; kept in the file.
+
+        Raises: ConfigError when it is set to what no version has room for.
+        """
+        return self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._write_file_head(epoch)
 
     def _write_file_head(self, epoch: int) -> None:
-        head = FILE_HEAD.pack(
-            FILE_MAGIC,
-            FILE_VERSION,
-            layout.GRANULE_BYTES,
-            self.capacity_bytes,
-            bytes.fromhex(self.segment_id),
-            epoch,
-        )
-        self._map[: FILE_HEAD.size] = head
+        if not 0 <= epoch <= MAX_EPOCH:
+            raise ConfigError("store.segment", f"epoch {epoch}: 0 to {MAX_EPOCH} are possible")
+        segment_id = bytes.fromhex(self.segment_id)
+        fields = FIELDS.pack(layout.GRANULE_BYTES, self.capacity_bytes, segment_id, epoch)
+        head = pack_head(MAGIC, fields)
+        # One copy after the other: whenever this process dies, one of them holds together.
+        self._map[: HEAD_BYTES // 2] = head[: HEAD_BYTES // 2]
+        self._map[HEAD_BYTES // 2 : HEAD_BYTES] = head[HEAD_BYTES // 2 :]
+        self._epoch = epoch
 
     # The file, for those who map it as well.
 
@@ -331,6 +338,7 @@ class Segment:
             self._starts,
             self.data,
             self.usable_bytes,
+            self._home,
             keys=records.keys,
             offsets=records.offsets,
             sizes=records.sizes,
@@ -376,28 +384,16 @@ class Segment:
         return self._read(offset)[0]
 
     def _read(self, offset: int) -> tuple[ExtentHeader, int]:
-        """Return the header at ``offset`` and the length of the extent."""
-        at = self._data_at + offset
-        head = self._map[at : at + OBJECT_HEAD.size + 4]
-        fields = OBJECT_HEAD.unpack_from(head)
-        magic, key_bytes, wanted, flags, size, version, checksum, soft_pin_ms = fields
-        key_at = offset + layout.HEADER_BYTES
-        end = key_at + key_bytes
-        if magic == OBJECT_MAGIC and end <= self.usable_bytes and size <= self.usable_bytes:
-            (stored,) = HEAD_CRC.unpack_from(head, OBJECT_HEAD.size)
-            key = self._map[self._data_at + key_at : self._data_at + end]
-            extent = layout.extent_bytes(key_bytes, size)
-            is_whole = zlib.crc32(key, zlib.crc32(head[: OBJECT_HEAD.size])) == stored
-            if is_whole and offset + extent <= self.usable_bytes:
-                header = ExtentHeader(
-                    key.decode(),
-                    size,
-                    version,
-                    checksum,
-                    wanted,
-                    bool(flags & HARD_PIN),
-                    soft_pin_ms,
-                )
+        """Return the header at ``offset`` and the length of the extent.
+
+        What holds together is still not believed if no master of an epoch that was obeyed here
+        can have given its version.
+        """
+        usable = self.data[: self.usable_bytes]
+        header = parse_object(usable, offset, self._home, offset) if offset >= 0 else None
+        if header is not None and header.version >> layout.VERSION_BITS <= self._epoch:
+            extent = layout.extent_bytes(len(header.key.encode()), header.size)
+            if offset + extent <= self.usable_bytes:
                 return header, extent
         raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
 
@@ -406,18 +402,35 @@ class Segment:
         return (np.flatnonzero(self._starts) * layout.GRANULE_BYTES).tolist()
 
     def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
-        """Yield all objects in order of offset; wipes those whose header is broken or overlaps."""
+        """Yield all objects in order of offset.
+
+        One whose header is damaged, or overlaps, is quarantined: it is no object any more, and is
+        named in ``damage``.
+        """
         end = 0
+        self._mend_marks()
         for granule in np.flatnonzero(self._starts).tolist():
             offset = granule * layout.GRANULE_BYTES
             try:
                 header, length = self._read_behind(offset, end)
             except CorruptionError as error:
-                logger.warning("event=extent_dropped reason=%s", error)
+                self.damage.note(f"object at {offset} of segment {self.name}", error)
                 self.wipe(offset)
                 continue
             end = offset + length
             yield offset, header
+
+    @property
+    def name(self) -> str:
+        """The name of the file, or the id of what has none."""
+        return self.segment_id if self.path is None else self.path.name
+
+    def _mend_marks(self) -> None:
+        """Set or clear marks that are neither: most of their bits decide, then the header."""
+        for granule in np.flatnonzero((self._starts != 0) & (self._starts != MARK)).tolist():
+            mark = int(self._starts[granule])
+            self.damage.note(f"mark {granule} of segment {self.name}", f"{mark:#x}")
+            self._starts[granule] = MARK if mark.bit_count() >= 4 else 0
 
     def _read_behind(self, offset: int, end: int) -> tuple[ExtentHeader, int]:
         if offset < end:
@@ -460,7 +473,7 @@ def _check_capacity(capacity_bytes: int) -> int:
 
 def _data_offset(capacity_bytes: int) -> int:
     starts = capacity_bytes // layout.GRANULE_BYTES
-    return FILE_HEAD_BYTES + (starts + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    return HEAD_BYTES + (starts + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def check_folder(folder: Path) -> None:
@@ -477,8 +490,13 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def _open(path: Path, capacity_bytes: int) -> tuple[int, bytes | None]:
-    """Return the locked file, and the id of the segment in it; None for an empty file.
+class _FileHead(NamedTuple):
+    segment_id: bytes
+    epoch: int
+
+
+def _open(path: Path, capacity_bytes: int, damage: DamageList) -> "tuple[int, _FileHead | None]":
+    """Return the locked file, and the head of the segment in it; None for an empty file.
 
     What cannot be attached gives way to another file. It is never shortened: clients of its last
     owner may still map it, and whoever touches what was cut off is killed.
@@ -488,15 +506,35 @@ def _open(path: Path, capacity_bytes: int) -> tuple[int, bytes | None]:
         try:
             _check_file(path, descriptor)
             if _is_at(path, descriptor):  # Else another host has replaced it since.
-                segment_id = _read_file_head(path, descriptor, capacity_bytes)
-                if segment_id is not None or os.fstat(descriptor).st_size == 0:
-                    return descriptor, segment_id
-                path.unlink()
+                if os.fstat(descriptor).st_size == 0:
+                    return descriptor, None
+                try:
+                    head = _read_file_head(path, descriptor, capacity_bytes, damage)
+                except CorruptionError as error:
+                    _quarantine(path, descriptor)
+                    damage.note(f"segment {path.name}", error)
+                else:
+                    if head is not None:
+                        return descriptor, head
+                    path.unlink()
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
     raise ConflictError("store.segment", f"{path} is being made by another host")
+
+
+def _quarantine(path: Path, descriptor: int) -> None:
+    """Move a file aside, in the place of one that was before; not if there is no room for both."""
+    status, room = os.fstat(descriptor), os.fstatvfs(descriptor)
+    aside = path.with_name(path.name + QUARANTINED)
+    aside.unlink(missing_ok=True)
+    free_bytes = room.f_bavail * room.f_frsize
+    if room.f_blocks and free_bytes < status.st_size:
+        logger.warning("event=quarantine_full path=%s free_bytes=%d", path, free_bytes)
+        path.unlink()
+    else:
+        path.rename(aside)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -520,26 +558,33 @@ def _check_file(path: Path, descriptor: int) -> None:
         ) from None
 
 
-def _read_file_head(path: Path, descriptor: int, capacity_bytes: int) -> bytes | None:
-    """Return the id of a segment that can be attached; None if the file is to be made anew."""
+def _read_file_head(
+    path: Path, descriptor: int, capacity_bytes: int, damage: DamageList
+) -> _FileHead | None:
+    """Return the head of a segment that can be attached; None if the file is to be made anew.
+
+    Raises: CorruptionError if it is damaged; ConflictError if it never was one; UnsupportedError.
+    """
     size = os.fstat(descriptor).st_size
-    if size == 0:
-        return None
-    head = os.pread(descriptor, FILE_HEAD.size, 0)
-    if len(head) < FILE_HEAD.size or head[:8] != FILE_MAGIC:
-        if head.strip(b"\0"):
-            raise ConflictError("store.segment", f"{path} is not a segment: move it away")
+    if size % mmap.PAGESIZE:
+        raise ConflictError("store.segment", f"{path} is not a segment: move it away")
+    data = os.pread(descriptor, HEAD_BYTES, 0)
+    if not data.strip(b"\0"):
         return None  # Its owner died before the head was written.
-    _, version, granule, capacity, segment_id, _ = FILE_HEAD.unpack(head)
-    if version > FILE_VERSION:
-        raise UnsupportedError(
-            "store.segment", f"{path} has format {version}, this build knows {FILE_VERSION}"
-        )
-    expected = (FILE_VERSION, layout.GRANULE_BYTES, capacity_bytes)
-    if (version, granule, capacity) != expected or size < _data_offset(capacity_bytes):
+    head = parse_head(data, MAGIC, FIELDS.size, str(path))
+    if head.is_damaged:
+        damage.note(f"head of segment {path.name}", "a copy of it, made anew from the other")
+    granule, capacity, segment_id, epoch = max(
+        (FIELDS.unpack(copy) for copy in head.copies), key=operator.itemgetter(3)
+    )
+    if (granule, capacity) != (layout.GRANULE_BYTES, capacity_bytes) or size < _data_offset(
+        capacity_bytes
+    ):
         logger.warning("event=segment_replaced path=%s capacity_bytes=%d", path, capacity)
         return None
-    return segment_id
+    if epoch > MAX_EPOCH:
+        raise CorruptionError("store.segment", f"{path} has seen epoch {epoch}, which none can be")
+    return _FileHead(segment_id, epoch)
 
 
 def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:

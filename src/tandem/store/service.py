@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from tandem.core.descriptors import is_scarce
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
-    ConflictError,
+    CorruptionError,
     InternalError,
     TandemError,
     UnsupportedError,
@@ -42,6 +43,7 @@ from tandem.store.blocking import make_blocking_client
 from tandem.store.campaign import Campaign
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
+from tandem.store.damage import DamageList
 from tandem.store.disk import DiskTier
 from tandem.store.disk_files import DiskFolder
 from tandem.store.election import Holder
@@ -53,6 +55,7 @@ from tandem.store.fast_calls import (
     Methods,
     open_peer,
 )
+from tandem.store.headers import MAX_EPOCH, pack_head, parse_head
 from tandem.store.host import StoreHost
 from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.messages import CallAddress, JoinHost
@@ -72,6 +75,8 @@ __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]
 
 logger = logging.getLogger(__name__)
 
+EPOCH_MAGIC = b"TANDEPO\0"
+EPOCH = struct.Struct("<Q")
 STORE_VERSION = 1
 """Of the messages. Versions one apart understand each other: a new one only adds."""
 MAX_RECONNECT_MS = 250
@@ -90,6 +95,7 @@ def default_folder() -> Path:
 def _endpoints(config: StoreConfig) -> list[str]:
     """Return where masters may be; the data path's secret is beside the first."""
     listed = [url.strip() for url in config.master.split(",") if url.strip()]
+    listed = [url if "://" in url else f"tcp://{url}" for url in listed]
     return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 
@@ -147,22 +153,31 @@ def _transfer_secret(config: StoreConfig, url: str) -> str:
     return read_secret(path)
 
 
-def next_epoch(folder: Path) -> int:
+def next_epoch(folder: Path, damage: DamageList) -> int:
     """Return an epoch above all that were taken in this folder, and note it there.
 
-    Raises: ConflictError if the note is not a number.
+    A note that is damaged is moved aside: the hosts know the epochs that they have seen, and the
+    master goes above them as they join.
+
+    Raises: UnsupportedError if a later version wrote it; CapacityError if epochs have run out.
     """
-    path = folder / "epoch"
+    path, epoch = folder / "epoch", 0
     try:
-        epoch = int(path.read_text(encoding="ascii")) + 1
+        head = parse_head(path.read_bytes(), EPOCH_MAGIC, EPOCH.size, str(path))
+        epoch = max(EPOCH.unpack(copy)[0] for copy in head.copies)
+        if head.is_damaged:
+            damage.note("note of the epoch", "a copy of it, made anew from the other")
     except FileNotFoundError:
-        epoch = 1
-    except ValueError:
-        raise ConflictError("store.master", f"{path} holds no number: remove it") from None
+        pass
+    except CorruptionError as error:
+        damage.note("note of the epoch", error)
+        path.replace(folder / "epoch.quarantined")
+    if epoch >= MAX_EPOCH:
+        raise CapacityError("store.master", f"{path} has the last epoch, {epoch}: start anew")
     draft = folder / f"epoch.{os.getpid()}"
-    draft.write_text(f"{epoch}\n", encoding="ascii")
+    draft.write_bytes(pack_head(EPOCH_MAGIC, EPOCH.pack(epoch + 1)))
     draft.replace(path)
-    return epoch
+    return epoch + 1
 
 
 class MasterService:
@@ -235,7 +250,9 @@ class MasterService:
             self._server.register(*method)
         await self._serve_calls(methods, opening)
         if config.election.backend == "none":
-            self.seat.take(next_epoch(_state_folder(url)))
+            damage = DamageList()
+            self.seat.take(next_epoch(_state_folder(url), damage))
+            self.seat.master.damaged = damage.names
         self._server.start()
         opening.push_async_callback(self._server.aclose)
         if config.election.backend == "etcd":
@@ -421,7 +438,11 @@ class HostService:
                 marks=Path(config.segment_dir),
             )
             disk = DiskTier(
-                self._folder, segment, capacity_bytes=config.ssd_bytes, clock=MonotonicClock()
+                self._folder,
+                segment,
+                capacity_bytes=config.ssd_bytes,
+                clock=MonotonicClock(),
+                damage=self._folder.damage,
             )
             await disk.open()
         except (InternalError, CapacityError):
@@ -498,6 +519,31 @@ class ClientService:
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
         return make_blocking_client(self.client, self._channel, self._engine, loop)
+
+
+async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
+    """Stay until the session with the master is lost; return why it was.
+
+    A master that is stopped is lost when its lease ends, one that is killed at once.
+    Raises: TandemError if there is no session to lose.
+    """
+    url = _endpoints(config)[0]
+    client = RpcClient(
+        url,
+        identity=_identify("watcher", "store_watcher"),
+        auth=_auth(config, url),
+        config=_rpc_config(rpc, config),
+        check_compat=check_version,
+    )
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def note_lost(_: Peer, error: TandemError) -> None:
+        if not lost.done():
+            lost.set_result(error.what)
+
+    client.on_peer_lost(note_lost)
+    async with client:
+        return await lost
 
 
 async def _end_task(task: "asyncio.Task[None]") -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tandem._native import SegmentAllocator
 from tandem.core.clock import Clock
-from tandem.core.errors import CorruptionError, PeerLostError, TandemError
+from tandem.core.errors import CorruptionError, DeadlineError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.messages import (
     Ack,
@@ -34,10 +34,11 @@ from tandem.store.messages import (
     WipeExtents,
 )
 from tandem.store.orders import OrderLine
+from tandem.store.patience import UsualTime
 from tandem.store.policies import HostView
 from tandem.store.sessions import Caller
 
-__all__ = ["Extent", "HostSpace", "Writer"]
+__all__ = ["ORDER_TIMEOUT_S", "Extent", "HostSpace", "Writer"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +49,14 @@ WIPE_BATCH = 5_000
 GUARD_MS = 100
 """How soon a guarded extent is looked at again."""
 LOAD_HALF_LIFE_S = 1.0
+QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
+"""Those that wait for nothing but the host's own thread."""
+PATIENCE_FACTOR = 4.0
+"""So many times what a host usually takes are waited for it, where another would do as well."""
+MIN_PATIENCE_S = 0.25
+"""A process that has to share its core may be away for a tenth of a second."""
+OBJECT_PATIENCE_S = 50e-6
+"""For each object of an order; sealing one takes some 2 us."""
 
 
 class Extent(NamedTuple):
@@ -134,6 +143,8 @@ class HostSpace:
         self.disk_id = ""
         self.disk_number = -1
         """Of its last report in this session."""
+        self.damaged: list[str] = []
+        """Of its segment, as it told when it joined."""
         self.is_disk_known = False
         """As ``is_known``, of its disk."""
         self.confirmed_disk: dict[int, int] = {}
@@ -166,6 +177,12 @@ class HostSpace:
         self._is_forgetting = False
         self._load_bytes = 0.0
         self._load_at_s = 0.0
+        self._usual = UsualTime()
+        """Of its quick orders."""
+        self._unanswered: dict[object, float] = {}
+        """Quick orders under way: when each was sent, oldest first."""
+        self._doubted_s: float | None = None
+        """When it let somebody down; None once it has answered an order sent since."""
 
     # Views.
 
@@ -208,6 +225,7 @@ class HostSpace:
             free_bytes=self.capacity_bytes - self.used_bytes,
             capacity_bytes=self.capacity_bytes,
             load_bytes=self._decay_load(),
+            is_silent=self.is_silent,
         )
 
     def endpoint(self, write_base: int = -1) -> Endpoint:
@@ -258,6 +276,8 @@ class HostSpace:
         self.quarantined_bytes = 0
         for task in list(self._tasks):
             task.cancel()
+        self._unanswered.clear()
+        self._doubted_s = None
         self.purging.clear()
         self._is_wiping = False
         for writer in self.writers.values():
@@ -314,7 +334,62 @@ class HostSpace:
         """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
         if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
-        return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
+        if method not in QUICK_ORDERS:
+            return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
+        sent_s, number, session = self._clock.now_s(), object(), self.session
+        self._unanswered[number] = sent_s
+        try:
+            answer = await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
+        except DeadlineError:
+            if session == self.session:
+                self.doubt()
+            raise
+        finally:
+            self._unanswered.pop(number, None)
+        self._note_answer(sent_s)
+        return answer
+
+    # Whether it answers.
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it keeps others waiting for much longer than usual: better ask another."""
+        if self._doubted_s is not None:
+            return True
+        oldest_s = next(iter(self._unanswered.values()), None)
+        return oldest_s is not None and self._clock.now_s() - oldest_s > self.patience_s()
+
+    def patience_s(self, num_objects: int = 0) -> float:
+        """Return how long to wait for a quick order about so many objects, if others can do it."""
+        usual_s = self._usual.multiply(
+            PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=ORDER_TIMEOUT_S
+        )
+        return min(usual_s + num_objects * OBJECT_PATIENCE_S, ORDER_TIMEOUT_S)
+
+    def doubt(self) -> None:
+        """It did not answer, or bytes did not arrive there: it is silent until it answers anew."""
+        if self.caller is None:
+            return
+        is_new = self._doubted_s is None
+        self._doubted_s = self._clock.now_s()
+        if is_new:
+            logger.warning("event=host_silent host=%s", self.name)
+            self.spawn(self._probe())
+
+    async def _probe(self) -> None:
+        while self._doubted_s is not None:
+            try:
+                await self.order("wipe", WipeExtents, Ack, offsets=[])
+            except TandemError as error:
+                logger.debug("event=probe_failed host=%s reason=%s", self.name, error)
+                await asyncio.sleep(RETRY_S)
+
+    def _note_answer(self, sent_s: float) -> None:
+        self._usual.note(self._clock.now_s() - sent_s)
+        if self._doubted_s is not None and sent_s >= self._doubted_s:
+            logger.info("event=host_answers host=%s", self.name)
+            self._doubted_s = None
+            self._on_space()
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine that ends with this session."""

@@ -253,6 +253,8 @@ class Upkeep:
             pass  # Whoever let the object go has it wiped; or the next inventory settles it.
         elif is_done and is_same and not self._is_on(row, target):
             directory.add_replica(row, Replica(target.number, copy.extent.offset))
+            if directory.num_in_memory(row) > directory.wanted(row):
+                self._master.eviction.note_surplus()
             if copy.is_load:
                 self._master.counters.objects_promoted += 1
             else:

@@ -11,8 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem._native import checksum_blob, checksum_values, locate_values
-from tandem.core.errors import InternalError, PeerLostError, TandemError
+from tandem.core.errors import (
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    PeerLostError,
+    ShapeError,
+    TandemError,
+)
 from tandem.store import layout
+from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
 from tandem.store.buffers import Part
 from tandem.store.checksum import checksum_table, make_table
 from tandem.store.client_edges import ClientPort, Piece
@@ -21,6 +29,7 @@ from tandem.store.master_calls import MasterCalls
 from tandem.store.messages import (
     CommitPut,
     CommitStatus,
+    Endpoint,
     HostExtents,
     KeyBytes,
     PutInline,
@@ -28,6 +37,7 @@ from tandem.store.messages import (
     StartPut,
     StartStatus,
 )
+from tandem.store.patience import UsualTime
 
 __all__ = ["DEFAULT_OPTIONS", "Items", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
 
@@ -37,6 +47,12 @@ MAX_ATTEMPTS = 4
 """Times that a put begins anew after what can only be transient."""
 MAX_INLINE_BATCH_BYTES = 2**15
 """Of values in one request; the master passes them on."""
+CALLER_ERRORS = (ConfigError, ShapeError)
+PATIENCE_FACTOR = 8.0
+"""So many times what a write to a host usually takes are waited for it; then another is asked."""
+MIN_PATIENCE_S = 1.0
+WORK_BYTES = 2**22
+"""What a write is measured by; twice the bytes may take twice the time."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
@@ -149,6 +165,8 @@ class ObjectWriter:
     def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
         self._calls = calls
         self._port = port
+        self._usual: dict[str, UsualTime] = {}
+        """By address of a host: how long writes of ``WORK_BYTES`` take."""
 
     async def put_inline(
         self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
@@ -203,7 +221,7 @@ class ObjectWriter:
                 ),
                 KeyBytes,
                 deadline_s,
-                extra_s=min(wait_ms, self._calls.config.put_wait_ms) / 1e3,
+                extra_s=wait_ms / 1e3,
             )
         finally:
             self._calls.ids.settle(first_id)
@@ -211,19 +229,22 @@ class ObjectWriter:
 
     def _read_options(self, options: PutOptions) -> dict[str, Any]:
         """Return what a ``StartPut`` says of how its objects are kept."""
+        check_replicas(options.replicas)
+        check_keys(options.preferred, field="preferred")
         return {
             "replicas": options.replicas,
             "preferred": list(options.preferred),
             "machine": self._calls.machine if options.same_machine else "",
             "upsert": options.upsert,
             "hard_pin": options.hard_pin,
-            "soft_pin_ms": int(options.soft_pin_s * 1e3),
+            "soft_pin_ms": to_ms(options.soft_pin_s, "soft_pin_s", most_ms=MAX_SOFT_PIN_MS),
         }
 
     def _wait_ms(self, options: PutOptions) -> int:
-        if options.wait_s is None:
-            return self._calls.config.put_wait_ms
-        return int(options.wait_s * 1e3)
+        most_ms = self._calls.config.put_wait_ms
+        return (
+            most_ms if options.wait_s is None else to_ms(options.wait_s, "wait_s", most_ms=most_ms)
+        )
 
     async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
         """Put all of them; one result each, an error being one."""
@@ -231,10 +252,10 @@ class ObjectWriter:
         results: list[PutResult | TandemError | None] = [None] * len(items.keys)
         sources = Sources()  # Made while the master is asked for the first time.
         left: Sequence[int] = range(len(results))
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             if not left:
                 break
-            await self._put_once(items, sources, left, options, results, deadline_s)
+            await self._put_once(items, sources, left, options, results, deadline_s, attempt)
             left = [i for i, result in enumerate(results) if result is None]
         return [_lost() if result is None else result for result in results]
 
@@ -270,10 +291,10 @@ class ObjectWriter:
         options: PutOptions,
         results: "list[PutResult | TandemError | None]",
         deadline_s: float,
+        attempt: int,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
         first_id = self._calls.ids.take(len(left))
-        config = self._calls.config
         wait_ms = self._wait_ms(options)
         request = StartPut(
             first_put_id=first_id,
@@ -289,7 +310,7 @@ class ObjectWriter:
             StartedPut,
             deadline_s,
             give_back=lambda started: self._give_up(first_id, started, []),
-            extra_s=min(wait_ms, config.put_wait_ms) / 1e3,
+            extra_s=wait_ms / 1e3,
         )
         if len(started.statuses) != len(left):
             raise InternalError("store.put", "an answer for another number of objects")
@@ -306,7 +327,7 @@ class ObjectWriter:
             first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
         )
         try:
-            failed = await self._write(items, sources, left, started, deadline_s)
+            failed = await self._write(items, sources, left, started, deadline_s, attempt)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
             self._give_up(first_id, started, [endpoint.host for endpoint in started.endpoints])
@@ -331,6 +352,7 @@ class ObjectWriter:
         left: Sequence[int],
         started: StartedPut,
         deadline_s: float,
+        attempt: int,
     ) -> set[int]:
         """Write all objects to all their hosts; returns the hosts where it did not succeed."""
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
@@ -339,19 +361,38 @@ class ObjectWriter:
             for place in started.places
         }
         # A write may take as long as the master lets a put be unfinished, and no longer.
-        timeout_s = min(self._calls.config.put_timeout_ms / 1e3, self._calls.left_s(deadline_s))
+        put_s = self._calls.clock.now_s() + self._calls.config.put_timeout_ms / 1e3
+        until_s = min(put_s, deadline_s)
         hosts = [host for host in endpoints if pieces.get(host)]
         outcomes = await self._calls.gather(
-            *(self._port.write(endpoints[host], pieces[host], timeout_s) for host in hosts)
+            *(self._write_to(endpoints[host], pieces[host], until_s, attempt) for host in hosts)
         )
         failed: set[int] = set()
         for host, outcome in zip(hosts, outcomes, strict=True):
-            if isinstance(outcome, TandemError):
+            # Of the caller's memory: no other host would take it either.
+            if isinstance(outcome, TandemError) and not isinstance(outcome, CALLER_ERRORS):
                 logger.info("event=write_failed host=%s reason=%s", endpoints[host].name, outcome)
                 failed.add(host)
             elif outcome is not None:
                 raise outcome
         return failed
+
+    async def _write_to(
+        self, endpoint: Endpoint, pieces: list[Piece], until_s: float, attempt: int
+    ) -> None:
+        """Write to one host; the last attempt waits for it as long as it may, others do not."""
+        # Taken here: a client that blocks writes to one host after the other.
+        begin_s = self._calls.clock.now_s()
+        work = 1 + sum(length for *_, length in pieces) / WORK_BYTES
+        usual = self._usual.setdefault(endpoint.address, UsualTime())
+        timeout_s = until_s - begin_s
+        if attempt < MAX_ATTEMPTS - 1:
+            patience_s = usual.multiply(PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=timeout_s)
+            timeout_s = min(timeout_s, patience_s * work * 2**attempt)
+        if timeout_s <= 0:
+            raise DeadlineError("store.put", f"no time is left to write to {endpoint.name}")
+        await self._port.write(endpoint, pieces, timeout_s)
+        usual.note((self._calls.clock.now_s() - begin_s) / work)
 
 
 def _list_pieces(

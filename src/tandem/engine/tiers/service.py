@@ -71,6 +71,11 @@ class TierService:
         self._tried = threading.Event()
 
     @property
+    def can_read_instances(self) -> bool:
+        """False: a tier reads from the store alone."""
+        return False
+
+    @property
     def is_connected(self) -> bool:
         """Whether a store was reached."""
         return self._tier is not None

@@ -185,6 +185,11 @@ class StoreTier:
 
     # ---------------------------------------------------------------- told by the engine's thread
 
+    @property
+    def can_read_instances(self) -> bool:
+        """The store's blocks alone; see ``BlockTransfers``."""
+        return False
+
     def begin(self, plan: StepPlan) -> None:
         """Take up what a plan asks; see ``BlockTransfers.begin``. The engine's thread."""
         evicted: list[_Staged] = []
@@ -295,7 +300,7 @@ class StoreTier:
 
     def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> None:
         is_foreign = not isinstance(result, TandemError) or isinstance(result, ShapeError)
-        reason = "foreign" if is_foreign else result.code
+        reason = result.code if isinstance(result, TandemError) and not is_foreign else "foreign"
         _count(self.counters.load_failures, reason)
         if is_foreign or isinstance(result, CorruptionError):
             # Else it would be found, and fail, again and again; the recomputed one replaces it.

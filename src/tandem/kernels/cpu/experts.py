@@ -8,7 +8,10 @@ and, for integer formats, of the instruction set; see docs/design/kernels.md.
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
 
+import os
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +22,10 @@ from torch import Tensor
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.experts import RoutedExperts, read_biases, read_experts
+from tandem.kernels.experts import PendingExperts, RoutedExperts, read_biases, read_experts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
-from tandem.kernels.step import NativeStep
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -235,9 +237,21 @@ class PackedExperts:
             Blocks; releases the GIL; thread-safe.
         """
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        tensors = [x_TD.detach(), ids_TK, weights_TK.detach(), out_TD]
-        self._bank.forward(self._pool, *tensors)
+        self._bank.forward(self._pool, x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
         return out_TD
+
+    def submit(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Future[None], Tensor]:
+        """Begin ``forward`` in the background; return its end, and what it writes until then.
+
+        Submissions of a process run one after the other; the threads of the pool do the work. The
+        tensors must keep their contents until the end. The future raises what ``forward`` raises.
+        """
+        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+        tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
+        submitter = _start_submitter(os.getpid())
+        return submitter.submit(self._bank.forward, self._pool, *tensors), out_TD
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
         """As ``forward``, to a float32 buffer; ids are int64. Nothing is converted here."""
@@ -254,6 +268,16 @@ class PackedExperts:
     def multiply_registers(self, num_macs: int) -> None:
         """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
         self._bank.multiply_registers(self._pool, num_macs)
+
+
+@cache
+def _start_submitter(pid: int) -> ThreadPoolExecutor:
+    """Return the thread that waits for the pool instead of the caller: one for each process.
+
+    It holds the GIL to begin and to end only. A child has no threads of its parent's.
+    """
+    del pid
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-experts")
 
 
 def _list_part_nodes(pool: ThreadPool, num_parts: int) -> list[int]:
@@ -397,13 +421,14 @@ class NativeExperts(RoutedExperts):
         """Add the weighted sum; see ``RoutedExperts``."""
         residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())
 
-    def add_natively(
-        self, residual_TD: Buffer, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, native: NativeStep
-    ) -> None:
-        """As ``add_into_``, in buffers of a native step; the next norm adds. Ids are int64."""
-        if w_TK.tensor.dtype != torch.float32:
-            super().add_natively(residual_TD, x_TD, ids_TK, w_TK, native)
-            return
-        out = native.buffer("experts_out", self.hidden_size, torch.float32)
-        self._experts.run(x_TD, ids_TK, w_TK, out)
-        native.add_later(out)
+    def submit(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> PendingExperts:
+        """Begin in the background; see ``RoutedExperts``."""
+        x, weights = hidden_states.contiguous(), top_k_weights.float()
+        future, out = self._experts.submit(x, top_k_index, weights)
+        return PendingExperts(future, lambda: torch.zeros_like(hidden_states).add_(out))
+
+    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
+        """Write the weighted sum to a float32 buffer; ids are int64, weights float32."""
+        self._experts.run(x_TD, ids_TK, w_TK, out_TD)

@@ -1,0 +1,182 @@
+"""How a model will be stored and run, as data: made once, read by planning, sizing and loading.
+
+``tandem.models.planner`` makes a ``ModelPlan`` from the configuration, the rules and the modules of
+the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print it, the
+engine sizes memory by it, ``load_model`` obeys it. No torch here.
+
+Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.spec import ModelSpec
+
+__all__ = [
+    "NO_FORMAT",
+    "AttentionSpec",
+    "FormatChoice",
+    "LayerSpec",
+    "MatrixPlan",
+    "MlpSpec",
+    "ModelPlan",
+    "ModulePlan",
+    "MoeSpec",
+    "RopeSpec",
+]
+
+NO_FORMAT = "none"
+"""The format of tensors in the model's dtype."""
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+MatrixRole = Literal[
+    "embedding", "head", "qkv", "attention_out", "gate_up", "down", "router", "experts", "other"
+]
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The attention of one layer, as its module has it."""
+
+    kind: Literal["gqa", "mla"]
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    """Of a key; of MLA without and with rotation together."""
+    window: NonNegativeInt = 0
+    """Tokens that a token sees, itself included; 0 is all."""
+    has_sinks: bool = False
+    has_qk_norm: bool = False
+    has_bias: bool = False
+    """Of the projections to queries, keys and values."""
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a layer rotates queries and keys."""
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    """Of a scaled RoPE; 1 is none."""
+
+
+class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
+    """A dense gated MLP."""
+
+    intermediate_size: PositiveInt
+    has_bias: bool = False
+
+
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe"):
+    """Routed experts and their router."""
+
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    intermediate_size: PositiveInt
+    """Of one routed expert."""
+    shared_intermediate_size: NonNegativeInt = 0
+    """Of the experts that every token uses, together; 0 is none."""
+    has_bias: bool = False
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder layer."""
+
+    index: NonNegativeInt
+    attention: AttentionSpec
+    rope: RopeSpec
+    mlp: MlpSpec | MoeSpec
+
+
+class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of one module of the skeleton."""
+
+    module: str
+    """Dotted path."""
+    class_name: str
+    operator: str
+    """The operator in its place, or ``default`` where the skeleton's module stays."""
+    rule: str = ""
+    """``file:line`` of the rule that took it; empty for none."""
+    weight_format: str = NO_FORMAT
+    """Of the matrices that the operator holds."""
+    owner: str = ""
+    """The module above, whose operator took its weights; empty for none."""
+    note: str = ""
+    """For people: a device that is not here, why a layer is not fused."""
+    problem: str = ""
+    """Why the model cannot be loaded like this; empty for none."""
+
+
+class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One matrix, or all those of a layer's experts, as it is stored in memory."""
+
+    module: str
+    """The module that holds it, after the rules."""
+    role: MatrixRole
+    shape: tuple[int, ...]
+    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]."""
+    weight_format: str
+    size_bytes: NonNegativeInt
+    """As stored, scales and padding included; 0 where it is another matrix's memory."""
+    plain_bytes: NonNegativeInt
+    """The same in the model's dtype."""
+    reason: str
+
+
+class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The format of a kind of matrices where no rule says otherwise."""
+
+    weight_format: str
+    reason: str
+
+
+class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint will be stored and run: every value concrete, with its reason."""
+
+    folder: str
+    spec: ModelSpec
+    """With the dtype that the model runs in, and counts of the skeleton's parameters."""
+    device: str
+    config: dict[str, str]
+    """Fields of the configuration that change values; see ``KvIdentity``."""
+    layers: tuple[LayerSpec, ...]
+    modules: tuple[ModulePlan, ...]
+    matrices: tuple[MatrixPlan, ...]
+    vector_bytes: NonNegativeInt
+    """Of all other weights: norms, biases, sinks."""
+    experts: FormatChoice
+    linear: FormatChoice
+    """Attention's projections, dense MLPs and the head."""
+    router: FormatChoice
+    """The routers' scores, in a format that loses nothing."""
+    expert_parts: PositiveInt
+    """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
+    packed_cache: str
+    """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    unused_rules: tuple[str, ...] = ()
+    """``file:line`` of rules that matched no module."""
+    shadowed_rules: dict[str, tuple[str, ...]] = {}
+    """Rules that earlier ones took all modules from, each with those rules."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are stored."""
+        return sum(matrix.size_bytes for matrix in self.matrices) + self.vector_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the routed experts as they are stored."""
+        return sum(matrix.size_bytes for matrix in self.matrices if matrix.role == "experts")
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels run every product; embeddings are looked up."""
+        return all(m.weight_format != NO_FORMAT or m.role == "embedding" for m in self.matrices)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Weight format by module, of modules that hold matrices."""
+        return {m.module: m.weight_format for m in self.modules if m.weight_format != NO_FORMAT}

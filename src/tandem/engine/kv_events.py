@@ -1,0 +1,250 @@
+"""Events about cached blocks, for routers of other projects: stored, removed, cleared.
+
+The messages are those that vLLM and SGLang publish over ZeroMQ: a PUB socket sends [topic, sequence
+number (8 bytes, big endian), msgpack payload]; a ROUTER socket replays what it remembers from a
+sequence number on and ends with the number -1. The payload is [time, events, rank]. vLLM writes an
+event as a map with the key ``type``, SGLang and older vLLM as an array that begins with the name.
+
+Events carry the tokens of prompts. So nothing is published by default, without a secret only on
+loopback or a Unix socket, and beyond it only over CURVE to holders of the secret.
+
+Threads: the engine reports under its lock and returns at once; sockets live on a thread of their
+own. A subscriber that does not read loses messages, and sees the gap in the sequence numbers.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.engine.config import KvEventConfig
+from tandem.engine.prefix_index import TOKEN_BYTES, PrefixNode
+from tandem.rpc import Auth
+from tandem.rpc.endpoint import Endpoint, parse_endpoint
+from tandem.rpc.gate import CurveGate
+from tandem.rpc.pump import SocketPump
+
+__all__ = ["KvEventPublisher"]
+
+logger = logging.getLogger(__name__)
+
+MEDIUM = "CPU"
+"""Where the blocks are; ``GPU`` comes with devices."""
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+STOP_TIMEOUT_S = 5.0
+FLUSH_S = 0.01
+"""Events are gathered for so long into one message."""
+
+
+class KvEventPublisher:
+    """Publishes what an index reports; an ``IndexObserver``. Close it when the engine has ended.
+
+    Args:
+        config: with an endpoint.
+        block_size: tokens per block.
+        now: wall time in seconds, for the messages.
+
+    Raises: ConfigError for an address that cannot be bound; PermissionDeniedError for one that
+        others could read.
+    """
+
+    def __init__(self, config: KvEventConfig, *, block_size: int, now: Callable[[], float]) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._now = now
+        self._auth = None if config.secret is None else Auth.cluster(config.secret)
+        self._endpoints = [
+            self._check(url) for url in (config.endpoint, config.replay_endpoint) if url
+        ]
+        self._events: list[Any] = []
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._failure: BaseException | None = None
+        self._pump: SocketPump | None = None
+        self._bound: list[str] = []
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it publishes, and where it replays if it does; free ports resolved."""
+        return list(self._bound)
+
+    def close(self) -> None:
+        """Send what is left and close the sockets."""
+        if self._loop is not None and self._stopping is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    # What the index reports.
+
+    def note_stored(self, node: PrefixNode) -> None:
+        """See ``IndexObserver``."""
+        assert node.key is not None, "a partial block has no key"
+        parent = node.parent
+        # The parent of the first block is the root, which is no block.
+        has_parent = parent is not None and parent.parent is not None and parent.key is not None
+        parent_hash = self._hash(parent.key) if has_parent else None
+        tokens = [
+            int.from_bytes(node.tokens[i : i + TOKEN_BYTES], "little")
+            for i in range(0, len(node.tokens), TOKEN_BYTES)
+        ]
+        self._add(
+            "BlockStored",
+            block_hashes=[self._hash(node.key)],
+            parent_block_hash=parent_hash,
+            token_ids=tokens,
+            block_size=self._block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+        )
+
+    def note_removed(self, key: bytes) -> None:
+        """See ``IndexObserver``."""
+        self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM)
+
+    def note_cleared(self) -> None:
+        """See ``IndexObserver``."""
+        self._add("AllBlocksCleared")
+
+    def _hash(self, key: bytes) -> bytes | int:
+        # SGLang's hashes are 64-bit integers.
+        is_map = self._config.encoding == "map"
+        return key if is_map else int.from_bytes(key[:8], "big", signed=True)
+
+    def _add(self, name: str, **fields: Any) -> None:
+        if self._config.encoding == "map":
+            event: Any = {"type": name, **fields}
+        else:
+            fields.pop("lora_name", None)
+            event = [name, *fields.values()]
+        with self._lock:
+            is_first = not self._events
+            self._events.append(event)
+        if is_first and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._schedule)
+
+    # The thread.
+
+    def _check(self, url: str) -> Endpoint:
+        endpoint = parse_endpoint(url)
+        if self._auth is not None and not endpoint.is_local_socket:
+            self._auth.check_bind(endpoint)
+        elif endpoint.is_local_socket:
+            Auth.local().check_bind(endpoint)
+        elif not endpoint.is_loopback:
+            raise PermissionDeniedError(
+                "kv_events.bind",
+                f"{url} is reachable from other machines and KV events carry prompts: set "
+                "kv_events.secret, or publish on 127.0.0.1",
+                field="kv_events.endpoint",
+            )
+        return endpoint
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        gate = None
+        sockets: list[zmq.Socket[bytes]] = []
+        try:
+            if self._auth is not None:
+                gate = CurveGate(context, self._auth)
+            for kind, endpoint in zip((zmq.PUB, zmq.ROUTER), self._endpoints, strict=False):
+                sockets.append(self._open(context, kind, endpoint))
+            self._publish_to = sockets[0]
+            if len(sockets) > 1:
+                replay = sockets[1]
+                self._pump = SocketPump(replay, lambda: self._replay(replay))
+            self._loop = asyncio.get_running_loop()
+            self._stopping = asyncio.Event()
+            self._started.set()
+            await self._stopping.wait()
+            self._publish()
+        except BaseException as error:
+            self._failure = error
+            if self._started.is_set():
+                raise
+        finally:
+            self._started.set()
+            if self._pump is not None:
+                self._pump.close()
+            for socket in sockets:
+                socket.close(linger=0)
+            if gate is not None:
+                gate.close()
+            context.destroy(linger=0)
+
+    def _open(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: Endpoint
+    ) -> "zmq.Socket[bytes]":
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, self._config.max_unsent)
+        if self._auth is not None and not endpoint.is_local_socket:
+            self._auth.secure_server(socket)
+        url = endpoint.url
+        if not endpoint.is_local_socket:
+            host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+            url = f"tcp://{host}:{endpoint.port or '*'}"
+        try:
+            socket.bind(url)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(
+                "kv_events.bind", f"cannot bind {url}: {error}", field="kv_events.endpoint"
+            ) from None
+        self._bound.append(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        return socket
+
+    def _schedule(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(FLUSH_S, self._publish)
+
+    def _publish(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        if not events:
+            return
+        payload = self._encoder.encode([self._now(), events, None])
+        self._sent.append((self._sequence, payload))
+        self._publish_to.send_multipart(
+            [self._config.topic.encode(), self._sequence.to_bytes(8, "big"), payload]
+        )
+        self._sequence += 1
+
+    def _replay(self, socket: "zmq.Socket[bytes]") -> None:
+        """Answer one request: every message from a number on, then the end."""
+        client, *rest = socket.recv_multipart(zmq.NOBLOCK)
+        if not rest or len(rest[-1]) != 8:
+            logger.info("event=kv_replay_refused frames=%d", len(rest))
+            return
+        start = int.from_bytes(rest[-1], "big")
+        topic = self._config.topic.encode()
+        messages = [
+            [number.to_bytes(8, "big"), payload]
+            for number, payload in self._sent
+            if number >= start
+        ]
+        for message in [*messages, [END_OF_REPLAY, b""]]:
+            try:
+                socket.send_multipart([client, b"", topic, *message], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                break  # The client is gone, or does not read.
+        if self._pump is not None:
+            self._pump.note_sent()

@@ -1,0 +1,208 @@
+"""One session with an instance process: its requests, its answers, its end.
+
+Owns the connection and one queue of outputs per live request; knows nothing of processes. A session
+that is lost gives every waiting request a last output that says so. All of it runs on one event
+loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.core.wire import (
+    AddRequest,
+    CancelRequest,
+    ClosePeer,
+    ContinueRequest,
+    Empty,
+    FinishReason,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    KvPeer,
+    ReleaseHold,
+    RequestOutput,
+    StageChanged,
+    StepOutputs,
+)
+from tandem.engine.instance import SERVER_ROLE, compat_facts
+from tandem.rpc import Auth, Peer, RpcClient, RpcConfig, make_identity
+
+__all__ = ["InstanceSession", "OutputStream"]
+
+CONNECT_TIMEOUT_S = 120.0
+"""From the start of the process to its socket; loading comes after. Python on a cold, busy disk
+has been seen to take half a minute to import torch."""
+CALL_TIMEOUT_S = 30.0
+
+
+class OutputStream:
+    """Outputs of one request, in order; see ``tandem.server.engine.RequestStream``."""
+
+    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+        self._request_id = request_id
+        self._cancel = cancel
+        self._queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        self._has_ended = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Append an output; the last one has a finish reason."""
+        self._queue.put_nowait(output)
+
+    async def cancel(self) -> None:
+        """Tell the instance to stop; at once, idempotent, harmless after the end."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._cancel(self._request_id)
+            self._queue.put_nowait(None)
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._has_ended:
+            raise StopAsyncIteration
+        output = await self._queue.get()
+        if output is None:
+            raise StopAsyncIteration
+        self._has_ended = output.finish_reason is not None
+        return output
+
+
+class InstanceSession:
+    """Speaks to one instance process, from its start to its loss.
+
+    Args:
+        endpoint: where the instance serves its control channel.
+        rpc: the control channel's settings.
+        on_stage: called with every change of stage but the last, and every step of progress.
+        on_ready: called once, when the instance serves, with what runs.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        rpc: RpcConfig,
+        *,
+        on_stage: Callable[[StageChanged], None],
+        on_ready: Callable[[InstanceInfo], None],
+    ) -> None:
+        self._on_stage = on_stage
+        self._on_ready = on_ready
+        self._streams: dict[str, OutputStream] = {}
+        self._ready = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._client = RpcClient(
+            endpoint,
+            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
+            auth=Auth.local(),
+            config=msgspec.structs.replace(rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)),
+        )
+        self._client.on_event(self._take_event, StepOutputs | StageChanged)
+        self._client.on_peer_lost(self._note_loss)
+
+    async def run(self) -> str:
+        """Connect, and stay until the session is lost; return why it was."""
+        try:
+            async with self._client as client:
+                waiter = asyncio.create_task(self._ready.wait())
+                await asyncio.wait((waiter, self._lost), return_when=asyncio.FIRST_COMPLETED)
+                waiter.cancel()
+                if not self._lost.done():
+                    self._on_ready(await client.call("info", Empty(), InstanceInfo))
+                return await self._lost
+        except TandemError as error:
+            return error.what
+        finally:
+            self._fail_streams("the instance is gone: try again")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls reach the instance."""
+        return self._client.is_connected
+
+    async def submit(self, request: AddRequest) -> OutputStream:
+        """Queue a request; see ``tandem.server.engine.EngineClient.submit``."""
+        request_id = request.request_id
+        stream = self._streams[request_id] = OutputStream(request_id, self._cancel)
+        try:
+            await self._client.call("add", request, Empty, timeout_s=CALL_TIMEOUT_S)
+        except BaseException as error:
+            # Given up or cancelled, it may have been accepted all the same.
+            if not isinstance(error, TandemError) or isinstance(error, DeadlineError):
+                self._cancel(request_id)
+            self._streams.pop(request_id, None)
+            raise
+        return stream
+
+    async def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request that awaits it its continuation; see ``ContinueRequest``."""
+        return await self._client.call("continue", message, bool, timeout_s=CALL_TIMEOUT_S)
+
+    def release_hold(self, request_id: str) -> None:
+        """Let an instance give up the blocks of a prefill; a lost one has done so."""
+        with contextlib.suppress(TandemError):
+            self._client.push(ReleaseHold(request_id=request_id))
+
+    async def open_peer(self, peer: KvPeer) -> None:
+        """Let the instance read the blocks of another; again when that one has restarted.
+
+        Raises: UnsupportedError (its KV may not be shared: names what differs; or the instance
+            reads from nobody); PeerLostError; DeadlineError; PermissionDeniedError.
+        """
+        await self._client.call("open_peer", peer, Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def close_peer(self, name: str) -> None:
+        """Let the instance forget another; harmless if it does not know it."""
+        await self._client.call("close_peer", ClosePeer(name), Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def stats(self) -> InstanceStats:
+        """Return counters and gauges; raises PeerLostError if the session is lost."""
+        return await self._client.call("stats", Empty(), InstanceStats, timeout_s=CALL_TIMEOUT_S)
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes; returns the blocks freed."""
+        return await self._client.call("flush_cache", Empty(), int, timeout_s=CALL_TIMEOUT_S)
+
+    def _cancel(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
+            self._client.push(CancelRequest(request_id=request_id))
+
+    def _note_loss(self, _: Peer, error: TandemError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error.what)
+
+    def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
+        if isinstance(event, StepOutputs):
+            for output in event.outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is None:
+                    continue  # Cancelled; its last output comes too late to matter.
+                stream.put(output)
+                if output.finish_reason is not None:
+                    del self._streams[output.request_id]
+        elif event.stage is InstanceStage.READY:
+            self._ready.set()  # We are ready when we know what runs.
+        else:
+            self._on_stage(event)
+            if event.stage is InstanceStage.FAILED and not self._lost.done():
+                self._lost.set_result(event.detail)
+
+    def _fail_streams(self, text: str) -> None:
+        """Tell everybody who waits; silence would leave them waiting for ever."""
+        error = PeerLostError("engine.run", text)
+        for request_id, stream in self._streams.items():
+            stream.put(
+                RequestOutput(
+                    request_id=request_id,
+                    token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error_code=error.code,
+                    error_text=error.what,
+                )
+            )
+        self._streams.clear()

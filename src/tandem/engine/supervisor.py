@@ -1,0 +1,172 @@
+"""Starts, watches and restarts one instance process.
+
+Owns the child process and tells whoever asks which session with it is the present one. If the
+process dies, stops answering, or is killed, a new one is started after a pause that grows while
+starts keep failing. All of it runs on one event loop.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from tandem.core.errors import PeerLostError
+from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.engine.child_process import end_child, start_child
+from tandem.engine.instance import InstanceSpec
+from tandem.engine.session import InstanceSession
+from tandem.rpc import make_runtime_dir
+
+__all__ = ["InstanceSupervisor"]
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = 0.2
+RESTART_PAUSE_MAX_S = 30.0
+MAX_FIRST_STARTS = 3
+"""Processes that may die before one has ever served; more would die alike."""
+
+
+class InstanceSupervisor:
+    """One supervised process. An async context manager; entering starts it.
+
+    Args:
+        spec: of the instance; its endpoint is chosen here, anew for each process.
+        on_stage: called with every change of stage and every step of progress.
+    """
+
+    def __init__(
+        self, spec: InstanceSpec, *, on_stage: Callable[[StageChanged], None] | None = None
+    ) -> None:
+        self._spec = spec
+        self._on_stage = on_stage
+        self._stage = StageChanged(InstanceStage.STARTING)
+        self._info: InstanceInfo | None = None
+        self._session: InstanceSession | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: Path | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._was_ready = False
+        """Whether the present process has served."""
+        self._settled = asyncio.Event()
+        """Set once it is known whether the instance can serve at all."""
+        self.num_restarts = 0
+
+    async def __aenter__(self) -> Self:
+        self._folder = make_runtime_dir()
+        self._supervision = asyncio.create_task(self._supervise())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._supervision is not None
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None until ready, and while a dead instance is replaced."""
+        return self._info
+
+    @property
+    def stage(self) -> StageChanged:
+        """The latest stage."""
+        return self._stage
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the instance, if one runs."""
+        return None if self._process is None else self._process.pid
+
+    async def wait_ready(self) -> InstanceInfo:
+        """Wait until the instance serves for the first time.
+
+        Raises: PeerLostError (it cannot serve at all; says why).
+        """
+        await self._settled.wait()
+        if self._info is None:
+            raise PeerLostError("engine.start", self._stage.detail)
+        return self._info
+
+    def require_session(self) -> InstanceSession:
+        """Return the present session.
+
+        Raises: PeerLostError (the instance is starting or being replaced).
+        """
+        if self._session is None or not self._session.is_connected:
+            raise PeerLostError(
+                "engine.call", f"the instance is {self._stage.stage}: try again in a moment"
+            )
+        return self._session
+
+    async def _supervise(self) -> None:
+        """Run one process after the other, until nothing suggests that the next would do better."""
+        pause_s = RESTART_PAUSE_S
+        num_failed_starts = 0
+        while True:
+            reason = await self._run_process()
+            if self._was_ready:
+                pause_s, num_failed_starts = RESTART_PAUSE_S, 0
+            else:
+                num_failed_starts += 1
+            self._was_ready = False
+            is_first = not self._settled.is_set()
+            if is_first and (
+                self._stage.stage is InstanceStage.FAILED or num_failed_starts >= MAX_FIRST_STARTS
+            ):
+                # It said why it cannot serve, or keeps dying: whoever started us must know.
+                self._set_stage(StageChanged(InstanceStage.FAILED, reason))
+                self._settled.set()
+                return
+            logger.error("event=instance_lost reason=%r restart_in_s=%.1f", reason, pause_s)
+            self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+            self.num_restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
+
+    async def _run_process(self) -> str:
+        """Start one process and stay until it is gone; return why it is."""
+        assert self._folder is not None
+        endpoint = f"ipc://{self._folder / f'{self.num_restarts}.sock'}"
+        spec = msgspec.structs.replace(self._spec, endpoint=endpoint)
+        process = self._process = await start_child("tandem.engine.instance", spec)
+        exited = asyncio.create_task(process.wait())
+        self._session = InstanceSession(
+            endpoint, self._spec.rpc, on_stage=self._set_stage, on_ready=self._note_ready
+        )
+        session = asyncio.create_task(self._session.run())
+        try:
+            await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
+            if session.done():
+                return session.result()
+            return f"the process ended with status {process.returncode}"
+        finally:
+            session.cancel()
+            await asyncio.gather(session, return_exceptions=True)
+            self._session, self._info = None, None
+            await end_child(process, exited)
+            self._process = None
+
+    def _note_ready(self, info: InstanceInfo) -> None:
+        self._info = info
+        self._was_ready = True
+        self._set_stage(StageChanged(InstanceStage.READY))
+        if self._settled.is_set():
+            # As loud as the loss, or who reads of that never learns of its end.
+            logger.warning(
+                "event=instance_back restarts=%d pid=%d load_s=%.1f",
+                self.num_restarts,
+                info.pid,
+                info.load_seconds,
+            )
+        self._settled.set()
+
+    def _set_stage(self, stage: StageChanged) -> None:
+        self._stage = stage
+        if self._on_stage is not None:
+            self._on_stage(stage)

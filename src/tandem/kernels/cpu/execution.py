@@ -1,0 +1,60 @@
+"""The operators' implementations on the CPU, in the native core."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem import _native
+from tandem.kernels.cpu.step import CpuStep, name_scoring
+from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
+from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.rope import Rope
+from tandem.kernels.torch.execution import TorchExecution
+
+if TYPE_CHECKING:
+    from tandem.kernels.execution import Step
+
+__all__ = ["CpuExecution"]
+
+
+class CpuExecution(TorchExecution):
+    """See ``Execution``; torch has what native operators do not take.
+
+    That is a tensor that needs a gradient or is of another dtype than the weights, and a step over
+    KV in float16.
+    """
+
+    def begin_step(
+        self,
+        batch: PagedBatch,
+        cache: PagedKvCache,
+        rope: Rope,
+        dtype: torch.dtype,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> "Step":
+        """See ``Execution``."""
+        if cache.native is None or dtype not in NATIVE_DTYPES:
+            return super().begin_step(batch, cache, rope, dtype, on_layer)
+        return CpuStep(batch, cache, rope, dtype, on_layer)
+
+    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float) -> Tensor:
+        """See ``Execution``."""
+        weight = weight_D.tensor
+        if not is_native(x_TD) or x_TD.dtype != weight.dtype:
+            return super().norm(x_TD, weight_D, eps)
+        rows = x_TD.reshape(-1, len(weight))
+        out = torch.empty_like(rows)
+        _native.rms_norm(view_tensor(rows), weight_D.view, view_tensor(out), eps)
+        return out.view(x_TD.shape)
+
+    def route(self, logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+        """See ``Execution``."""
+        if not is_native(logits_TE):
+            return super().route(logits_TE, top_k, is_normalised=is_normalised)
+        weights = logits_TE.new_empty(len(logits_TE), top_k)
+        ids = torch.empty(weights.shape, dtype=torch.int64)
+        scoring = name_scoring(is_normalised=is_normalised)
+        _native.route(view_tensor(logits_TE), view_tensor(weights), view_tensor(ids), scoring)
+        return weights, ids

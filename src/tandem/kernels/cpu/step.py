@@ -1,0 +1,202 @@
+"""A step on native operators: a plan, the angles, and buffers of T rows for all layers.
+
+A layer is a short list of native calls on views that exist already. Products add to the residual
+as they are written; the experts' sum is left to the next layer's norm, which reads it anyway.
+
+Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem import _native
+from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.mlp import Mlp
+from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.rope import Rope
+
+if TYPE_CHECKING:
+    from tandem.kernels.attention import Attention, AttentionRule
+    from tandem.kernels.decoder_layer import DecoderLayer
+    from tandem.kernels.moe import MoeBlock
+    from tandem.kernels.norm import RmsNorm
+
+__all__ = ["CpuStep", "name_scoring"]
+
+
+def name_scoring(*, is_normalised: bool) -> str:
+    """Return what the native router calls its rule."""
+    return "softmax_normalised" if is_normalised else "softmax"
+
+
+class CpuStep:
+    """See ``Step``.
+
+    Args:
+        batch: the tokens; its block table is held.
+        cache: the block pool, whose ``native`` is there.
+        rope: gives the angles.
+        dtype: the model's.
+        on_layer: called with each layer's index once its KV of this step is in the blocks.
+    """
+
+    def __init__(
+        self,
+        batch: PagedBatch,
+        cache: PagedKvCache,
+        rope: Rope,
+        dtype: torch.dtype,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        assert cache.native is not None, "the cache is not native"
+        cos, sin = rope.compute(batch.positions, dtype)
+        self._num_tokens = batch.num_tokens
+        self._pool = cache.pool
+        self._attention = _native.PlannedAttention(
+            cache.native, batch.block_table, batch.query_start, batch.context_lens, cache.pool
+        )
+        self._cos, self._sin = view_tensor(cos), view_tensor(sin)
+        self._dtype = dtype
+        self._on_layer = on_layer
+        self._residual: Buffer | None = None
+        self._pending: Buffer | None = None
+        """What the next norm adds to the residual; keeps its contents until then."""
+        self._buffers = cache.step_buffers(self._num_tokens, dtype)
+
+    def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
+        """See ``Step``."""
+        first_norm, attention, second_norm, mlp = layer.parts
+        x, h = self._view_residual(x_TD), self._buffer("normed", first_norm.size)
+        self._norm(first_norm, x, h)
+        attention.output_matrix.run(self._mix(attention, h), x, is_added=True)
+        self._norm(second_norm, x, h)
+        if isinstance(mlp, Mlp):
+            self._add_mlp(mlp, x, h)
+        else:
+            self._add_moe(mlp, x, h)
+
+    def complete_(self, x_TD: Tensor) -> None:
+        """See ``Step``."""
+        if self._pending is not None:
+            x_TD += self._pending.tensor
+            self._pending = None
+
+    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+        """See ``Step``."""
+        return self._mix(attention, Buffer(h_TD)).tensor
+
+    def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
+        """See ``Step``."""
+        self._attention.store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+
+    def attend(
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: "AttentionRule"
+    ) -> Tensor:
+        """See ``Step``."""
+        del kv_T2Kd
+        q = q_THd.contiguous()
+        out = torch.empty_like(q)
+        self._attend(layer_idx, view_tensor(q), view_tensor(out), scale, rule)
+        return out.view(len(q), -1)
+
+    def _norm(self, norm: "RmsNorm", x_TD: Buffer, out_TD: Buffer) -> None:
+        """Norm the residual, after adding what is pending to it."""
+        pending, weight = self._pending, norm.held.view
+        if pending is None:
+            _native.rms_norm(x_TD.view, weight, out_TD.view, norm.eps, None, self._pool)
+        else:
+            self._pending = None
+            _native.rms_norm(pending.view, weight, out_TD.view, norm.eps, x_TD.view, self._pool)
+
+    def _mix(self, attention: "Attention", h_TD: Buffer) -> Buffer:
+        """As ``mix``, in buffers of the step."""
+        heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        layer_idx = attention.layer_idx
+        qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
+        mixed = self._head_buffer("mixed", heads, d)
+        attention.qkv_matrix.run(h_TD, qkv)
+        by_head = qkv.view
+        q, k = attention.held_q, attention.held_k
+        _native.rotate_heads(
+            by_head,
+            self._cos,
+            self._sin,
+            heads,
+            kv_heads,
+            None if q is None else q.view,
+            None if k is None else k.view,
+            attention.qk_norm_eps or 0.0,
+            self._pool,
+        )
+        self._attention.store(layer_idx, by_head, heads)
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+        self._attend(layer_idx, by_head, mixed.view, attention.scale, attention.rule)
+        return mixed
+
+    def _attend(
+        self,
+        layer_idx: int,
+        q: _native.TensorView,
+        out: _native.TensorView,
+        scale: float,
+        rule: "AttentionRule",
+    ) -> None:
+        sinks = None if rule.sinks is None else rule.sinks.view
+        self._attention.attend(layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+
+    def _add_mlp(self, mlp: Mlp, residual_TD: Buffer, x_TD: Buffer) -> None:
+        gate_up_matrix, down_matrix = mlp.matrices
+        gate_up = self._buffer("gate_up", 2 * mlp.intermediate_size)
+        hidden = self._buffer("hidden", mlp.intermediate_size)
+        gate_up_matrix.run(x_TD, gate_up)
+        _native.swiglu(gate_up.view, hidden.view, self._pool)
+        down_matrix.run(hidden, residual_TD, is_added=True)
+
+    def _add_moe(self, block: "MoeBlock", residual_TD: Buffer, x_TD: Buffer) -> None:
+        router, experts = block.operators
+        dtype = router.matrix.out_dtype
+        logits = self._buffer("router_logits", router.num_experts, dtype)
+        weights = self._buffer("router_weights", router.top_k, dtype)
+        ids = self._buffer("router_ids", router.top_k, torch.int64)
+        router.matrix.run(x_TD, logits)
+        scoring = name_scoring(is_normalised=router.is_normalised)
+        _native.route(logits.view, weights.view, ids.view, scoring, pool=self._pool)
+        if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+            assert self._pending is None, "two addends without a norm between them"
+            self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
+            experts.run(x_TD, ids, weights, self._pending)
+        else:
+            experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Return the step's [T, size] of that name, with whatever it held last.
+
+        The same for all layers, so it must be written before it is read in each.
+        """
+        key = (name, size, self._dtype if dtype is None else dtype)
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = Buffer.allocate(self._num_tokens, size, dtype=key[2])
+        return found
+
+    def _head_buffer(self, name: str, num_heads: int, head_dim: int) -> Buffer:
+        """Return the step's [T, num_heads * head_dim], viewed as [T, num_heads, head_dim]."""
+        found = self._buffers.get((name, num_heads, head_dim))
+        if found is None:
+            made = Buffer.allocate(self._num_tokens, num_heads, head_dim, dtype=self._dtype)
+            found = Buffer(made.tensor.flatten(1), made.view)
+            self._buffers[name, num_heads, head_dim] = found
+        return found
+
+    def _view_residual(self, x_TD: Tensor) -> Buffer:
+        """View the residual stream; layers pass the same tensor on, so it is viewed once."""
+        if self._residual is None or self._residual.tensor is not x_TD:
+            self._residual = Buffer(x_TD)
+        return self._residual

@@ -1,0 +1,117 @@
+"""A step in torch: the angles, the slots and the plan of its attention, for all layers.
+
+Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import UnsupportedError
+from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.rope import Rope, apply_rope_
+from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+
+if TYPE_CHECKING:
+    from tandem.kernels.attention import Attention, AttentionRule
+    from tandem.kernels.decoder_layer import DecoderLayer
+
+__all__ = ["TorchStep"]
+
+
+class TorchStep:
+    """See ``Step``; built once a step.
+
+    Args:
+        batch: the tokens; borrowed.
+        cache: the block pool.
+        rope: gives the angles.
+        dtype: the model's.
+        on_layer: called with each layer's index once its KV of this step is in the blocks.
+    """
+
+    def __init__(
+        self,
+        batch: PagedBatch,
+        cache: PagedKvCache,
+        rope: Rope,
+        dtype: torch.dtype,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        self._cache = cache
+        self._on_layer = on_layer
+        cos, sin = rope.compute(batch.positions, dtype)
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
+        self._cos_T1d, self._signed_sin_T1d = cos[:, None], signed[:, None]
+        self._slots = (batch.slot_blocks, batch.slot_offsets)
+        self._runs = batch.slot_runs
+        self._decodes, self._prefills = plan_attention(batch, cache, dtype)
+
+    def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
+        """See ``Step``."""
+        first_norm, attention, second_norm, mlp = layer.parts
+        attention.output_matrix.add_into_(x_TD, self.mix(attention, first_norm(x_TD)))
+        mlp.add_into_(x_TD, second_norm(x_TD))
+
+    def complete_(self, x_TD: Tensor) -> None:
+        """See ``Step``: nothing is left over."""
+
+    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+        """See ``Step``."""
+        heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
+        qk = qkv[:, : heads + kv_heads]
+        normed = qk
+        if attention.qk_weight is not None:
+            q_weight, k_weight = attention.qk_weight
+            normed = torch.rms_norm(qk, (d,), None, attention.qk_norm_eps)
+            normed[:, :heads] *= q_weight
+            normed[:, heads:] *= k_weight
+        apply_rope_(qk, normed, self._cos_T1d, self._signed_sin_T1d)
+        kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
+        self.write_kv(attention.layer_idx, kv)
+        q = qkv[:, :heads]
+        return self.attend(attention.layer_idx, q, kv, attention.scale, attention.rule)
+
+    def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
+        """See ``Step``."""
+        cache = self._cache
+        if kv_T2Kd.dtype != cache.dtype:
+            kv_T2Kd = kv_T2Kd.to(cache.dtype)
+        slots = cache.slots[layer_idx]
+        if self._runs is None:
+            slots.index_put_(self._slots, kv_T2Kd)
+        else:
+            for block_id, offset, first, end in self._runs:
+                slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+
+    def attend(
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: "AttentionRule"
+    ) -> Tensor:
+        """See ``Step``.
+
+        Raises: UnsupportedError (any rule).
+        """
+        cache = self._cache
+        if not rule.is_plain:
+            raise UnsupportedError(
+                "kernels.attend",
+                f"windows, soft caps and sinks have native kernels only, not on {q_THd.device} "
+                f"over KV in {cache.dtype}: use the CPU and a kv_dtype of auto",
+            )
+        num_tokens, num_heads, head_dim = q_THd.shape
+        if len(self._decodes) == 1 and self._decodes[0].rows is None:
+            return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale)
+        out = q_THd.new_empty(num_tokens, num_heads, head_dim)
+        for group in self._decodes:
+            mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale)
+            out[group.rows] = mixed.view(-1, num_heads, head_dim)
+        for prefill in self._prefills:
+            rows = slice(prefill.first_row, prefill.first_row + prefill.num_rows)
+            attend_prefill(cache, prefill, layer_idx, q_THd[rows], kv_T2Kd[rows], scale, out[rows])
+        return out.view(num_tokens, -1)

@@ -1,0 +1,104 @@
+"""A plan as text for people: which rule took which module, what the layers are, what it takes."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from tandem.core.model_plan import AttentionSpec, LayerSpec, ModelPlan, MoeSpec
+from tandem.placement.rules import DEFAULT
+
+__all__ = ["render_plan"]
+
+MIB = 1 << 20
+BUILT_IN = "built-in:"
+
+
+def render_plan(plan: ModelPlan) -> str:
+    """Return the plan as text; what differs in numbers of layers alone shares a line."""
+    lines = [f"{plan.spec.name}: {plan.spec.dtype_reason}", ""]
+    lines += _align([("layers", "attention", "RoPE", "MLP"), *_list_layers(plan)])
+    lines += ["", *_align([("module", "class", "operator", "rule", "note"), *_list_modules(plan)])]
+    head = ("matrix", "role", "shape", "format", "MiB", "why")
+    lines += ["", *_align([head, *_list_matrices(plan)])]
+    lines += ["", *_tell_rules(plan)]
+    return "\n".join(lines)
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join(
+            [*(cell.ljust(n) for cell, n in zip(row[:-1], widths, strict=True)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer in plan.layers:
+        rope = f"{layer.rope.rope_type} {layer.rope.theta:g}"
+        key = (_tell_attention(layer.attention), rope, _tell_mlp(layer))
+        groups.setdefault(key, []).append(layer.index)
+    for key, indexes in groups.items():
+        is_run = indexes == list(range(indexes[0], indexes[-1] + 1))
+        which = f"{indexes[0]}-{indexes[-1]}" if is_run else f"{len(indexes)}: {indexes[0]}, ..."
+        yield (which, *key)
+
+
+def _tell_attention(spec: AttentionSpec) -> str:
+    words = [f"{spec.kind} {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
+    words += [f"window {spec.window}"] if spec.window else []
+    words += ["sinks"] if spec.has_sinks else []
+    words += ["q/k norm"] if spec.has_qk_norm else []
+    return ", ".join(words)
+
+
+def _tell_mlp(layer: LayerSpec) -> str:
+    mlp = layer.mlp
+    if not isinstance(mlp, MoeSpec):
+        return f"mlp {mlp.intermediate_size}"
+    shared = f", shared {mlp.shared_intermediate_size}" if mlp.shared_intermediate_size else ""
+    return f"moe {mlp.top_k} of {mlp.num_experts} x {mlp.intermediate_size}{shared}"
+
+
+def _list_modules(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[str, str, str, str, str], list[str]] = {}
+    for module in plan.modules:
+        pattern = re.sub(r"\d+", "*", module.module)
+        note = re.sub(r"\.\d+", ".*", module.note)
+        key = (pattern, module.class_name, module.operator, module.rule or "-", note)
+        groups.setdefault(key, []).append(module.module)
+    for (pattern, *cells), members in groups.items():
+        yield (_name_group(pattern, members), *cells)
+
+
+def _list_matrices(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for matrix in plan.matrices:
+        pattern = re.sub(r"\d+", "*", matrix.module)
+        shape = "x".join(map(str, matrix.shape))
+        key = (pattern, matrix.role, shape, matrix.weight_format, matrix.reason)
+        groups.setdefault(key, []).append((matrix.module, matrix.size_bytes))
+    for (pattern, role, shape, weight_format, reason), members in groups.items():
+        size = sum(size_bytes for _, size_bytes in members)
+        name = _name_group(pattern, [module for module, _ in members])
+        yield (name, role, shape, weight_format, f"{size / MIB:.1f}", reason)
+
+
+def _name_group(pattern: str, members: list[str]) -> str:
+    return members[0] if len(members) == 1 else f"{pattern} x{len(members)}"
+
+
+def _tell_rules(plan: ModelPlan) -> list[str]:
+    replaced = sum(module.operator != DEFAULT for module in plan.modules)
+    lines = [
+        f"{replaced} of {len(plan.modules)} modules are operators of ours; all weights take "
+        f"{plan.weight_bytes / MIB:.1f} MiB."
+    ]
+    unused = [place for place in plan.unused_rules if not place.startswith(BUILT_IN)]
+    lines += [f"unused: {place} matched no module" for place in unused]
+    for place, by in plan.shadowed_rules.items():
+        if not place.startswith(BUILT_IN):
+            lines.append(f"shadowed: {place}, all its modules went to {', '.join(by)}")
+    lines += [f"cannot be loaded: {m.problem}" for m in plan.modules if m.problem]
+    return lines

@@ -1,0 +1,220 @@
+"""What the modules of a skeleton are, told by the parts they have: layers, matrices and counts.
+
+transformers names the parts of attention, MLPs and experts alike in all families, so a family needs
+no arithmetic of its own: sizes are read off the modules that its class built on the meta device.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.core.model_plan import (
+    AttentionSpec,
+    LayerSpec,
+    MatrixRole,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
+from tandem.core.spec import ModelSpec
+
+__all__ = ["RawMatrix", "complete_spec", "list_layers", "list_matrices"]
+
+ROLES: dict[str, MatrixRole] = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "o_proj": "attention_out",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "down_proj": "down",
+    "lm_head": "head",
+}
+"""Role of a linear module, by the last word of its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawMatrix:
+    """A matrix of the skeleton before any rule."""
+
+    module: str
+    role: MatrixRole
+    shape: tuple[int, ...]
+    """[N, K], of experts [E, 3 F, D]."""
+    is_shared: bool = False
+    """Whether another module holds the same tensor, and is listed before."""
+
+
+def list_layers(model: Any) -> tuple[LayerSpec, ...]:
+    """Read the decoder layers of a skeleton.
+
+    Raises: UnsupportedError (a layer has no attention or no MLP that we know).
+    """
+    rope = _read_rope(model.config)
+    return tuple(
+        LayerSpec(
+            index=index,
+            attention=_read_attention(layer, index),
+            rope=rope,
+            mlp=_read_mlp(layer, index, model.config.hidden_size),
+        )
+        for index, layer in enumerate(model.model.layers)
+    )
+
+
+def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
+    """Return the matrices of a skeleton, and how many weights the vectors beside them have."""
+    matrices: list[RawMatrix] = []
+    num_vector_weights = 0
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if _is_experts(module):
+            count, hidden, inner = _expert_sizes(module, model.config.hidden_size)
+            matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
+            own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+        for key, parameter in own.items():
+            if key.endswith("bias") or parameter.dim() < 2:
+                num_vector_weights += parameter.numel()
+                continue
+            role = _find_role(name, module)
+            is_shared = id(parameter) in seen or _is_tied_head(model, module)
+            matrices.append(RawMatrix(name, role, tuple(parameter.shape), is_shared))
+            seen.add(id(parameter))
+    return matrices, num_vector_weights
+
+
+def complete_spec(
+    spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
+) -> ModelSpec:
+    """Return ``spec`` with what only the modules tell: experts, windows, and counts."""
+    moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
+    first = moe[0] if moe else None
+    total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
+    return msgspec.structs.replace(
+        spec,
+        num_experts=first.num_experts if first else 0,
+        top_k=first.top_k if first else 0,
+        moe_intermediate_size=first.intermediate_size if first else 0,
+        num_moe_layers=len(moe),
+        has_qk_norm=any(layer.attention.has_qk_norm for layer in layers),
+        has_sinks=any(layer.attention.has_sinks for layer in layers),
+        sliding_window=max(layer.attention.window for layer in layers),
+        num_parameters=total,
+        num_active_parameters=total - _count_idle(moe, spec.hidden_size),
+    )
+
+
+def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
+    """Weights of the experts that a token is not routed to, biases included."""
+    return sum(
+        (layer.num_experts - layer.top_k)
+        * (
+            3 * layer.intermediate_size * hidden_size
+            + (2 * layer.intermediate_size + hidden_size) * layer.has_bias
+        )
+        for layer in moe
+    )
+
+
+def _read_attention(layer: nn.Module, index: int) -> AttentionSpec:
+    for module in layer.children():
+        part: Any = module
+        if hasattr(part, "kv_b_proj"):
+            return AttentionSpec(
+                kind="mla",
+                num_heads=part.num_heads,
+                num_kv_heads=1,
+                head_dim=part.qk_head_dim,
+                has_bias=part.kv_b_proj.bias is not None,
+            )
+        if all(hasattr(part, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+            return AttentionSpec(
+                kind="gqa",
+                num_heads=part.q_proj.out_features // part.head_dim,
+                num_kv_heads=part.k_proj.out_features // part.head_dim,
+                head_dim=part.head_dim,
+                window=getattr(part, "sliding_window", None) or 0,
+                has_sinks=hasattr(part, "sinks"),
+                has_qk_norm=hasattr(part, "q_norm"),
+                has_bias=part.q_proj.bias is not None,
+            )
+    raise UnsupportedError(
+        "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
+    )
+
+
+def _read_mlp(layer: nn.Module, index: int, hidden_size: int) -> MlpSpec | MoeSpec:
+    for module in layer.children():
+        part: Any = module
+        if _is_mlp(part):
+            has_bias = part.gate_proj.bias is not None
+            return MlpSpec(intermediate_size=part.gate_proj.out_features, has_bias=has_bias)
+        experts = getattr(part, "experts", None)
+        if experts is not None and _is_experts(experts):
+            count, _, inner = _expert_sizes(experts, hidden_size)
+            shared = [child.gate_proj.out_features for child in part.children() if _is_mlp(child)]
+            return MoeSpec(
+                num_experts=count,
+                top_k=_find_top_k(part),
+                intermediate_size=inner,
+                shared_intermediate_size=sum(shared),
+                has_bias=hasattr(experts, "down_proj_bias"),
+            )
+    raise UnsupportedError(
+        "models.read_layers",
+        f"layer {index}, {type(layer).__name__}, has no MLP or experts we know",
+    )
+
+
+def _find_top_k(block: nn.Module) -> int:
+    for part in (block, *block.children()):
+        top_k = getattr(part, "top_k", None)
+        if isinstance(top_k, int):
+            return top_k
+    raise UnsupportedError(
+        "models.read_layers", f"{type(block).__name__} does not say how many experts a token uses"
+    )
+
+
+def _is_mlp(module: Any) -> bool:
+    return all(
+        isinstance(getattr(module, name, None), nn.Linear)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+
+
+def _is_experts(module: Any) -> bool:
+    tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    return all(isinstance(t, nn.Parameter) and t.dim() == 3 for t in tensors)
+
+
+def _expert_sizes(experts: Any, hidden_size: int) -> tuple[int, int, int]:
+    """Return (E, D, F); families store either order of the last two dimensions."""
+    count, *sizes = experts.down_proj.shape
+    return count, hidden_size, prod(sizes) // hidden_size
+
+
+def _find_role(name: str, module: nn.Module) -> MatrixRole:
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(getattr(module, "top_k", None), int):
+        return "router"
+    return ROLES.get(name.rpartition(".")[2], "other")
+
+
+def _is_tied_head(model: Any, module: nn.Module) -> bool:
+    return bool(model.config.tie_word_embeddings) and model.get_output_embeddings() is module
+
+
+def _read_rope(config: Any) -> RopeSpec:
+    raw = config.rope_parameters
+    return RopeSpec(
+        rope_type=raw.get("rope_type", "default"),
+        theta=float(raw.get("rope_theta", 10_000.0)),
+        factor=float(raw.get("factor") or 1.0),
+    )

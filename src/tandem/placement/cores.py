@@ -1,0 +1,37 @@
+"""Which instance of a machine computes on which cores. Pure arithmetic; the caller measures."""
+
+from collections.abc import Sequence
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["divide_cores"]
+
+
+def divide_cores(cores: Sequence[Sequence[int]], num_instances: int) -> list[tuple[int, ...]]:
+    """Divide a machine's cores between instances, as evenly as whole cores allow.
+
+    Neighbours stay together, so that an instance spans as few NUMA nodes as possible; the SMT
+    siblings of a core stay with one instance, since they share its units.
+
+    Args:
+        cores: the CPUs of each core, in the order of NUMA nodes.
+        num_instances: at least one.
+
+    Returns: the CPUs of each instance, sorted. Shares differ by at most one core; the first ones
+        are the larger.
+    Raises: ConfigError (fewer cores than instances: they would wait for each other).
+    """
+    if not 1 <= num_instances <= len(cores):
+        raise ConfigError(
+            "placement.divide_cores",
+            f"{num_instances} instances on {len(cores)} cores: each needs at least one",
+            field="instances",
+        )
+    share, rest = divmod(len(cores), num_instances)
+    shares: list[tuple[int, ...]] = []
+    start = 0
+    for instance in range(num_instances):
+        end = start + share + (instance < rest)
+        shares.append(tuple(sorted(cpu for core in cores[start:end] for cpu in core)))
+        start = end
+    return shares

@@ -1,0 +1,75 @@
+"""What callers of a store hand in, checked before anything is sent: a wrong argument is a
+``ConfigError`` that names it, whatever would have met it first (an encoder, a cast, a host).
+"""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+
+from tandem.core.errors import ConfigError
+
+__all__ = [
+    "MAX_REPLICAS",
+    "MAX_SOFT_PIN_MS",
+    "check_keys",
+    "check_ranges",
+    "check_replicas",
+    "to_ms",
+]
+
+MAX_REPLICAS = 255
+MAX_SOFT_PIN_MS = 2**32 - 1
+"""What a header holds."""
+
+
+def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
+    """Refuse what is no text that UTF-8 can write, a lone surrogate for example.
+
+    Raises: ConfigError.
+    """
+    try:
+        if all(map(str.isascii, keys)):
+            return
+    except TypeError:
+        raise ConfigError("store.key", f"keys are strings, not {keys!r:.80}", field=field) from None
+    for key in keys:
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("store.key", f"{key!r} is not valid text", field=field) from None
+
+
+def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
+    """Refuse what is no pair of whole numbers >= 0. Raises: ConfigError."""
+    try:
+        is_good = all(
+            operator.index(offset) >= 0 and operator.index(length) >= 0 for offset, length in ranges
+        )
+    except (TypeError, ValueError):
+        is_good = False
+    if not is_good:
+        raise ConfigError("store.get", "a range (offset, length) of numbers >= 0 for each key")
+
+
+def check_replicas(replicas: int) -> None:
+    """Refuse a number of copies that no header holds. Raises: ConfigError."""
+    if not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
+        raise ConfigError(
+            "store.put", f"{replicas} replicas: give 1 to {MAX_REPLICAS}", field="replicas"
+        )
+
+
+def to_ms(seconds: float, field: str, *, most_ms: int) -> int:
+    """Return a time in whole milliseconds, ``most_ms`` at most.
+
+    Raises: ConfigError if it is negative, NaN, infinite or no number.
+    """
+    try:
+        is_good = math.isfinite(seconds) and seconds >= 0
+    except (TypeError, OverflowError):
+        is_good = False
+    if not is_good:
+        raise ConfigError(
+            "store.time", f"{field}={seconds!r:.40}: give a finite number >= 0", field=field
+        )
+    return int(min(seconds * 1e3, most_ms))

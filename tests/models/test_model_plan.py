@@ -1,0 +1,136 @@
+"""Goal: a plan says what the modules are and what weights take, and loading does what it says.
+
+Method: sizes are compared with the configuration that made the modules, bytes with what a loaded
+model holds. Plans are changed by hand to see that loading decides nothing itself.
+"""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from loading import load_checkpoint
+
+from tandem.core.errors import ConflictError, UnsupportedError
+from tandem.core.model_plan import AttentionSpec, MlpSpec, ModelPlan, MoeSpec, RopeSpec
+from tandem.models.loader import load_model
+from tandem.models.plan_report import render_plan
+from tandem.models.planner import plan_model
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
+
+
+def test_layers_that_mix_moe_and_mlp(checkpoint):
+    folder = checkpoint("qwen3_moe", mlp_only_layers=[1])
+    layers = plan_model(folder).layers
+    attention = AttentionSpec(
+        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=16, has_qk_norm=True
+    )
+    assert [layer.index for layer in layers] == [0, 1, 2]
+    assert all(layer.attention == attention for layer in layers)
+    assert layers[1].mlp == MlpSpec(intermediate_size=72)
+    assert layers[0].mlp == layers[2].mlp == MoeSpec(num_experts=6, top_k=2, intermediate_size=40)
+
+
+def test_layers_with_windows_sinks_and_biases(checkpoint):
+    folder = checkpoint(
+        "gpt_oss",
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "rope_theta": 150000.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
+    layers = plan_model(folder).layers
+    assert [layer.attention.window for layer in layers] == [20, 0, 20]
+    assert all(layer.attention.has_sinks and layer.attention.has_bias for layer in layers)
+    moe = MoeSpec(num_experts=6, top_k=2, intermediate_size=40, has_bias=True)
+    assert all(layer.mlp == moe for layer in layers)
+    assert layers[0].rope == RopeSpec(rope_type="yarn", theta=150000.0, factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("gpt_oss", {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_loaded_model(model_type, changes, dtype, checkpoint):
+    model = load_checkpoint(checkpoint(model_type, **SIZES, **changes), dtype=dtype)
+    assert model.plan.is_native == (dtype == "bfloat16")
+    counted = model.plan.weight_bytes
+    if dtype == "float32":
+        assert counted == model.weight_bytes
+        assert counted == 4 * model.spec.num_parameters
+    # Packed matrices pad their last block, and keep biases in memory of their own.
+    assert 0.8 * model.weight_bytes <= counted <= 1.2 * model.weight_bytes
+
+
+def test_matrices_have_places_shapes_and_reasons(checkpoint, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {name: 'layers.1.mlp.experts$'}\n"
+        "  replace: {class: Experts, kwargs: {format: int8g32}}\n"
+        "- match: {name: 'layers.2.mlp.experts$'}\n"
+        "  replace: {class: default}\n"
+    )
+    folder = checkpoint("qwen3_moe", **SIZES, tie_word_embeddings=True)
+    plan = plan_model(folder, dtype="bfloat16", rules=rules)
+    found = {(m.module, m.role): m for m in plan.matrices}
+    qkv = found["model.layers.0.self_attn", "qkv"]
+    assert (qkv.shape, qkv.weight_format) == ((8 * 32, 128), "bf16")
+    assert found["model.layers.0.mlp.gate", "router"].shape == (6, 128)
+    experts = [found[f"model.layers.{i}.mlp.experts", "experts"] for i in range(3)]
+    assert {m.shape for m in experts} == {(6, 3 * 64, 128)}
+    assert [(m.weight_format, m.reason) for m in experts] == [
+        ("bf16", "the model's own dtype, on native kernels"),
+        ("int8g32", "rules.yaml:1 asks for it"),
+        ("none", "a module of the skeleton"),
+    ]
+    assert experts[1].size_bytes < experts[1].plain_bytes == experts[2].size_bytes
+    head = found["lm_head", "head"]
+    assert head.size_bytes > head.plain_bytes == 0
+    plain = plan_model(folder, dtype="float32").matrices
+    assert [(m.size_bytes, m.reason) for m in plain if m.role == "head"] == [
+        (0, "the embedding's tensor")
+    ]
+    text = render_plan(plan)
+    assert "rules.yaml:1 asks for it" in text
+    assert "moe 2 of 6 x 64" in text
+
+
+def test_loading_obeys_the_plan(checkpoint):
+    """A format that nobody asked for, written into the plan by hand, is what is loaded."""
+    plan = plan_model(checkpoint("qwen3_moe", **SIZES), dtype="bfloat16")
+    name = "model.layers.1.mlp.experts"
+    modules = tuple(
+        msgspec.structs.replace(m, weight_format="int8g32") if m.module == name else m
+        for m in plan.modules
+    )
+    model = load_model(msgspec.structs.replace(plan, modules=modules))
+    identity = model.kv_identity(model.kv_layout())
+    assert identity.formats == {name: "int8g32"}
+    problem = msgspec.structs.replace(plan.modules[0], problem="it is broken")
+    with pytest.raises(UnsupportedError, match="it is broken"):
+        load_model(msgspec.structs.replace(plan, modules=(problem, *plan.modules[1:])))
+
+
+def test_a_plan_of_another_configuration_is_refused(checkpoint, edit_config):
+    folder = checkpoint("llama")
+    plan = plan_model(folder)
+    edit_config(folder, rms_norm_eps=1e-5)
+    with pytest.raises(ConflictError, match="make the plan anew"):
+        load_model(plan)
+
+
+def test_a_plan_is_data(checkpoint):
+    plan = plan_model(checkpoint("qwen3_moe", mlp_only_layers=[1]))
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=ModelPlan) == plan
+    code = "import sys, tandem.core.model_plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
