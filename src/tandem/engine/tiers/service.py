@@ -63,6 +63,8 @@ class TierService:
         self._identity = identity
         self._clock = clock
         self._on_load = on_load
+        self.counters = TierCounters()
+        """Totals since start, over all stores that were reached."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,11 +81,6 @@ class TierService:
     def is_connected(self) -> bool:
         """Whether a store was reached."""
         return self._tier is not None
-
-    @property
-    def counters(self) -> TierCounters:
-        """Totals since the store was reached; zeros before."""
-        return TierCounters() if self._tier is None else self._tier.counters
 
     def start(self, sink: LoadSink, *, timeout_s: float) -> None:
         """Start the thread and wait for the first attempt to reach the store.
@@ -113,11 +110,11 @@ class TierService:
         # Nothing was found while there was no tier, so nothing is to be loaded.
         assert not plan.loads, "a load without a store"
 
-    async def count_stored(self, keys: Sequence[bytes]) -> int:
+    async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """As ``StoreTier.count_stored``; from any event loop."""
         tier = self._tier
         if tier is None:
-            return 0
+            return None
         return await self._call(tier.count_stored(keys))
 
     async def flush(self) -> int:
@@ -177,6 +174,7 @@ class TierService:
                 config=self._config,
                 clock=self._clock,
                 on_load=self._on_load,
+                counters=self.counters,
             )
             tier.attach(self._sink)
             try:

@@ -87,6 +87,8 @@ class TierCounters:
 
     num_lookups: int = 0
     num_lookup_timeouts: int = 0
+    """Lookups that were not answered, or not in time."""
+    asked_blocks: int = 0
     found_blocks: int = 0
     """Blocks that lookups found beyond what they asked for."""
     loaded_blocks: int = 0
@@ -119,6 +121,7 @@ class StoreTier:
         config: policies and bounds.
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded.
+        counters: to be added to; own ones if it is None.
         loop: where the client lives; the caller's own if it is None.
     """
 
@@ -131,9 +134,10 @@ class StoreTier:
         config: TierConfig,
         clock: Clock,
         on_load: Callable[[int, float], None],
+        counters: TierCounters | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.counters = TierCounters()
+        self.counters = TierCounters() if counters is None else counters
         self._client = client
         self._memory = memory
         self._identity = identity
@@ -160,25 +164,26 @@ class StoreTier:
 
     # ---------------------------------------------------------------- asked by an arriving request
 
-    async def count_stored(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain the store holds; 0 if it does not say in time.
+    async def count_stored(self, keys: Sequence[bytes]) -> int | None:
+        """Return how many leading blocks of a chain the store holds; None if it does not answer.
 
         What it says may change before the blocks are read.
         """
         if not keys:
             return 0
         self.counters.num_lookups += 1
+        self.counters.asked_blocks += len(keys)
         names = [make_object_key(self._identity, key) for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
                 found = await self._client.exists_many(names)
         except TimeoutError:
             self.counters.num_lookup_timeouts += 1
-            return 0
+            return None
         except TandemError as error:
             logger.debug("event=kv_lookup_failed error=%s", error)
             self.counters.num_lookup_timeouts += 1
-            return 0
+            return None
         num_found = found.index(False) if False in found else len(found)
         self.counters.found_blocks += num_found
         return num_found
