@@ -115,12 +115,12 @@ def render_metrics() -> str:
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     lines += [
         "",
-        "Counters of the engine start at zero again when its process is restarted; `rate()` expects",
-        "that. While the instance is down only `tandem:engine_up` (0) and what the server observes",
-        'itself are served. `finished_reason` "abort" is a client that left, an abort by request, or',
-        'the end of a drain. `route` is the pattern of a route, "other" where none matched. The',
-        "reasons of failed loads and stores are error codes (`docs/reference/errors.md`), `foreign`",
-        "(a block of another size), `dropped` (nobody waited any more), `after_gap` (a block before",
+        "Counters of the engine start at zero again when its process is restarted; `rate()`",
+        "expects that. While the instance is down only `tandem:engine_up` (0) and what the server",
+        'observes itself are served. `finished_reason` "abort" is a client that left, an abort by',
+        'request, or the end of a drain. `route` is the pattern of a route, "other" where none',
+        "matched. Reasons of failed loads and stores are error codes (`errors.md`), `foreign` (a",
+        "block of another size), `dropped` (nobody waited any more), `after_gap` (a block before",
         "it did not come), `overwritten`, `staging_full`, `queue_full` and `offline`.",
     ]
     return "\n".join([*lines, ""])

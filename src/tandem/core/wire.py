@@ -338,6 +338,6 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     store_existing_blocks: int = 0
     """Blocks that were not stored because the store had them."""
     load_failures: dict[str, int] = {}
-    """Blocks by reason; see ``tandem.engine.tiers.store_tier.TierCounters``."""
+    """Blocks by reason; see ``tandem.engine.tiers.counters.TierCounters``."""
     store_failures: dict[str, int] = {}
     """Blocks by reason."""

@@ -46,7 +46,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import TierCounters
+from tandem.engine.tiers.counters import TierCounters
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig

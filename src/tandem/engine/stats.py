@@ -3,7 +3,7 @@
 from tandem.core.wire import InstanceStage, InstanceStats
 from tandem.engine.engine import EngineCounters
 from tandem.engine.plan import SchedulerStats
-from tandem.engine.tiers.store_tier import TierCounters
+from tandem.engine.tiers.counters import TierCounters
 
 __all__ = ["make_stats"]
 

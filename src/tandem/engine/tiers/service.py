@@ -17,7 +17,8 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
 from tandem.engine.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier, TierCounters
+from tandem.engine.tiers.counters import TierCounters
+from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
 from tandem.transfer import SharedLoop

@@ -19,7 +19,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,10 +30,11 @@ from tandem.engine.blocks import KeyedBlock
 from tandem.engine.plan import BlockLoad, StepPlan
 from tandem.engine.request import Request
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.staging import StagingSlots
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["BlockMemory", "LoadSink", "StoreTier", "TierCounters", "make_object_key"]
+__all__ = ["BlockMemory", "LoadSink", "StoreTier", "make_object_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +79,6 @@ class LoadSink(Protocol):
     def is_unchanged(self, block: KeyedBlock) -> bool:
         """Whether a block still is what it was reported as."""
         ...
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Totals since start."""
-
-    num_lookups: int = 0
-    num_lookup_timeouts: int = 0
-    """Lookups that were not answered, or not in time."""
-    asked_blocks: int = 0
-    found_blocks: int = 0
-    """Blocks that lookups found beyond what they asked for."""
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    store_seconds: float = 0.0
-    existing_blocks: int = 0
-    """Blocks that somebody had stored already."""
-    load_failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Blocks by reason: the code of the error, or ``foreign`` for one of another size."""
-    store_failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Blocks by reason: the code of the error, ``overwritten``, ``staging_full``, ``queue_full``
-    or ``offline``."""
 
 
 class _Staged(NamedTuple):
