@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 MIB = 1 << 20
 RANGE_BYTES = 2 * MIB
 NUM_RANGES = 64
+RUN_S, STOP_S = 0.005, 0.015
+"""Turns of a process that is slowed down."""
 
 FAR = """
 import sys, numpy as np
@@ -75,10 +78,8 @@ def all_cases() -> Iterator[Case]:
 class FarProcess:
     """A process whose memory is written; it can be stopped. A context manager."""
 
-    def __init__(self, niceness: int = 0) -> None:
+    def __init__(self) -> None:
         words = [sys.executable, "-c", FAR, SECRET, str(NUM_RANGES * RANGE_BYTES)]
-        if niceness:
-            words = ["nice", "-n", str(niceness), *words]
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -95,6 +96,28 @@ class FarProcess:
     def go_on(self) -> None:
         """Continue it."""
         os.kill(self.process.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def slowed_down(self) -> Iterator[None]:
+        """Let it run a quarter of the time, in turns of a few milliseconds.
+
+        As if it had little of a busy core, on any machine, and without keeping the core busy.
+        """
+        is_over = threading.Event()
+
+        def take_turns() -> None:
+            while not is_over.wait(RUN_S):
+                os.kill(self.process.pid, signal.SIGSTOP)
+                is_over.wait(STOP_S)
+                self.go_on()
+
+        thread = threading.Thread(target=take_turns)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def count(self, offset: int, length: int, value: int) -> int:
         """Ask how many bytes of a range hold this value."""

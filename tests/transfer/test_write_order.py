@@ -8,13 +8,12 @@ is proved on a clock of its own in ``test_fences_props.py``.
 """
 
 import contextlib
-import os
-import subprocess
+import dataclasses
 import time
 
 import numpy as np
 import pytest
-from late_writes import Case, FarProcess, all_cases, run_case
+from late_writes import FarProcess, all_cases, run_case
 from tests_transfer_world import Op, Transfer, move
 
 from tandem._native import RailState
@@ -184,28 +183,19 @@ def test_late_writes_of_a_stopped_process_in_all_combinations():
     assert not wrong
 
 
-@pytest.mark.slow
-def test_late_writes_of_a_slow_process():
-    """The far process has the lowest priority, beside a busy loop for each core."""
-    kept = [case for case in all_cases() if case.end != "lost" and case.reopening != "same"]
-    cases = kept[::8]
-    loops = [
-        subprocess.Popen(["sh", "-c", "while :; do :; done"])
-        for _ in range(len(os.sched_getaffinity(0)))
-    ]
-    try:
-        with FarProcess(niceness=19) as far:
-            wrong = [
-                case
-                for number, case in enumerate(cases)
-                if not run_case(far, Case(**{**case.__dict__, "is_stopped": False}), number)
-            ]
-            far.check_all(len(cases))
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait(10)
-    print(f"{len(cases)} rounds beside busy loops, {len(wrong)} with old bytes")
+SLOW = [case for case in all_cases() if case.end != "lost" and case.reopening != "same"]
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all combinations", "every ninth"]
+)
+def test_late_writes_of_a_slow_process(step):
+    """It is not stopped, and reads what the first WRITE left behind beside the second one."""
+    cases = [dataclasses.replace(case, is_stopped=False) for case in SLOW[::step]]
+    with FarProcess() as far, far.slowed_down():
+        wrong = [case for number, case in enumerate(cases) if not run_case(far, case, number)]
+        far.check_all(len(cases))
+    print(f"{len(cases)} rounds, {len(wrong)} with old bytes")
     assert not wrong
 
 
