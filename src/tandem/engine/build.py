@@ -26,6 +26,7 @@ from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
+from tandem.engine.timelines import TimelineLog
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
@@ -237,6 +238,11 @@ def build_engine(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         observer=planner,
+        timelines=TimelineLog(
+            plan.config.timelines,
+            block_size=plan.layout.block_size,
+            block_bytes=plan.layout.bytes_per_block,
+        ),
     )
     info = InstanceInfo(
         model=model_config.path,

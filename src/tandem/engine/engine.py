@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, InternalError, TandemError, UnsupportedError
+from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
     AddRequest,
     Continuation,
@@ -32,11 +33,13 @@ from tandem.engine.request import Request
 from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
 from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
+from tandem.engine.timelines import TimelineLog
 
 __all__ = ["Engine", "EngineCounters", "MissingBlocks", "StepObserver"]
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TIMELINES = 256
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
 
@@ -107,6 +110,7 @@ class Engine:
         vocab_size: token ids outside of it are refused.
         eos_token_ids: the model's own ends of text.
         observer: told what each step took; the planner of loads.
+        timelines: remembers what becomes of requests; None: a small one of its own. Owned.
     """
 
     def __init__(
@@ -118,11 +122,15 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
+        timelines: TimelineLog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._transfers: BlockTransfers | None = None
         self._observer = observer
+        if timelines is None:
+            timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
+        self._timelines = timelines
         self._clock = clock
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -149,12 +157,15 @@ class Engine:
             num_cached = self._scheduler.count_cached_blocks(keys)
         return MissingBlocks(num_cached, keys[num_cached:])
 
-    def add(self, message: AddRequest, *, num_stored_blocks: int = 0) -> None:
+    def add(
+        self, message: AddRequest, *, num_stored_blocks: int = 0, lookup: StoreLookup | None = None
+    ) -> None:
         """Accept a request; its outputs come from ``step``.
 
         Args:
             message: the request.
             num_stored_blocks: its leading full blocks that the device or the tiers below hold.
+            lookup: how that was learnt, for its timeline.
 
         Raises:
             ConfigError: a field is out of what this model can do.
@@ -186,6 +197,7 @@ class Engine:
             self._scheduler.add(request)
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
+            self._timelines.open(request, lookup)
             self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
 
@@ -233,12 +245,16 @@ class Engine:
         """Report loads that ended with content; see ``Scheduler.load_done``. Any thread."""
         with self._lock:
             self._scheduler.load_done(request, block_ids)
+            self._timelines.note_loaded(request, block_ids, self._clock.now_s())
             self._work.notify()
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_failed(
+        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+    ) -> None:
         """Report loads that ended without; see ``Scheduler.load_failed``. Any thread."""
         with self._lock:
             self._scheduler.load_failed(request, block_ids)
+            self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
             self._work.notify()
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
@@ -250,6 +266,13 @@ class Engine:
         """Return the scheduler's snapshot."""
         with self._lock:
             return self._scheduler.get_stats()
+
+    def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
+        """Return what is known of requests, live and ended; unknown ids are left out."""
+        with self._lock:
+            now_s = self._clock.now_s()
+            found = [self._timelines.get(request_id, now_s) for request_id in request_ids]
+        return [timeline for timeline in found if timeline is not None]
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request of this id has not ended."""
@@ -282,6 +305,7 @@ class Engine:
             outputs, self._pending = self._pending, []
             begin_s = self._clock.now_s()
             plan = self._scheduler.schedule(begin_s)
+            self._timelines.note_plan(plan, begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
         if self._transfers is not None:
             self._transfers.begin(plan)
@@ -305,6 +329,7 @@ class Engine:
             if self._observer is not None:
                 num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
                 self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
+            self._timelines.note_step(plan, end_s - begin_s)
             return outputs + self._record(plan, results, end_s)
 
     def _check(self, message: AddRequest) -> None:
@@ -461,6 +486,7 @@ class Engine:
         request_id = live.request.request_id
         del self._live[request_id]
         del self._states[request_id]
+        self._timelines.close(live.request, self._clock.now_s())
         self.counters.num_finished += 1
 
 

@@ -25,6 +25,7 @@ import msgspec
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError, UnsupportedError
 from tandem.core.logs import configure_logging
+from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
 from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
@@ -131,6 +132,7 @@ class Instance:
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("open_peer", self._open_peer, KvPeer, Empty)
         server.register("close_peer", self._close_peer, ClosePeer, Empty)
+        server.register("timelines", self._list_timelines, TimelineQuery, list[InstanceTimeline])
         server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
@@ -147,10 +149,10 @@ class Instance:
         # The owner is known before the engine can produce anything for it.
         owner = self._owners.setdefault(request.request_id, peer)
         try:
-            num_stored_blocks = await self._count_stored(engine, request)
+            num_stored_blocks, lookup = await self._look_up(engine, request)
             if owner is peer and self._owners.get(request.request_id) is not peer:
                 return Empty()  # Cancelled while the store was asked; nobody waits for it.
-            engine.add(request, num_stored_blocks=num_stored_blocks)
+            engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
         except TandemError:
             if owner is peer and not engine.is_live(request.request_id):
                 self._owners.pop(request.request_id, None)
@@ -162,12 +164,24 @@ class Instance:
             return False
         return self._require_engine().continue_request(request)
 
-    async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
-        """Return how many leading blocks of a prompt the device or the store holds."""
+    async def _look_up(self, engine: Engine, request: AddRequest) -> tuple[int, StoreLookup | None]:
+        """Return how many leading blocks of a prompt the device or the store holds, and the lookup
+        that told.
+        """
         if self._tier is None:
-            return 0
+            return 0, None
         missing = engine.find_missing_blocks(request)
-        return missing.num_cached + (await self._tier.count_stored(missing.keys) or 0)
+        if not missing.keys:
+            return missing.num_cached, None
+        begin_s = time.monotonic()
+        num_found = await self._tier.count_stored(missing.keys)
+        lookup = StoreLookup(
+            asked_blocks=len(missing.keys),
+            found_blocks=num_found or 0,
+            seconds=time.monotonic() - begin_s,
+            is_answered=num_found is not None,
+        )
+        return missing.num_cached + lookup.found_blocks, lookup
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         if self._engine is None:
@@ -194,6 +208,11 @@ class Instance:
         self._require_engine()
         assert self._info is not None
         return self._info
+
+    def _list_timelines(self, peer: Peer, query: TimelineQuery) -> list[InstanceTimeline]:
+        found = self._require_engine().list_timelines(query.request_ids)
+        name, role = self._spec.name, self._spec.role
+        return [msgspec.structs.replace(each, instance=name, role=role) for each in found]
 
     async def _flush_cache(self, peer: Peer, _: Empty) -> int:
         num_freed = self._require_engine().flush_cache()

@@ -684,6 +684,7 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = start
+            request.miss = self._prefix.explain_miss(request)
             self._index.stats.num_queries += 1
             self._index.stats.num_query_tokens += request.prompt_len
             self._index.stats.num_hit_tokens += start
