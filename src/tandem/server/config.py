@@ -92,6 +92,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
     metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
+    timelines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="Generations whose timelines the server remembers (tandem explain).",
+        ),
+    ] = 4096
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Where OpenTelemetry spans of requests are sent (OTLP over HTTP), such as "
+            "http://127.0.0.1:4318/v1/traces; unset: nowhere. Needs tandem-llm[otel]."
+        ),
+    ] = None
     load_log_s: Annotated[
         float,
         Meta(

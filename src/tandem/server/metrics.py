@@ -376,7 +376,16 @@ class _EngineCollector(Collector):
 class RequestTimer:
     """Observes the latencies of one generation, from when its HTTP request was read."""
 
-    __slots__ = ("_arrived_s", "_clock", "_first_s", "_last_s", "_metrics")
+    __slots__ = (
+        "_arrived_s",
+        "_clock",
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "end_s",
+        "num_tokens",
+        "reason",
+    )
 
     def __init__(self, metrics: ServerMetrics, clock: Clock, arrived_s: float) -> None:
         self._metrics = metrics
@@ -384,11 +393,21 @@ class RequestTimer:
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s: float | None = None
+        self.end_s: float | None = None
+        """Seconds from arrival to the end; None while it runs."""
+        self.reason: str | None = None
+        self.num_tokens = 0
+        """Tokens generated, known at the end."""
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since arrival."""
         return self._clock.now_s() - self._arrived_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self._first_s is None else self._first_s - self._arrived_s
 
     def see_output(self, queue_s: float | None) -> None:
         """Note that tokens came; ``queue_s`` is the engine's word with the first of them."""
@@ -407,7 +426,8 @@ class RequestTimer:
 
     def see_end(self, reason: str, prompt_len: int, num_tokens: int) -> None:
         """Note that the generation ended."""
-        self._metrics.e2e_latency.observe(self.elapsed_s)
+        self.end_s, self.reason, self.num_tokens = self.elapsed_s, reason, num_tokens
+        self._metrics.e2e_latency.observe(self.end_s)
         if self._first_s is not None:
             self._metrics.decode_time.observe(self._clock.now_s() - self._first_s)
         self._metrics.prompt_tokens.observe(prompt_len)
