@@ -29,9 +29,7 @@ def explain(
         str, typer.Argument(help="Id of the answer, or the x-request-id of the request.")
     ],
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(help="Key that sent the request.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that sent the request.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show where the time of a request went, and why KV was computed instead of reused."""

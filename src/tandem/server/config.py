@@ -100,13 +100,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Generations whose timelines the server remembers (tandem explain).",
         ),
     ] = 4096
-    otlp_endpoint: Annotated[
-        str | None,
-        Meta(
-            description="Where OpenTelemetry spans of requests are sent (OTLP over HTTP), such as "
-            "http://127.0.0.1:4318/v1/traces; unset: nowhere. Needs tandem-llm[otel]."
-        ),
-    ] = None
     load_log_s: Annotated[
         float,
         Meta(

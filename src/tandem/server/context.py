@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -43,9 +41,6 @@ from tandem.server.timelines import (
     digest_head,
     digest_text,
 )
-
-if TYPE_CHECKING:
-    from tandem.server.tracing import RequestTracer
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
 
@@ -104,7 +99,6 @@ class ServerContext:
     lifecycle: Lifecycle
     timelines: TimelineRing
     has_keys: bool = False
-    tracer: "RequestTracer | None" = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
@@ -203,8 +197,7 @@ class ServerContext:
             for index, plan in enumerate(plans)
         ]
         record = self._record(options, origin, generations)
-        on_close = None if self.tracer is None else partial(self.tracer.trace, self, record)
-        group = GenerationGroup(options.name, generations, self.lifecycle, limit_s, on_close)
+        group = GenerationGroup(options.name, generations, self.lifecycle, limit_s)
         try:
             await group.submit(self.engine)
         except BaseException as error:
