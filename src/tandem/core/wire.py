@@ -308,6 +308,15 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    peer_read_blocks: int = 0
+    """Blocks taken from prefill instances."""
+    peer_read_bytes: int = 0
+    peer_read_hidden_seconds: float = 0.0
+    """Of reads begun while the prefill still ran."""
+    peer_read_exposed_seconds: float = 0.0
+    """Of reads begun after it had ended."""
+    peer_read_failures: dict[str, int] = {}
+    """Blocks that did not come from a prefill instance, by reason."""
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     step_seconds: float = 0.0
