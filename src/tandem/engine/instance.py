@@ -44,7 +44,9 @@ from tandem.core.wire import (
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
 from tandem.engine.kv_events import KvEventPublisher
+from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.counters import TierCounters
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig
@@ -165,7 +167,7 @@ class Instance:
         if self._tier is None:
             return 0
         missing = engine.find_missing_blocks(request)
-        return missing.num_cached + await self._tier.count_stored(missing.keys)
+        return missing.num_cached + (await self._tier.count_stored(missing.keys) or 0)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         if self._engine is None:
@@ -202,26 +204,13 @@ class Instance:
     def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
         if self._engine is None:
             return InstanceStats(stage=self._stage.stage)
-        stats, counters = self._engine.get_stats(), self._engine.counters
-        return InstanceStats(
-            stage=self._stage.stage,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_loading=stats.num_loading,
-            num_held=stats.num_held,
-            num_blocks=stats.num_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_preemptions=stats.num_preemptions,
-            prefix_query_tokens=stats.num_prefix_query_tokens,
-            prefix_hit_tokens=stats.num_prefix_hit_tokens,
-            num_steps=counters.num_steps,
-            num_finished=counters.num_finished,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            step_seconds=counters.step_seconds,
-            stored_blocks=0 if self._tier is None else self._tier.counters.stored_blocks,
-            loaded_blocks=0 if self._tier is None else self._tier.counters.loaded_blocks,
+        assert self._info is not None
+        return make_stats(
+            self._stage.stage,
+            self._engine.get_stats(),
+            self._engine.counters,
+            TierCounters() if self._tier is None else self._tier.counters,
+            block_size=self._info.block_size,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:

@@ -96,9 +96,10 @@ class KvEventPublisher:
         """See ``IndexObserver``."""
         assert node.key is not None, "a partial block has no key"
         parent = node.parent
+        parent_hash = None
         # The parent of the first block is the root, which is no block.
-        has_parent = parent is not None and parent.parent is not None and parent.key is not None
-        parent_hash = self._hash(parent.key) if has_parent else None
+        if parent is not None and parent.parent is not None and parent.key is not None:
+            parent_hash = self._hash(parent.key)
         tokens = [
             int.from_bytes(node.tokens[i : i + TOKEN_BYTES], "little")
             for i in range(0, len(node.tokens), TOKEN_BYTES)
