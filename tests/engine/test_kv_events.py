@@ -9,7 +9,8 @@ import zmq
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.blocks import BlockPool
-from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
+from tandem.engine.config import KvEventConfig
+from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.prefix_index import PrefixIndex
 from tandem.rpc import Auth, generate_secret
 

@@ -13,9 +13,10 @@ import time
 import pytest
 
 from tandem.core.clock import MonotonicClock
-from tandem.core.wire import AddRequest, SamplingParams
+from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
@@ -115,7 +116,7 @@ class Served:
         stored = 0
         if self.tier is not None:
             missing = self.engine.find_missing_blocks(request)
-            stored = missing.num_cached + asyncio.run(self.tier.count_stored(missing.keys))
+            stored = missing.num_cached + (asyncio.run(self.tier.count_stored(missing.keys)) or 0)
         self.engine.add(request, num_stored_blocks=stored)
         tokens, cached = [], 0
         deadline = time.monotonic() + TIMEOUT_S
@@ -175,6 +176,29 @@ def test_a_prefix_computed_by_one_engine_is_loaded_by_another(serve, expected):
     assert (tokens, cached) == (expected, 10 * BLOCK)
     assert second.tier.counters.loaded_blocks == 10
     assert not second.tier.counters.load_failures
+
+
+def test_what_is_moved_is_counted_by_tier(serve):
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    assert second.generate(PROMPT)[1] == 10 * BLOCK
+    assert second.generate(PROMPT)[1] > 10 * BLOCK
+    stats = make_stats(
+        InstanceStage.READY,
+        second.engine.get_stats(),
+        second.engine.counters,
+        second.tier.counters,
+        block_size=BLOCK,
+    )
+    assert stats.store_hit_tokens == stats.loaded_tokens == 10 * BLOCK
+    # The second time, all of the prompt but its last token was on the device.
+    assert stats.prefix_hit_tokens - stats.store_hit_tokens == len(PROMPT) - 1
+    assert stats.loaded_bytes == 10 * second.built.cache.layout.bytes_per_block
+    assert stats.load_seconds > 0
+    assert stats.lookup_tokens == 10 * BLOCK
+    assert (stats.num_lookups, stats.num_lookup_timeouts) == (1, 0)
+    assert stats.prefill_hit_tokens == 0
 
 
 def test_generated_blocks_are_stored_for_the_next_turn(serve):

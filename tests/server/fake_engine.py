@@ -73,6 +73,7 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     held: dict[str, "FakeStream"] = field(default_factory=dict)
     generated: int = 0
+    more_stats: dict = field(default_factory=dict)
 
     def reset(self) -> None:
         """Turn all knobs back and forget what happened; nothing may be held."""
@@ -107,6 +108,7 @@ class FakeEngine:
             num_used_blocks=len(self.held),
             prompt_tokens=sum(len(r.prompt_ids) for r in self.requests),
             generated_tokens=self.generated,
+            **self.more_stats,
         )
 
     async def flush_cache(self) -> int:

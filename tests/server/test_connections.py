@@ -7,7 +7,6 @@ import asyncio
 import logging
 import socket
 import struct
-import time
 
 import httpx
 import pytest
@@ -165,11 +164,9 @@ def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):
     assert reply.headers["x-should-retry"] == "false"
     assert live.engine.num_held == 0
     assert live.engine.requests[0].timeout_s == 0.1
-    began_s = time.monotonic()
     reply = live.post("/v1/completions", {"prompt": "a", "stream": True, "timeout": 0.05})
     assert reply.status_code == 200
     assert "deadline" in reply.text
-    assert time.monotonic() - began_s < WAIT_S / 2
     assert live.engine.requests[1].timeout_s == 0.05
 
 

@@ -31,11 +31,37 @@ def test_the_reference_lists_every_metric_and_no_other():
 
 def test_every_metric_of_the_table_is_on_the_page(serve_text):
     live = serve_text()
+    # A label without a value has no sample.
+    live.engine.more_stats = {"load_failures": {"timeout": 1}, "store_failures": {"timeout": 1}}
     assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
     names = {key[0] for key in scrape(live)}
     for metric in METRICS:
         suffix = "_bucket" if metric.kind == "histogram" else ""
         assert metric.name + suffix in names, metric.name
+
+
+def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
+    live = serve_text()
+    live.engine.more_stats = {
+        "prefix_hit_tokens": 100,
+        "store_hit_tokens": 64,
+        "prefill_hit_tokens": 16,
+        "loaded_bytes": 4096,
+        "num_lookup_timeouts": 3,
+        "load_failures": {"not_found": 2, "corruption": 1},
+        "store_failures": {"queue_full": 5},
+    }
+    found = scrape(live)
+    model = ("model_name", "tiny")
+    for source, tokens in (("device", 20), ("store", 64), ("prefill", 16)):
+        assert found["tandem:cached_tokens_total", ("cache_source", source), model] == tokens
+    assert found["tandem:external_prefix_cache_hits_total", model] == 64
+    assert found["tandem:kv_load_bytes_total", model] == 4096
+    assert found["tandem:kv_lookup_timeouts_total", model] == 3
+    failed = "tandem:kv_load_failed_blocks_total"
+    assert found[failed, model, ("reason", "not_found")] == 2
+    assert found[failed, model, ("reason", "corruption")] == 1
+    assert found["tandem:kv_store_failed_blocks_total", model, ("reason", "queue_full")] == 5
 
 
 def test_a_request_is_counted_once(serve_text):

@@ -7,7 +7,6 @@ request is served.
 import json
 import re
 import socket
-import time
 
 import pytest
 from serving import WAIT_S
@@ -213,12 +212,10 @@ def test_a_body_that_never_comes_is_given_up(serve):
         connection.sendall(
             b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         )
-        began_s = time.monotonic()
         answer = b""
         while chunk := connection.recv(65536):
             answer += chunk
     assert answer.startswith(b"HTTP/1.1 408")
-    assert time.monotonic() - began_s < WAIT_S / 2
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_timeout"
 
 

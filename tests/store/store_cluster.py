@@ -25,14 +25,6 @@ TIMEOUT_S = 30.0
 RPC = RpcConfig(heartbeat_interval_ms=100, lease_ms=1000)
 
 
-def measure_share() -> float:
-    """Return what part of a core a thread gets here: 1 on a machine that does nothing else."""
-    wall_s, cpu_s = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall_s < 0.3:
-        pass
-    return (time.thread_time() - cpu_s) / (time.perf_counter() - wall_s)
-
-
 def start_program(*arguments: str, **options) -> subprocess.Popen:
     source = str(Path(tandem.__file__).parents[1])
     return subprocess.Popen(

@@ -17,6 +17,7 @@ from tandem.sim import Faults, run_virtual
 from tandem.store.config import StoreConfig
 from tandem.store.master import StoreMaster
 from tandem.store.membership import Membership
+from tandem.store.messages import HostStage
 from tandem.store.roster import MemoryRosterStore, Tombstones
 from tandem.store.writing import PutOptions, PutResult
 
@@ -249,6 +250,36 @@ async def come_back_one_by_one(seed: int) -> None:
 
 def test_leases_begin_anew_with_the_first_host_that_is_reached():
     play(come_back_one_by_one)
+
+
+async def add_a_slow_host(seed: int) -> None:
+    """A host that was never a member, and one that is lost, hold up nobody while they join."""
+    world, client = await start(seed)
+    await client.put("old", b"value", on("h2"))
+    world.kill_host("h2")
+    await asyncio.sleep(12)
+    change_master(world)
+    await joined(world, 2)
+    for name in ("h2", "h3"):
+        world.start_host(name, CAPACITY)
+        async with asyncio.timeout(10):
+            while not any(
+                host.name == name and host.stage is HostStage.JOINING
+                for host in world.master.hosts.values()
+            ):
+                await asyncio.sleep(0.0002)
+        stall(world, name, 5)
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        assert await client.put(f"beside {name}", b"value") is PutResult.CREATED
+        assert not await client.exists("another")
+        assert loop.time() - begin_s < 1
+    await joined(world, 4)
+    assert await client.get("old") == b"value"
+
+
+def test_hosts_that_nobody_waits_for_hold_up_nobody_when_they_join():
+    play(add_a_slow_host)
 
 
 # Removals.

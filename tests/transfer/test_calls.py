@@ -248,7 +248,7 @@ def test_awaited_calls_end_in_the_order_of_their_deadlines(world):
         await asyncio.gather(*map(call, deadlines))
         assert ended[:3] == [0.1, 0.1, 0.2]
         assert sorted(ended) == sorted(deadlines)
-        assert 0.3 <= time.monotonic() - begin_s < 5
+        assert time.monotonic() - begin_s >= 0.3
         await call(0.05)  # The timers of those before do not count for it.
 
     asyncio.run(main())
@@ -257,10 +257,8 @@ def test_awaited_calls_end_in_the_order_of_their_deadlines(world):
 def test_a_late_answer_is_nobodys(world):
     keeper = Keeper()
     _, taker, segment = open_pair(world, keeper)
-    begin = time.monotonic()
     with pytest.raises(DeadlineError):
         taker.call(segment, b"late", deadline_s=0.1)
-    assert time.monotonic() - begin < 5
     keeper.wait()
     keeper.kept.pop().reply(b"the answer to another question")
     for number in range(20):
@@ -367,11 +365,9 @@ def test_a_peer_that_dies_in_a_call_is_lost(world, how):
         assert taker.call(segment, b"hello") == b"hello"
         thread, outcome = call_in_thread(taker, segment, b"keep", deadline_s=30)
         assert taker.call(segment, b"behind it") == b"behind it"
-        begin = time.monotonic()
         os.kill(process.pid, how)
-        thread.join(20)
-        assert isinstance(outcome[0], PeerLostError)
-        assert time.monotonic() - begin < 5
+        thread.join(60)
+        assert isinstance(outcome[0], PeerLostError), "lost before the deadline, which is 30 s"
         with pytest.raises(PeerLostError):
             for _ in range(100):
                 taker.call(segment, b"again", deadline_s=10)
@@ -386,10 +382,8 @@ def test_a_peer_that_stops_before_the_first_call_is_lost(world):
         segment = taker.open(address)
         os.kill(process.pid, signal.SIGSTOP)
         cpu_s = time.process_time()
-        begin = time.monotonic()
-        with pytest.raises(PeerLostError):
-            taker.call(segment, b"hello", deadline_s=20)
-        assert time.monotonic() - begin < 0.6 + 5  # The lease, and what a busy machine takes.
+        with pytest.raises(PeerLostError):  # Not DeadlineError: the lease ends first.
+            taker.call(segment, b"hello", deadline_s=60)
         assert time.process_time() - cpu_s < 0.25
         os.kill(process.pid, signal.SIGCONT)
 

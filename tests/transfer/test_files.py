@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -214,19 +213,17 @@ def test_a_disk_that_hangs_holds_up_no_batch(engine, world, tmp_path):
     move(engine, file, Op.WRITE, ours, 0, 4 * MIB)
     target = np.zeros(4 * MIB, np.uint8)
     buffer = engine.register(target)
-    with inject_faults(engine, "file", delay=1.0, delay_s=1.0):
-        begin = time.monotonic()
+    with inject_faults(engine, "file", delay=1.0, delay_s=3.0):
         with pytest.raises(DeadlineError):
             move(engine, file, Op.READ, buffer, 0, 4 * MIB, deadline_s=0.1)
         engine.unregister(buffer)
-        assert time.monotonic() - begin < 0.9  # Before the disk has answered.
+        assert not target.any(), "the disk has answered, for which nobody waits"
         seen = target.copy()
         stale = engine.submit([Transfer(Op.WRITE, ours, file, 0, 4 * MIB)], deadline_s=0.1)
         with pytest.raises(DeadlineError):
             stale.wait()
     # What was left behind may still reach the file: this one waits for it, and comes after.
     move(engine, file, Op.WRITE, engine.register(second), 0, 4 * MIB)
-    assert time.monotonic() - begin > 0.9
     assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), second)
     assert np.array_equal(target, seen)
 

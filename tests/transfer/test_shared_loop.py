@@ -67,12 +67,11 @@ def test_a_task_that_waits_goes_on_upon_the_loops_own_thread():
             await asyncio.sleep(0.01)
             seen.append(threading.current_thread())
 
-        begin_s = time.monotonic()
         task, thread = await borrower.run(lambda: asyncio.ensure_future(wait()))
         await task
         assert seen == [thread, threading.current_thread()]
-        # The timer was earlier than anything that the loop waited for: it was told.
-        assert time.monotonic() - begin_s < 5
+        # The timer was earlier than anything that the loop waited for, which is the limit of this
+        # test: it was told.
 
     run_shared(main)
 

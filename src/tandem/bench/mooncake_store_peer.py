@@ -4,6 +4,7 @@ Two processes run this script: one provides memory (and starts the master), the 
 that is measured. Imports nothing of ours.
 """
 
+import ctypes
 import importlib
 import os
 import socket
@@ -17,6 +18,11 @@ from peer_loop import answer_calls
 
 LOCAL_BUFFER_BYTES = 512 * 2**20
 START_TIMEOUT_S = 20.0
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this child with its parent: PR_SET_PDEATHSIG, SIGKILL."""
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 
 
 def _free_port() -> int:
@@ -48,6 +54,7 @@ class Peer:
             ],
             stdout=2,
             stderr=2,
+            preexec_fn=_end_with_parent,
         )
         end = time.monotonic() + START_TIMEOUT_S
         for name in ("rpc", "http"):

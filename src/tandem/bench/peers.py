@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tandem.bench.children import start_child
 from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class PeerProcess:
         self._name = script
         self._log = (python.parents[1] / "log.txt").open("ab")
         variables = [f"{name}={value}" for name, value in settings.items()]
-        self._process = subprocess.Popen(
-            ["env", *variables, python, path, *arguments],
+        self._process = start_child(
+            ["env", *variables, str(python), str(path), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from tandem._native import SegmentAllocator, fill_rows, locate_rows
+from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.placement import on_cores
 from tandem.bench.store_peers import MooncakeStore, Redis, Rival
@@ -134,7 +135,7 @@ class _Store:
             self._touch()
 
     def _start(self, role: str, flags: Sequence[str]) -> None:
-        child = subprocess.Popen(
+        child = start_child(
             [sys.executable, "-m", "tandem", "store", role, "--log-level", "error", *flags],
             stdout=subprocess.PIPE,
             text=True,
@@ -352,7 +353,7 @@ def _make_latency_case(num_objects: int) -> BenchCase:
                 keys = [f"{i:064}" for i in range(begin, min(begin + 10_000, num_objects))]
                 store.client.put_many(keys, [b""] * len(keys))
             children = [
-                subprocess.Popen(
+                start_child(
                     [sys.executable, "-c", LATENCY_PROGRAM, store.endpoint, str(num_objects)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -44,6 +44,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.peers import PeerProcess, install_peer
 from tandem.bench.placement import on_cores
@@ -126,7 +127,7 @@ class _Pair:
     def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
         secret = secrets.token_urlsafe(32)
         self.buffer_bytes = buffer_bytes
-        self.child = subprocess.Popen(
+        self.child = start_child(
             [sys.executable, "-c", SERVER, secret, str(buffer_bytes), UNPACED.decode()]
             + ([] if has_polling else ["0"]),
             stdout=subprocess.PIPE,
@@ -263,7 +264,7 @@ class _Iperf:
         self._program = program
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = str(probe.getsockname()[1])
-        server = subprocess.Popen(
+        server = start_child(
             [program, "-s", "-B", "127.0.0.1", "-p", self._port], stdout=subprocess.DEVNULL
         )
         stack.callback(server.wait, 10)

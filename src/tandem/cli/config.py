@@ -24,7 +24,8 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KvEventConfig
+from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
@@ -62,6 +63,9 @@ SERVE_SETTINGS = frozenset(
         "server.port",
         "server.api_key",
         "server.served_model_name",
+        "store.memory",
+        "store.ssd_dir",
+        "store.master",
     }
 )
 """Settings of a server that people use; ``--help`` shows these and ``--help-all`` every one."""
@@ -93,6 +97,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
     store: StoreConfig = msgspec.field(default_factory=StoreConfig)
+    tiers: TierConfig = msgspec.field(default_factory=TierConfig)
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
 
 
 def load_config(

@@ -63,6 +63,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     from tandem.engine.client import InstanceClient
     from tandem.engine.instance import InstanceSpec
+    from tandem.engine.store_child import StoreChild
     from tandem.models.families import read_json
     from tandem.models.hub import resolve_folder
     from tandem.server.app import build_app
@@ -73,10 +74,23 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     read_json(folder / "config.json")  # A folder without a model is refused before its tokenizer.
     with _show_loading(quiet=json) as on_stage:
-        spec = InstanceSpec(
-            model=settings.model, engine=settings.engine, rpc=settings.rpc, log_level=log_level
-        )
-        async with InstanceClient(spec, on_stage=on_stage) as engine:
+        async with contextlib.AsyncExitStack() as opened:
+            store = None
+            if settings.store.memory_bytes:
+                child = StoreChild(settings.store, settings.rpc, log_level=log_level)
+                store = (await opened.enter_async_context(child)).store
+            elif settings.store.master:
+                store = settings.store
+            spec = InstanceSpec(
+                model=settings.model,
+                engine=settings.engine,
+                rpc=settings.rpc,
+                tiers=settings.tiers,
+                store=store,
+                kv_events=settings.kv_events,
+                log_level=log_level,
+            )
+            engine = await opened.enter_async_context(InstanceClient(spec, on_stage=on_stage))
             app = build_app(
                 settings.server,
                 engine,

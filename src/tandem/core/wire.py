@@ -308,6 +308,39 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    """From all tiers; those of the device are the ones that the next two fields leave."""
+    store_hit_tokens: int = 0
+    """Prompt tokens that loads from the store had brought for their request."""
+    prefill_hit_tokens: int = 0
+    """Prompt tokens whose KV came from a prefill instance."""
+    evicted_tokens: int = 0
+    """Of blocks whose memory was needed; the store may hold them."""
+    step_seconds: float = 0.0
+    num_lookups: int = 0
+    """Prompts whose missing blocks the store was asked about."""
+    num_lookup_timeouts: int = 0
+    """Lookups that the store did not answer, or not in time."""
+    lookup_tokens: int = 0
+    """Of the blocks that lookups asked about."""
+    loaded_blocks: int = 0
+    """Blocks of KV read from the store."""
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    """Time of reads that brought blocks; reads of several requests may overlap."""
+    stored_blocks: int = 0
+    """Blocks of KV written to the store, those that were there already left out."""
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    store_existing_blocks: int = 0
+    """Blocks that were not stored because the store had them."""
+    load_failures: dict[str, int] = {}
+    """Blocks by reason; see ``tandem.engine.tiers.counters.TierCounters``."""
+    store_failures: dict[str, int] = {}
+    """Blocks by reason."""
     peer_read_blocks: int = 0
     """Blocks taken from prefill instances."""
     peer_read_bytes: int = 0
@@ -317,6 +350,3 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of reads begun after it had ended."""
     peer_read_failures: dict[str, int] = {}
     """Blocks that did not come from a prefill instance, by reason."""
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    step_seconds: float = 0.0

@@ -94,3 +94,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{self.max_running}: every running request needs a token per step",
                 field="engine.max_batch_tokens",
             )
+
+
+class KvEventConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Publishing of events about cached blocks; off while ``endpoint`` is empty."""
+
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="Address to publish KV events on, such as tcp://127.0.0.1:5557; empty = "
+            "none. They carry prompts: loopback, or with kv_events.secret."
+        ),
+    ] = ""
+    replay_endpoint: Annotated[
+        str, Meta(description="Address that replays missed KV events; empty = none.")
+    ] = ""
+    topic: Annotated[str, Meta(max_length=200, description="Topic of the messages.")] = ""
+    encoding: Annotated[
+        Literal["map", "array"],
+        Meta(description="How an event is written: map as vLLM does, array as SGLang does."),
+    ] = "map"
+    buffer_steps: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Messages remembered for replay.")
+    ] = 10_000
+    max_unsent: Annotated[
+        int, Meta(ge=1, le=10_000_000, description="Messages queued for a slow subscriber.")
+    ] = 100_000
+    secret: Annotated[
+        str | None,
+        Meta(
+            description="Secret that subscribers prove by CURVE; needed beyond loopback.",
+            extra_json_schema={"secret": True},
+        ),
+    ] = None

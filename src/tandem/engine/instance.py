@@ -40,11 +40,14 @@ from tandem.core.wire import (
     RequestOutput,
     StageChanged,
     StepOutputs,
+    TierKv,
 )
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
-from tandem.engine.kv_events import KvEventConfig, KvEventPublisher
+from tandem.engine.kv_events import KvEventPublisher
+from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.counters import TierCounters
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig
@@ -164,10 +167,10 @@ class Instance:
 
     async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
         """Return how many leading blocks of a prompt the device or the store holds."""
-        if self._tier is None:
+        if self._tier is None or not isinstance(request.kv_source, TierKv):
             return 0
         missing = engine.find_missing_blocks(request)
-        return missing.num_cached + await self._tier.count_stored(missing.keys)
+        return missing.num_cached + (await self._tier.count_stored(missing.keys) or 0)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         if self._engine is None:
@@ -209,35 +212,14 @@ class Instance:
     def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
         if self._engine is None:
             return InstanceStats(stage=self._stage.stage)
-        stats, counters = self._engine.get_stats(), self._engine.counters
-        result = InstanceStats(
-            stage=self._stage.stage,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_loading=stats.num_loading,
-            num_held=stats.num_held,
-            num_blocks=stats.num_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_preemptions=stats.num_preemptions,
-            prefix_query_tokens=stats.num_prefix_query_tokens,
-            prefix_hit_tokens=stats.num_prefix_hit_tokens,
-            num_steps=counters.num_steps,
-            num_finished=counters.num_finished,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            step_seconds=counters.step_seconds,
-        )
-        if self._exchange is None:
-            return result
-        reads = self._exchange.counters
-        return msgspec.structs.replace(
-            result,
-            peer_read_blocks=reads.read_blocks,
-            peer_read_bytes=reads.read_bytes,
-            peer_read_hidden_seconds=reads.hidden_seconds,
-            peer_read_exposed_seconds=reads.exposed_seconds,
-            peer_read_failures=dict(reads.failures),
+        assert self._info is not None
+        return make_stats(
+            self._stage.stage,
+            self._engine.get_stats(),
+            self._engine.counters,
+            TierCounters() if self._tier is None else self._tier.counters,
+            block_size=self._info.block_size,
+            reads=None if self._exchange is None else self._exchange.counters,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:

@@ -17,20 +17,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import zmq
-from msgspec import Meta
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.engine.config import KvEventConfig
 from tandem.engine.prefix_index import TOKEN_BYTES, PrefixNode
 from tandem.rpc import Auth
 from tandem.rpc.endpoint import Endpoint, parse_endpoint
 from tandem.rpc.gate import CurveGate
 from tandem.rpc.pump import SocketPump
 
-__all__ = ["KvEventConfig", "KvEventPublisher"]
+__all__ = ["KvEventPublisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,39 +40,6 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
 """Events are gathered for so long into one message."""
-
-
-class KvEventConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Publishing of events about cached blocks; off while ``endpoint`` is empty."""
-
-    endpoint: Annotated[
-        str,
-        Meta(
-            description="Address to publish KV events on, such as tcp://127.0.0.1:5557; empty = "
-            "none. They carry prompts: loopback, or with kv_events.secret."
-        ),
-    ] = ""
-    replay_endpoint: Annotated[
-        str, Meta(description="Address that replays missed KV events; empty = none.")
-    ] = ""
-    topic: Annotated[str, Meta(max_length=200, description="Topic of the messages.")] = ""
-    encoding: Annotated[
-        Literal["map", "array"],
-        Meta(description="How an event is written: map as vLLM does, array as SGLang does."),
-    ] = "map"
-    buffer_steps: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="Messages remembered for replay.")
-    ] = 10_000
-    max_unsent: Annotated[
-        int, Meta(ge=1, le=10_000_000, description="Messages queued for a slow subscriber.")
-    ] = 100_000
-    secret: Annotated[
-        str | None,
-        Meta(
-            description="Secret that subscribers prove by CURVE; needed beyond loopback.",
-            extra_json_schema={"secret": True},
-        ),
-    ] = None
 
 
 class KvEventPublisher:
@@ -129,9 +96,10 @@ class KvEventPublisher:
         """See ``IndexObserver``."""
         assert node.key is not None, "a partial block has no key"
         parent = node.parent
+        parent_hash = None
         # The parent of the first block is the root, which is no block.
-        has_parent = parent is not None and parent.parent is not None and parent.key is not None
-        parent_hash = self._hash(parent.key) if has_parent else None
+        if parent is not None and parent.parent is not None and parent.key is not None:
+            parent_hash = self._hash(parent.key)
         tokens = [
             int.from_bytes(node.tokens[i : i + TOKEN_BYTES], "little")
             for i in range(0, len(node.tokens), TOKEN_BYTES)

@@ -109,6 +109,8 @@ class PrefixStats:
     num_queries: int = 0
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
+    num_store_hit_tokens: int = 0
+    num_prefill_hit_tokens: int = 0
     num_evicted_blocks: int = 0
 
 

@@ -284,6 +284,8 @@ class Scheduler:
             num_prefix_queries=prefix.num_queries,
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
+            num_store_hit_tokens=prefix.num_store_hit_tokens,
+            num_prefill_hit_tokens=prefix.num_prefill_hit_tokens,
         )
 
     def _add_deadline(self, request: Request, deadline_s: float) -> None:
@@ -700,6 +702,10 @@ class Scheduler:
             loaded = request.loaded_blocks
             num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
             request.num_loaded_tokens = num_loaded * self._config.block_size
+            if request.prefill_kv is None:
+                self._index.stats.num_store_hit_tokens += request.num_loaded_tokens
+            else:
+                self._index.stats.num_prefill_hit_tokens += request.num_loaded_tokens
         shared = self._prefix.attach(request, match)
         # What is still on its way comes too late.
         self._loads.give_up(request)

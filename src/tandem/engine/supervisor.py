@@ -6,19 +6,17 @@ starts keep failing. All of it runs on one event loop.
 """
 
 import asyncio
-import contextlib
 import logging
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from tandem.core.config import child_environment
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.engine.child_process import end_child, start_child
 from tandem.engine.instance import InstanceSpec
 from tandem.engine.session import InstanceSession
 from tandem.rpc import make_runtime_dir
@@ -27,7 +25,6 @@ __all__ = ["InstanceSupervisor"]
 
 logger = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S = 5.0
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 30.0
 MAX_FIRST_STARTS = 3
@@ -136,22 +133,8 @@ class InstanceSupervisor:
         """Start one process and stay until it is gone; return why it is."""
         assert self._folder is not None
         endpoint = f"ipc://{self._folder / f'{self.num_restarts}.sock'}"
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tandem.engine.instance",
-            stdin=asyncio.subprocess.PIPE,
-            # torch's OpenMP threads spin at every barrier by default; beside any other load on the
-            # same cores that turns steps of milliseconds into seconds (measured: 25 ms to 110 ms
-            # and more for 64 decodes on two busy cores). OpenMP reads this at load, so only here.
-            env=child_environment({"OMP_WAIT_POLICY": "PASSIVE"}),
-            # Ctrl-C in a terminal is for the server, which drains and then ends its instance.
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(
-            msgspec.json.encode(msgspec.structs.replace(self._spec, endpoint=endpoint)) + b"\n"
-        )
+        spec = msgspec.structs.replace(self._spec, endpoint=endpoint)
+        process = self._process = await start_child("tandem.engine.instance", spec)
         exited = asyncio.create_task(process.wait())
         self._session = InstanceSession(
             endpoint, self._spec.rpc, on_stage=self._set_stage, on_ready=self._note_ready
@@ -166,7 +149,7 @@ class InstanceSupervisor:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
             self._session, self._info = None, None
-            await _end_process(process, exited)
+            await end_child(process, exited)
             self._process = None
 
     def _note_ready(self, info: InstanceInfo) -> None:
@@ -187,16 +170,3 @@ class InstanceSupervisor:
         self._stage = stage
         if self._on_stage is not None:
             self._on_stage(stage)
-
-
-async def _end_process(process: asyncio.subprocess.Process, exited: "asyncio.Task[int]") -> None:
-    """End a process that may be gone, well, stuck or stopped; bounded in time."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        await asyncio.wait_for(asyncio.shield(exited), EXIT_TIMEOUT_S)
-    except TimeoutError:
-        # A stopped process does not end by asking.
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await exited

@@ -1,8 +1,8 @@
 """Prometheus metrics: one table, one registry per application.
 
-Names are vLLM's, which dashboards know, under our prefix. The engine's counters are read when the
-page is scraped; latencies are observed here, where clients see them. ``METRICS`` is the source of
-``docs/reference/metrics.md``, and a test compares the two.
+Names are vLLM's or, for what it has not, SGLang's, which dashboards know, under our prefix. The
+engine's counters are read when the page is scraped; latencies are observed here, where clients see
+them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test compares the two.
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ class MetricSpec(NamedTuple):
     """A row of the table.
 
     ``stat`` is the field of ``InstanceStats`` that a metric shows; empty for those observed here.
+    A field that is a dictionary has its keys as values of the last label.
     """
 
     name: str
@@ -81,6 +82,148 @@ METRICS: tuple[MetricSpec, ...] = (
         _MODEL,
         "Prompt tokens found in the prefix cache.",
         "prefix_hit_tokens",
+    ),
+    MetricSpec(
+        "tandem:cached_tokens_total",
+        "counter",
+        ("model_name", "cache_source"),
+        "Prompt tokens found in the prefix cache, by where they were: device, store, prefill.",
+    ),
+    MetricSpec(
+        "tandem:external_prefix_cache_queries_total",
+        "counter",
+        _MODEL,
+        "Prompt tokens that the store was asked about.",
+        "lookup_tokens",
+    ),
+    MetricSpec(
+        "tandem:external_prefix_cache_hits_total",
+        "counter",
+        _MODEL,
+        "Prompt tokens that came from the store in time.",
+        "store_hit_tokens",
+    ),
+    MetricSpec(
+        "tandem:num_requests_loading",
+        "gauge",
+        _MODEL,
+        "Requests that wait for KV from the store or another instance.",
+        "num_loading",
+    ),
+    MetricSpec(
+        "tandem:kv_lookups_total", "counter", _MODEL, "Lookups in the store.", "num_lookups"
+    ),
+    MetricSpec(
+        "tandem:kv_lookup_timeouts_total",
+        "counter",
+        _MODEL,
+        "Lookups that the store did not answer, or not in time.",
+        "num_lookup_timeouts",
+    ),
+    MetricSpec(
+        "tandem:prefetched_tokens_total",
+        "counter",
+        _MODEL,
+        "Tokens whose KV was loaded from the store.",
+        "loaded_tokens",
+    ),
+    MetricSpec(
+        "tandem:kv_load_blocks_total",
+        "counter",
+        _MODEL,
+        "KV blocks loaded from the store.",
+        "loaded_blocks",
+    ),
+    MetricSpec(
+        "tandem:kv_load_bytes_total",
+        "counter",
+        _MODEL,
+        "Bytes loaded from the store.",
+        "loaded_bytes",
+    ),
+    MetricSpec(
+        "tandem:kv_load_seconds_total",
+        "counter",
+        _MODEL,
+        "Time of loads, summed over loads that overlap.",
+        "load_seconds",
+    ),
+    MetricSpec(
+        "tandem:kv_load_failed_blocks_total",
+        "counter",
+        ("model_name", "reason"),
+        "KV blocks that did not come from the store and were computed, by reason.",
+        "load_failures",
+    ),
+    MetricSpec(
+        "tandem:backuped_tokens_total",
+        "counter",
+        _MODEL,
+        "Tokens whose KV was stored.",
+        "stored_tokens",
+    ),
+    MetricSpec(
+        "tandem:kv_store_blocks_total", "counter", _MODEL, "KV blocks stored.", "stored_blocks"
+    ),
+    MetricSpec("tandem:kv_store_bytes_total", "counter", _MODEL, "Bytes stored.", "stored_bytes"),
+    MetricSpec(
+        "tandem:kv_store_seconds_total", "counter", _MODEL, "Time of stores.", "store_seconds"
+    ),
+    MetricSpec(
+        "tandem:kv_store_existing_blocks_total",
+        "counter",
+        _MODEL,
+        "KV blocks not stored because the store had them.",
+        "store_existing_blocks",
+    ),
+    MetricSpec(
+        "tandem:kv_store_failed_blocks_total",
+        "counter",
+        ("model_name", "reason"),
+        "KV blocks that were not stored, by reason.",
+        "store_failures",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_blocks_total",
+        "counter",
+        _MODEL,
+        "KV blocks taken from prefill instances.",
+        "peer_read_blocks",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_bytes_total",
+        "counter",
+        _MODEL,
+        "Bytes read from prefill instances.",
+        "peer_read_bytes",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_hidden_seconds_total",
+        "counter",
+        _MODEL,
+        "Time of reads from prefill instances that began while the prefill ran.",
+        "peer_read_hidden_seconds",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_exposed_seconds_total",
+        "counter",
+        _MODEL,
+        "Time of reads from prefill instances that began after the prefill.",
+        "peer_read_exposed_seconds",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_failed_blocks_total",
+        "counter",
+        ("model_name", "reason"),
+        "KV blocks that did not come from a prefill instance, by reason.",
+        "peer_read_failures",
+    ),
+    MetricSpec(
+        "tandem:evicted_tokens_total",
+        "counter",
+        _MODEL,
+        "Tokens whose KV the device gave up for others.",
+        "evicted_tokens",
     ),
     MetricSpec(
         "tandem:num_preemptions_total",
@@ -222,12 +365,15 @@ class ServerMetrics:
 
     def collect_engine(self) -> Iterator[Metric]:
         """Yield the metrics that are read rather than observed."""
-        values: dict[str, float] = {"tandem:http_requests_in_flight": self.num_in_flight}
+        values: dict[str, float | dict[str, int]] = {
+            "tandem:http_requests_in_flight": self.num_in_flight
+        }
         stats = self._stats
         is_up = stats is not None and stats.stage == InstanceStage.READY
         values["tandem:engine_up"] = float(is_up)
         if stats is not None:
-            values |= {s.name: float(getattr(stats, s.stat)) for s in METRICS if s.stat}
+            values |= {s.name: getattr(stats, s.stat) for s in METRICS if s.stat}
+            values["tandem:cached_tokens_total"] = _split_hits(stats)
             used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
             values["tandem:kv_cache_usage_perc"] = used
         for spec in METRICS:
@@ -235,8 +381,23 @@ class ServerMetrics:
                 continue
             make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             family = make(spec.name, spec.help, labels=spec.labels)
-            family.add_metric([self._model_name][: len(spec.labels)], values[spec.name])
+            value = values[spec.name]
+            if isinstance(value, dict):
+                for label, amount in value.items():
+                    family.add_metric([self._model_name, label], amount)
+            else:
+                family.add_metric([self._model_name][: len(spec.labels)], value)
             yield family
+
+
+def _split_hits(stats: InstanceStats) -> dict[str, int]:
+    """Prompt tokens found, by the tier that held them."""
+    elsewhere = stats.store_hit_tokens + stats.prefill_hit_tokens
+    return {
+        "device": stats.prefix_hit_tokens - elsewhere,
+        "store": stats.store_hit_tokens,
+        "prefill": stats.prefill_hit_tokens,
+    }
 
 
 class _EngineCollector(Collector):

@@ -6,6 +6,7 @@ crash.
 """
 
 import asyncio
+import inspect
 import itertools
 import random
 from collections.abc import Awaitable, Callable
@@ -57,7 +58,7 @@ class MemoryPort:
 
     def __getattr__(self, name: str) -> Any:
         method: Callable[..., Awaitable[Any]] = getattr(self._disk, name)
-        if not asyncio.iscoroutinefunction(method):
+        if not inspect.iscoroutinefunction(method):
             return method
 
         async def call(*arguments: Any) -> Any:

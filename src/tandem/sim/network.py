@@ -125,7 +125,7 @@ class Session:
     async def _answer(self, method: str, data: bytes) -> Answer | None:
         """Run the handler as the far process; None if that died meanwhile."""
         handler, request_type, response_type = self.far.methods[method]
-        request = msgspec.msgpack.decode(data, type=request_type)
+        request: Any = msgspec.msgpack.decode(data, type=request_type)
         try:
             answer: Any = self.far.run(handler, self.back, request)
             if asyncio.iscoroutine(answer):

@@ -76,7 +76,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     master: Annotated[
         str,
-        Meta(description="Address of the master, ipc:///path or tcp://host:port; several: a,b,c."),
+        Meta(description="Address of the master, host:port or ipc:///path; several: a,b,c."),
     ] = ""
     secret: Annotated[
         str | None,

@@ -298,7 +298,7 @@ class StoreMaster:
         key, version = directory.key(row), directory.version(row)
         length = self.extent_of(row, 0).length
         free_at_ms = directory.lease_until_ms(row)
-        if self.is_learning:
+        if self.membership.is_adopting:
             self.dropped_versions[key] = version
         # Clients may remember where it was, and take it for present while there is a header.
         is_known = free_at_ms > self.now_ms()
@@ -466,7 +466,7 @@ class StoreMaster:
                 self.space_freed.set()  # A lease or a pin may have ended: they try again.
             self.upkeep.begin_loads(now_ms)
             self.upkeep.step(now_ms)
-            if self.dropped_versions and not self.is_learning:
+            if self.dropped_versions and not self.membership.is_adopting:
                 self.dropped_versions.clear()
 
     # Pins and replicas.

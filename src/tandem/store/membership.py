@@ -81,8 +81,6 @@ class Membership:
         self._awaited: dict[int, int] = {}
         """By number: until when a host is waited for."""
         self._declaring: set[int] = set()
-        self._may_await: set[int] = set()
-        """Hosts that a join makes awaited: once for each time that they were away."""
 
     # The roster.
 
@@ -117,12 +115,23 @@ class Membership:
         """Whether a host may have what this master has never heard of: not one that comes back."""
         if not self._loaded.is_set():
             return True
-        if self._window_until_ms:
-            if self._master.now_ms() < self._window_until_ms:
-                return True
-            self._window_until_ms = 0
+        if self._is_window_open:
+            return True
         hosts = self._master.hosts
         return any(not hosts[number].is_all_known for number in self._awaited)
+
+    @property
+    def _is_window_open(self) -> bool:
+        """Whether hosts may come that no roster knows of."""
+        if self._window_until_ms and self._master.now_ms() >= self._window_until_ms:
+            self._window_until_ms = 0
+        return self._window_until_ms > 0
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether objects are coming in that this master may not have heard of."""
+        stages = (host.stage for host in self._master.hosts.values())
+        return self.is_learning or HostStage.JOINING in stages
 
     def is_awaited(self, host: int) -> bool:
         """Whether it is away, or still tells what it has, and is not declared lost."""
@@ -327,7 +336,6 @@ class Membership:
             master.config.lease_ms,
         )
         master.hosts[host.number] = self._names[name] = host
-        self._may_await.add(host.number)
         return host
 
     def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
@@ -336,10 +344,8 @@ class Membership:
         retired = self._roster.retired
         host.dead_below = retired.get(request.segment_id, -1)
         host.disk_dead_below = retired.get(request.disk_id, -1) if request.disk_id else -1
-        if host.number in self._may_await:
-            # Once only: one that never comes to an end of its inventory holds nobody up for ever.
-            self._may_await.discard(host.number)
-            self._await_host(host)
+        if self._is_window_open and host.name not in self._roster.members:
+            self._await_host(host)  # It may be one of before, that no roster knows of.
         self._master.directory.find_host(host.number)
 
     def _await_host(self, host: HostSpace) -> None:
@@ -452,7 +458,6 @@ class Membership:
         host.confirmed.clear()
         host.stage = HostStage.READ_ONLY
         self._awaited.pop(host.number, None)
-        self._may_await.add(host.number)
         self._master.eviction.note_surplus()
         logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
 
@@ -475,7 +480,6 @@ class Membership:
         if host.unconfirmed_from == ALL_CONFIRMED:
             host.unconfirmed_from = self._writer.number
         if host.is_settled:
-            self._may_await.discard(host.number)
             self._await_host(host)
         self._master.puts.forget_host(host.number)
         self._by_session.pop(host.session, None)

@@ -95,6 +95,7 @@ def default_folder() -> Path:
 def _endpoints(config: StoreConfig) -> list[str]:
     """Return where masters may be; the data path's secret is beside the first."""
     listed = [url.strip() for url in config.master.split(",") if url.strip()]
+    listed = [url if "://" in url else f"tcp://{url}" for url in listed]
     return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 
@@ -203,6 +204,7 @@ class MasterService:
             check_compat=check_version,
         )
         self._http: asyncio.Server | None = None
+        self._damage = DamageList()
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
         self._backend: EtcdBackend | None = None
@@ -239,6 +241,7 @@ class MasterService:
             end_sessions=self._server.end_sessions,
             open_way=self._open_way,
             open_roster=self._open_roster,
+            damaged=self._damage.names,
         )
         opening.push_async_callback(self.seat.aclose)
         methods = [
@@ -249,9 +252,7 @@ class MasterService:
             self._server.register(*method)
         await self._serve_calls(methods, opening)
         if config.election.backend == "none":
-            damage = DamageList()
-            self.seat.take(next_epoch(_state_folder(url), damage))
-            self.seat.master.damaged = damage.names
+            self.seat.take(next_epoch(_state_folder(url), self._damage))
         self._server.start()
         opening.push_async_callback(self._server.aclose)
         if config.election.backend == "etcd":
@@ -289,11 +290,12 @@ class MasterService:
             url = self._server.endpoint
             path = parse_endpoint(url).path
             name = _file_name(url.partition("://")[2] if path is None else path.name)
-            return FileRosterStore(_state_folder(url), name)
+            return FileRosterStore(_state_folder(url), name, self._damage)
         from tandem.store.etcd_roster import EtcdRosterStore
 
         timeout_s = self._config.election.timeout_ms / 1e3
-        return EtcdRosterStore(self._backend, Holder(self._address, epoch), timeout_s=timeout_s)
+        holder = Holder(self._address, epoch)
+        return EtcdRosterStore(self._backend, holder, timeout_s=timeout_s, damage=self._damage)
 
     @property
     def _address(self) -> str:
@@ -518,6 +520,31 @@ class ClientService:
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
         return make_blocking_client(self.client, self._channel, self._engine, loop)
+
+
+async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
+    """Stay until the session with the master is lost; return why it was.
+
+    A master that is stopped is lost when its lease ends, one that is killed at once.
+    Raises: TandemError if there is no session to lose.
+    """
+    url = _endpoints(config)[0]
+    client = RpcClient(
+        url,
+        identity=_identify("watcher", "store_watcher"),
+        auth=_auth(config, url),
+        config=_rpc_config(rpc, config),
+        check_compat=check_version,
+    )
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def note_lost(_: Peer, error: TandemError) -> None:
+        if not lost.done():
+            lost.set_result(error.what)
+
+    client.on_peer_lost(note_lost)
+    async with client:
+        return await lost
 
 
 async def _end_task(task: "asyncio.Task[None]") -> None:

@@ -17,7 +17,8 @@ from tandem.core.kv_layout import KVLayout
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.combined import CombinedTransfers
-from tandem.engine.disaggregation.hand_over import PeerReadCounters, ReadTarget
+from tandem.engine.disaggregation.counters import PeerReadCounters
+from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
 from tandem.engine.runner import BlockTransfers

@@ -9,7 +9,7 @@ Rules that make a late, failed or foreign read harmless:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, DeadlineError, NotFoundError
 from tandem.core.wire import KvPeer
+from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.head_slices import sum_ranges
 from tandem.engine.disaggregation.messages import (
     KvAnswer,
@@ -31,7 +32,7 @@ from tandem.engine.plan import BlockLoad
 from tandem.engine.request import Request
 from tandem.transfer import Buffer, Op, TransferEngine
 
-__all__ = ["HandOver", "PeerReadCounters", "ReadTarget"]
+__all__ = ["HandOver", "ReadTarget"]
 
 READ_BATCH_BYTES = 64 << 20
 """Bytes read at a time, one block at least; after each batch its blocks are verified and taken."""
@@ -40,22 +41,6 @@ READ_DEADLINE_S = 10.0
 """Of one batch."""
 CALL_DEADLINE_S = 5.0
 """Of a question that is answered at once."""
-
-
-@dataclass(slots=True)
-class PeerReadCounters:
-    """Totals since start."""
-
-    read_blocks: int = 0
-    """Taken, after they were verified."""
-    read_bytes: int = 0
-    """Of all reads, those included that were not taken."""
-    hidden_seconds: float = 0.0
-    """Of reads begun while the prefill still ran."""
-    exposed_seconds: float = 0.0
-    """Of reads begun after it had ended."""
-    failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Blocks by reason: the code of the error, ``dropped`` or ``offline``."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.core.wire import KvPeer, PrefillKv
-from tandem.engine.disaggregation.hand_over import HandOver, PeerReadCounters, ReadTarget
+from tandem.engine.disaggregation.counters import PeerReadCounters
+from tandem.engine.disaggregation.hand_over import HandOver, ReadTarget
 from tandem.engine.disaggregation.peers import KvPeers, OpenPeer
 from tandem.engine.plan import BlockLoad, StepPlan
 from tandem.engine.request import Request

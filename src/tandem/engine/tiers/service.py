@@ -17,7 +17,8 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
 from tandem.engine.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier, TierCounters
+from tandem.engine.tiers.counters import TierCounters
+from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
 from tandem.transfer import SharedLoop
@@ -63,6 +64,8 @@ class TierService:
         self._identity = identity
         self._clock = clock
         self._on_load = on_load
+        self.counters = TierCounters()
+        """Totals since start, over all stores that were reached."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,11 +82,6 @@ class TierService:
     def is_connected(self) -> bool:
         """Whether a store was reached."""
         return self._tier is not None
-
-    @property
-    def counters(self) -> TierCounters:
-        """Totals since the store was reached; zeros before."""
-        return TierCounters() if self._tier is None else self._tier.counters
 
     def start(self, sink: LoadSink, *, timeout_s: float) -> None:
         """Start the thread and wait for the first attempt to reach the store.
@@ -113,11 +111,11 @@ class TierService:
         # Nothing was found while there was no tier, so nothing is to be loaded.
         assert not plan.loads, "a load without a store"
 
-    async def count_stored(self, keys: Sequence[bytes]) -> int:
+    async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """As ``StoreTier.count_stored``; from any event loop."""
         tier = self._tier
         if tier is None:
-            return 0
+            return None
         return await self._call(tier.count_stored(keys))
 
     async def flush(self) -> int:
@@ -177,6 +175,7 @@ class TierService:
                 config=self._config,
                 clock=self._clock,
                 on_load=self._on_load,
+                counters=self.counters,
             )
             tier.attach(self._sink)
             try:

@@ -19,7 +19,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,10 +30,11 @@ from tandem.engine.blocks import KeyedBlock
 from tandem.engine.plan import BlockLoad, StepPlan
 from tandem.engine.request import Request
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.staging import StagingSlots
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["BlockMemory", "LoadSink", "StoreTier", "TierCounters", "make_object_key"]
+__all__ = ["BlockMemory", "LoadSink", "StoreTier", "make_object_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,29 +81,6 @@ class LoadSink(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """Totals since start."""
-
-    num_lookups: int = 0
-    num_lookup_timeouts: int = 0
-    found_blocks: int = 0
-    """Blocks that lookups found beyond what they asked for."""
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    store_seconds: float = 0.0
-    existing_blocks: int = 0
-    """Blocks that somebody had stored already."""
-    load_failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Blocks by reason: the code of the error, or ``foreign`` for one of another size."""
-    store_failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Blocks by reason: the code of the error, ``overwritten``, ``staging_full``, ``queue_full``
-    or ``offline``."""
-
-
 class _Staged(NamedTuple):
     key: bytes
     slot: int
@@ -119,6 +96,7 @@ class StoreTier:
         config: policies and bounds.
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded.
+        counters: to be added to; own ones if it is None.
         loop: where the client lives; the caller's own if it is None.
     """
 
@@ -131,9 +109,10 @@ class StoreTier:
         config: TierConfig,
         clock: Clock,
         on_load: Callable[[int, float], None],
+        counters: TierCounters | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.counters = TierCounters()
+        self.counters = TierCounters() if counters is None else counters
         self._client = client
         self._memory = memory
         self._identity = identity
@@ -160,25 +139,26 @@ class StoreTier:
 
     # ---------------------------------------------------------------- asked by an arriving request
 
-    async def count_stored(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain the store holds; 0 if it does not say in time.
+    async def count_stored(self, keys: Sequence[bytes]) -> int | None:
+        """Return how many leading blocks of a chain the store holds; None if it does not answer.
 
         What it says may change before the blocks are read.
         """
         if not keys:
             return 0
         self.counters.num_lookups += 1
+        self.counters.asked_blocks += len(keys)
         names = [make_object_key(self._identity, key) for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
                 found = await self._client.exists_many(names)
         except TimeoutError:
             self.counters.num_lookup_timeouts += 1
-            return 0
+            return None
         except TandemError as error:
             logger.debug("event=kv_lookup_failed error=%s", error)
             self.counters.num_lookup_timeouts += 1
-            return 0
+            return None
         num_found = found.index(False) if False in found else len(found)
         self.counters.found_blocks += num_found
         return num_found

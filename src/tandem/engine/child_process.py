@@ -1,0 +1,58 @@
+"""Child processes of the server: how one is started, told its settings, and ended.
+
+A child reads one line of settings from standard input and ends when that input ends, so it never
+outlives its server, however the server ends.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+
+from tandem.core.config import child_environment
+
+__all__ = ["end_child", "start_child"]
+
+EXIT_TIMEOUT_S = 5.0
+
+
+async def start_child(
+    module: str, spec: msgspec.Struct, *, stdout: int | None = None
+) -> asyncio.subprocess.Process:
+    """Start ``python -m module`` and write it its settings; the caller ends it with ``end_child``.
+
+    Args:
+        module: the program.
+        spec: its settings.
+        stdout: as of ``asyncio.create_subprocess_exec``; None: ours.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=stdout,
+        # torch's OpenMP threads spin at every barrier by default; beside any other load on the
+        # same cores that turns steps of milliseconds into seconds (measured: 25 ms to 110 ms
+        # and more for 64 decodes on two busy cores). OpenMP reads this at load, so only here.
+        env=child_environment({"OMP_WAIT_POLICY": "PASSIVE"}),
+        # Ctrl-C in a terminal is for the server, which drains and then ends its children.
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(spec) + b"\n")
+    return process
+
+
+async def end_child(process: asyncio.subprocess.Process, exited: "asyncio.Task[int]") -> None:
+    """End a process that may be gone, well, stuck or stopped; bounded in time."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(asyncio.shield(exited), EXIT_TIMEOUT_S)
+    except TimeoutError:
+        # A stopped process does not end by asking.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await exited
