@@ -83,6 +83,8 @@ class _Store:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(START_TIMEOUT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class _Gate:
