@@ -120,3 +120,25 @@ def test_a_removal_outlives_the_master_that_made_it(cluster):
     assert not client.status().is_recovering
     assert client.get("key") == b"anew"
     assert not client.exists("p/1")
+
+
+def test_a_flipped_bit_in_the_roster_undoes_no_removal_and_is_told(cluster):
+    master = cluster.start("master")
+    hosts = [cluster.start("host", name=name) for name in ("h1", "h2")]
+    client = cluster.client()
+    cluster.wait_hosts(client, 2)
+    client.put("key", b"value", PutOptions(replicas=2))
+    hosts[1].kill()
+    cluster.wait_for(lambda: client.status().hosts[1].stage.value == "lost", "its loss")
+    assert client.remove("key")
+    master.kill()
+    folder = Path(cluster.config.master.removeprefix("ipc://")).parent
+    for name in ("members.m.sock", "tombstones.m.sock"):
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 4] ^= 1
+        (folder / name).write_bytes(data)
+    cluster.start("master")
+    cluster.start("host", name="h2")
+    cluster.wait_hosts(client, 2)
+    assert not client.exists("key")
+    assert client.status().damaged == ["roster", "tombstones"]

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
 
@@ -30,12 +30,12 @@ from tandem.core.wire import (
 )
 from tandem.engine.blocks import KeyedBlock
 from tandem.engine.request import Request
-from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
+from tandem.engine.runner import BlockTransfers, PrefillListener, Runner, SequenceResult
 from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
-from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
+from tandem.engine.scheduler import ScheduledSequence, Scheduler, SchedulerStats, StepPlan
 from tandem.engine.timelines import TimelineLog
 
-__all__ = ["Engine", "EngineCounters", "MissingBlocks", "StepObserver"]
+__all__ = ["Engine", "EngineCounters", "MissingBlocks", "PrefillView", "StepObserver"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,21 @@ class MissingBlocks(NamedTuple):
     """Of those that follow, but for one that ends with the last token, which is computed."""
 
 
+class PrefillView(NamedTuple):
+    """Which blocks of a request that only prefills have their KV."""
+
+    request: Request
+    is_held: bool
+    """It has ended, and its blocks are held."""
+    block_ids: tuple[int, ...]
+    """By position, as many as ``num_blocks``."""
+    num_complete: int
+    """Leading blocks with all layers."""
+    num_blocks: int
+    """Leading blocks with ``num_layers`` layers, at least ``num_complete``."""
+    num_layers: int
+
+
 class StepObserver(Protocol):
     """Learns from the time that steps take."""
 
@@ -127,6 +142,10 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._transfers: BlockTransfers | None = None
+        self._listener: PrefillListener | None = None
+        self._prefilling: dict[str, ScheduledSequence] = {}
+        """Of the step that runs, those whose blocks another instance may be reading."""
+        self._num_layers_done = 0
         self._observer = observer
         if timelines is None:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
@@ -144,6 +163,37 @@ class Engine:
     def attach_transfers(self, transfers: BlockTransfers) -> None:
         """Name who moves blocks to and from lower tiers; before the first step. Borrowed."""
         self._transfers = transfers
+
+    def attach_listener(self, listener: PrefillListener) -> None:
+        """Name who hears of the progress of prefills; before the first step. Borrowed."""
+        self._listener = listener
+
+    def find_prefill(self, request_id: str) -> PrefillView | None:
+        """Return how far a request is that only prefills; None if none is live or held. Any thread.
+
+        Its blocks stay as they are for as long as this returns the same ``Request``, not preempted
+        since.
+        """
+        with self._lock:
+            request = self._scheduler.find_prefill(request_id)
+            if request is None:
+                return None
+            if request.is_finished:
+                num_held = len(request.held_blocks)
+                return PrefillView(request, True, request.held_blocks, num_held, num_held, 0)
+            num_complete = self._count_blocks(request, request.num_computed_tokens)
+            num_blocks, num_layers = num_complete, 0
+            running = self._prefilling.get(request_id)
+            if running is not None and running.request is request and self._num_layers_done:
+                num_blocks = self._count_blocks(request, running.start + running.num_tokens)
+                num_layers = self._num_layers_done
+            block_ids = request.block_table[:num_blocks]
+            return PrefillView(request, False, block_ids, num_complete, num_blocks, num_layers)
+
+    def _count_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that so many tokens fill; the last one of a prompt need not be full."""
+        size = self._scheduler.block_size
+        return -(-num_tokens // size) if num_tokens == request.prompt_len else num_tokens // size
 
     def find_missing_blocks(self, message: AddRequest) -> MissingBlocks:
         """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
@@ -222,7 +272,9 @@ class Engine:
         """Give up the blocks of an ended prefill; False if none are held."""
         with self._lock:
             self._work.notify()
-            return self._scheduler.release_hold(request_id)
+            was_held = self._scheduler.release_hold(request_id)
+        self._tell_listener()
+        return was_held
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its last output says ``CANCELLED``. False if it is not live."""
@@ -233,7 +285,8 @@ class Engine:
             if live.request.is_finished:
                 self._pending.append(self._end(live))
             self._work.notify()
-            return True
+        self._tell_listener()
+        return True
 
     def flush_cache(self) -> int:
         """Forget cached prefixes; return the blocks freed at once."""
@@ -307,21 +360,27 @@ class Engine:
             plan = self._scheduler.schedule(begin_s)
             self._timelines.note_plan(plan, begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+            on_layer = self._watch_prefills(plan)
         if self._transfers is not None:
             self._transfers.begin(plan)
         if plan.is_empty:
+            self._tell_listener()  # Leases may have ended.
             return outputs
         try:
-            results = self._runner.run(plan, self._states)
+            if on_layer is None:
+                results = self._runner.run(plan, self._states)
+            else:
+                results = self._runner.run(plan, self._states, on_layer)
         except Exception as error:  # A process edge: requests must end, whatever the model did.
             logger.exception("step failed, its %d requests end", len(plan.sequences))
             cause = error.what if isinstance(error, TandemError) else error
             failure = InternalError("engine.step", f"the model failed: {cause}")
             with self._lock:
+                self._prefilling = {}
                 ended = self._scheduler.abandon(plan, self._clock.now_s())
-                return outputs + [
-                    self._end(self._live[request.request_id], failure) for request in ended
-                ]
+                outputs += [self._end(self._live[request.request_id], failure) for request in ended]
+            self._tell_listener()
+            return outputs
         with self._lock:
             end_s = self._clock.now_s()
             self.counters.num_steps += 1
@@ -330,7 +389,33 @@ class Engine:
                 num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
                 self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
             self._timelines.note_step(plan, end_s - begin_s)
-            return outputs + self._record(plan, results, end_s)
+            self._prefilling = {}
+            outputs += self._record(plan, results, end_s)
+        self._tell_listener()
+        return outputs
+
+    def _watch_prefills(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """Return what hears of the layers of a step, if another instance may wait for them."""
+        self._num_layers_done = 0
+        self._prefilling = {}
+        if self._listener is None:
+            return None
+        self._prefilling = {
+            sequence.request.request_id: sequence
+            for sequence in plan.sequences
+            if sequence.request.prefill_lease_s is not None
+        }
+        return self._note_layer if self._prefilling else None
+
+    def _note_layer(self, layer: int) -> None:
+        with self._lock:
+            self._num_layers_done = layer + 1
+        self._tell_listener()
+
+    def _tell_listener(self) -> None:
+        """Without the lock: the listener asks back."""
+        if self._listener is not None:
+            self._listener.note_progress()
 
     def _check(self, message: AddRequest) -> None:
         params = message.sampling

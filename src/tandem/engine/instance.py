@@ -41,6 +41,7 @@ from tandem.core.wire import (
     RequestOutput,
     StageChanged,
     StepOutputs,
+    TierKv,
 )
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
@@ -55,6 +56,7 @@ from tandem.transfer.config import TransferConfig
 
 if TYPE_CHECKING:
     from tandem.engine.build import BuiltEngine
+    from tandem.engine.disaggregation.exchange import KvExchange
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
 
@@ -115,6 +117,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,7 +171,7 @@ class Instance:
         """Return how many leading blocks of a prompt the device or the store holds, and the lookup
         that told.
         """
-        if self._tier is None:
+        if self._tier is None or not isinstance(request.kv_source, TierKv):
             return 0, None
         missing = engine.find_missing_blocks(request)
         if not missing.keys:
@@ -195,13 +198,18 @@ class Instance:
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
-        raise UnsupportedError(
-            "instance.open_peer",
-            f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
-        )
+        self._require_engine()
+        if self._exchange is None or self._exchange.reader is None:
+            raise UnsupportedError(
+                "instance.open_peer",
+                f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
+            )
+        await self._exchange.reader.open_peer(peer)
+        return Empty()
 
     async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
-        del message
+        if self._exchange is not None and self._exchange.reader is not None:
+            await self._exchange.reader.close_peer(message.name)
         return Empty()
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
@@ -230,6 +238,7 @@ class Instance:
             self._engine.counters,
             TierCounters() if self._tier is None else self._tier.counters,
             block_size=self._info.block_size,
+            reads=None if self._exchange is None else self._exchange.counters,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -280,6 +289,8 @@ class Instance:
             self._stopping.wait()
             return 1
         finally:
+            if self._exchange is not None:
+                self._exchange.close()
             if self._tier is not None:
                 self._tier.stop()
             if self._events is not None:
@@ -315,9 +326,24 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
+        allocate = None
+        if self._spec.transfer is not None:
+            from tandem.engine.disaggregation.exchange import KvExchange
+
+            self._exchange = KvExchange(
+                self._spec.name, self._spec.role, self._spec.transfer, clock
+            )
+            allocate = self._exchange.allocate
+        built = build_engine(
+            self._spec.model, self._spec.engine, clock, show, tiers=tiers, allocate=allocate
+        )
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._exchange is not None:
+            layout, cache = built.cache.layout, built.cache
+            self._exchange.attach(
+                built.engine, built.identity, layout, cache.num_blocks, self._tier
+            )
         if self._spec.kv_events.endpoint:
             self._events = built.prefixes.observer = KvEventPublisher(
                 self._spec.kv_events,
@@ -325,7 +351,10 @@ class Instance:
                 now=lambda: datetime.now(UTC).timestamp(),
             )
         self._info = msgspec.structs.replace(
-            built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
+            built.info,
+            pid=os.getpid(),
+            load_seconds=time.monotonic() - begin_s,
+            kv_peer=None if self._exchange is None else self._exchange.peer,
         )
         self._engine = built.engine
         self.set_stage(StageChanged(InstanceStage.READY))

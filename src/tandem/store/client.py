@@ -331,8 +331,9 @@ class AsyncStoreClient:
     async def remove(self, key: str) -> bool:
         """Remove an object; readers that have begun are not disturbed.
 
-        Returns: whether there was one. When this returns nothing brings it back: no restart, and
-            no host that was away.
+        Returns: whether there was one; False also if a first attempt removed it, whose answer was
+            lost with its master. When this returns nothing brings it back: no restart, and no host
+            that was away.
         """
         return (await self.remove_many([key]))[0]
 

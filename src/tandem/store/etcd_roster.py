@@ -5,21 +5,19 @@ leader that was replaced changes nothing any more.
 """
 
 import base64
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from tandem.core.errors import PeerLostError
+from tandem.store.damage import DamageList
 from tandem.store.election import Holder
 from tandem.store.etcd import LEADER_KEY, encode_leader
 from tandem.store.etcd_gateway import EtcdGateway, Range, Txn, decode_value, encode_bytes
 from tandem.store.roster import Batch, Roster, SavedRoster, Tombstone
 
 __all__ = ["EtcdRosterStore"]
-
-logger = logging.getLogger(__name__)
 
 MEMBERS_KEY, TOMBSTONES_KEY = "members", "tombstones/"
 CHUNK_BYTES = 2**16
@@ -35,10 +33,19 @@ class EtcdRosterStore:
         gateway: the way to etcd; borrowed.
         holder: the leader in this term.
         timeout_s: of one call.
+        damage: told of what cannot be read; None: the log alone.
     """
 
-    def __init__(self, gateway: EtcdGateway, holder: Holder, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        gateway: EtcdGateway,
+        holder: Holder,
+        *,
+        timeout_s: float,
+        damage: DamageList | None = None,
+    ) -> None:
         self._gateway = gateway
+        self._damage = DamageList() if damage is None else damage
         self._epoch = holder.epoch
         self._is_ours = {
             "key": gateway.key(LEADER_KEY), "target": "VALUE", "value": encode_leader(holder),
@@ -53,8 +60,8 @@ class EtcdRosterStore:
         if pair is not None:
             try:
                 roster = msgspec.json.decode(decode_value(pair), type=Roster)
-            except msgspec.MsgspecError:
-                logger.exception("event=roster_damaged key=%s", MEMBERS_KEY)
+            except msgspec.MsgspecError as error:
+                self._damage.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
         # The count of terms stands beside it, so a first term means that there never was any.
         is_new = pair is None and self._epoch == 1
         return SavedRoster(roster, await self._load_tombstones(), is_new)
@@ -72,8 +79,8 @@ class EtcdRosterStore:
                 number = int(key.rpartition(b"/")[2].partition(b"-")[0], 16)
                 try:
                     chunk = msgspec.json.decode(decode_value(pair), type=list[Tombstone])
-                except msgspec.MsgspecError:
-                    logger.exception("event=tombstones_unreadable key=%r", key)
+                except msgspec.MsgspecError as error:
+                    self._damage.note("tombstones", f"key {key!r} in etcd: {error}")
                 else:
                     batches.append((number, chunk))
             if not found.more or not found.kvs:

@@ -1,4 +1,4 @@
-"""The one codec of what a store believes from files: heads of files, headers of objects, graves.
+"""The one codec of what a store believes from files: heads, headers of objects, graves, lines.
 
 Format: docs/design/store_formats.md, whose version ``FORMAT`` is. Everything is under a CRC-32C
 that is checked before any field is looked at, so that a flipped bit is never a size, an epoch or a
@@ -26,9 +26,11 @@ __all__ = [
     "checksum_bytes",
     "pack_graves",
     "pack_head",
+    "pack_line",
     "pack_object",
     "parse_graves",
     "parse_head",
+    "parse_lines",
     "parse_object",
 ]
 
@@ -40,6 +42,7 @@ COPIES_AT = (0, 2048)
 HEAD = struct.Struct("<8sII")  # magic, format, bytes of the fields
 GRAVE = struct.Struct("<QQ")  # version, bucket
 GRAVE_COPIES = 2
+LINE_COPIES = 2
 CRC = struct.Struct("<I")
 MAX_EPOCH = 2 ** (63 - VERSION_BITS) - 1
 """What a version has room for."""
@@ -113,9 +116,7 @@ def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -
     if CRC.unpack_from(data, end)[0] != checksum_bytes(data[at:end]) or found != magic:
         return None
     if version > FORMAT:
-        raise UnsupportedError(
-            "store.head", f"{what} has format {version}, this build knows {FORMAT}"
-        )
+        raise _describe_later(version, what)
     return data[at + HEAD.size : end] if (version, length) == (FORMAT, num_bytes) else None
 
 
@@ -185,3 +186,47 @@ def parse_graves(data: bytes) -> tuple[list[Grave], int]:
         else:
             num_damaged += 1
     return list(graves), num_damaged
+
+
+# Lines of a roster.
+
+
+def pack_line(body: bytes) -> bytes:
+    """Return JSON, which has no line breaks of its own, as lines of a file: twice, as graves."""
+    text = b"%d %s" % (FORMAT, body)
+    return b"\n%08x %s\n" % (checksum_bytes(text), text) * LINE_COPIES
+
+
+def parse_lines(data: bytes, what: str) -> tuple[list[bytes], int]:
+    """Read a file of lines; returns the bodies, each once, and how many copies are damaged.
+
+    What is torn at the end is left out: nobody was told that it is written.
+
+    Raises: UnsupportedError (a later version); ``what`` is the file.
+    """
+    bodies: dict[bytes, None] = {}
+    num_damaged = 0
+    *lines, torn = data.split(b"\n")
+    for line in [*filter(None, lines), *([torn] if torn else [])]:
+        body = _parse_line(line, what)
+        if body is not None:
+            bodies[body] = None
+        elif line is not torn:
+            num_damaged += 1
+    return list(bodies), num_damaged
+
+
+def _parse_line(line: bytes, what: str) -> bytes | None:
+    crc, _, text = line.partition(b" ")
+    if crc != b"%08x" % checksum_bytes(text):
+        return None
+    version, _, body = text.partition(b" ")
+    if not version.isdigit() or int(version) < FORMAT:
+        return None
+    if int(version) > FORMAT:
+        raise _describe_later(int(version), what)
+    return body
+
+
+def _describe_later(version: int, what: str) -> UnsupportedError:
+    return UnsupportedError("store.head", f"{what} has format {version}, this build knows {FORMAT}")

@@ -8,7 +8,7 @@ master of its own; what an earlier one knew is never used again. Knows no socket
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.core.clock import Clock
@@ -52,6 +52,7 @@ class MasterSeat:
         end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
         open_way: see ``StoreMaster``.
         open_roster: returns the way to the membership for the term of an epoch.
+        damaged: names what of this process's files did not hold together; it may grow.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class MasterSeat:
         end_sessions: Callable[[TandemError], None],
         open_way: OpenWay | None = None,
         open_roster: Callable[[int], RosterStore] | None = None,
+        damaged: Sequence[str] = (),
     ) -> None:
         self.counters = StoreCounters()
         self.campaign: Campaign | None = None
@@ -73,6 +75,7 @@ class MasterSeat:
         self._end_sessions = end_sessions
         self._open_way = open_way
         self._open_roster = open_roster
+        self._damaged = damaged
         self._closing: set[asyncio.Task[None]] = set()
         self.master = self._make_master(0)
         """While nobody sits here, one of epoch 0, empty, that nobody can call."""
@@ -134,6 +137,7 @@ class MasterSeat:
             roster=None if not epoch or self._open_roster is None else self._open_roster(epoch),
         )
         master.counters = self.counters
+        master.damaged = self._damaged
         return master
 
     def _leader(self, _: Caller, __: None) -> LeaderAnswer:

@@ -204,6 +204,7 @@ class MasterService:
             check_compat=check_version,
         )
         self._http: asyncio.Server | None = None
+        self._damage = DamageList()
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
         self._backend: EtcdBackend | None = None
@@ -240,6 +241,7 @@ class MasterService:
             end_sessions=self._server.end_sessions,
             open_way=self._open_way,
             open_roster=self._open_roster,
+            damaged=self._damage.names,
         )
         opening.push_async_callback(self.seat.aclose)
         methods = [
@@ -250,9 +252,7 @@ class MasterService:
             self._server.register(*method)
         await self._serve_calls(methods, opening)
         if config.election.backend == "none":
-            damage = DamageList()
-            self.seat.take(next_epoch(_state_folder(url), damage))
-            self.seat.master.damaged = damage.names
+            self.seat.take(next_epoch(_state_folder(url), self._damage))
         self._server.start()
         opening.push_async_callback(self._server.aclose)
         if config.election.backend == "etcd":
@@ -290,11 +290,12 @@ class MasterService:
             url = self._server.endpoint
             path = parse_endpoint(url).path
             name = _file_name(url.partition("://")[2] if path is None else path.name)
-            return FileRosterStore(_state_folder(url), name)
+            return FileRosterStore(_state_folder(url), name, self._damage)
         from tandem.store.etcd_roster import EtcdRosterStore
 
         timeout_s = self._config.election.timeout_ms / 1e3
-        return EtcdRosterStore(self._backend, Holder(self._address, epoch), timeout_s=timeout_s)
+        holder = Holder(self._address, epoch)
+        return EtcdRosterStore(self._backend, holder, timeout_s=timeout_s, damage=self._damage)
 
     @property
     def _address(self) -> str:
