@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
+INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
 .PHONY: demo test test-slow test-oldest sanitize sanitize-address sanitize-thread check format \
@@ -57,12 +58,13 @@ $(VENV)/bin/python:
 
 # The extension is built by the install, so native sources are among its inputs.
 $(STAMPS)/serve: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[serve]"
+	$(INSTALL) --editable ".[serve]"
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/dev: $(STAMPS)/serve
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[serve,dev]"
-	@mkdir -p $(STAMPS) && touch $@
+# Both stamps: what it installs is more than the demo needs.
+$(STAMPS)/dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
+	$(INSTALL) --editable ".[serve,dev]"
+	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $@
 
 clean:
 	rm -rf $(VENV) build

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tandem.core.clock import MonotonicClock
+from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
@@ -201,6 +202,20 @@ def test_what_is_moved_is_counted_by_tier(serve):
     assert stats.prefill_hit_tokens == 0
 
 
+def test_the_timeline_tells_of_the_load(serve):
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    second.generate(PROMPT)
+    (told,) = second.engine.list_timelines(["1"])
+    (load,) = told.loads
+    assert (load.source, load.loaded_blocks, load.failures) == ("store", 10, {})
+    assert load.loaded_bytes == second.tier.counters.loaded_bytes
+    assert load.end_s >= load.begin_s
+    assert (told.device_tokens, told.loaded_tokens) == (0, 10 * BLOCK)
+    assert (told.miss.reason, told.miss.position) == (MissReason.NOT_STORED, 10 * BLOCK)
+
+
 def test_generated_blocks_are_stored_for_the_next_turn(serve):
     first, second = serve(), serve()
     answer, _ = first.generate(PROMPT, num_tokens=40)
@@ -270,6 +285,9 @@ def test_a_foreign_block_is_computed_and_replaced(serve, store, expected, size_o
     store.run(replace)
     assert second.generate(PROMPT) == (expected, 3 * BLOCK)
     assert second.tier.counters.load_failures["foreign"] == 1
+    (told,) = second.engine.list_timelines(["1"])
+    assert told.miss.reason is MissReason.LOAD_FAILED
+    assert (told.miss.position, told.miss.detail) == (3 * BLOCK, "foreign")
 
 
 def test_flush_reaches_the_store(serve, store, expected):

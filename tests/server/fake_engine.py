@@ -7,10 +7,11 @@ it holds: ``num_held`` is zero when nothing leaked.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
     FinishReason,
@@ -55,6 +56,7 @@ class FakeEngine:
         max_running: requests held at once, beyond which ``submit`` raises CapacityError.
         die_after: outputs of a request after which the instance is lost.
         hang: outputs never come.
+        timeline: makes the instance's part of a timeline; None: it remembers nothing.
         stop_token_id: ends an answer that is shorter than max_tokens.
     """
 
@@ -74,6 +76,8 @@ class FakeEngine:
     held: dict[str, "FakeStream"] = field(default_factory=dict)
     generated: int = 0
     more_stats: dict = field(default_factory=dict)
+    timeline: "Callable[[str], InstanceTimeline] | None" = None
+    asked_timelines: list[str] = field(default_factory=list)
 
     def reset(self) -> None:
         """Turn all knobs back and forget what happened; nothing may be held."""
@@ -110,6 +114,15 @@ class FakeEngine:
             generated_tokens=self.generated,
             **self.more_stats,
         )
+
+    async def list_timelines(self, request_ids):
+        """Tell what ``timelines`` makes of each id."""
+        self.asked_timelines += request_ids
+        if self.info is None:
+            raise PeerLostError("fake.timelines", "the instance is down")
+        if self.timeline is None:
+            return []
+        return [self.timeline(request_id) for request_id in request_ids]
 
     async def flush_cache(self) -> int:
         """Pretend to free seven blocks."""

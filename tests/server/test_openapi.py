@@ -112,8 +112,18 @@ def test_paths_are_those_of_the_table(server, document):
     tried = (
         {(path, "post") for path, _ in POSTS} | {(p, "get") for p in GETS} | {("/metrics", "get")}
     )
+    tried.add(("/requests/{id}/timeline", "get"))
     assert {(p.replace("/tiny", "/{name}"), m) for p, m in tried} == served, "every one is tried"
     assert document["openapi"].startswith("3.1")
+
+
+def test_timelines_fit(server, document):
+    reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    told = server.get(f"/requests/{reply.json()['id']}/timeline")
+    assert told.status_code == 200
+    answer = document["paths"]["/requests/{id}/timeline"]["get"]["responses"]["200"]
+    schema = answer["content"]["application/json"]["schema"]
+    assert find_fault(told.json(), schema, document) is None
 
 
 @pytest.mark.parametrize(("path", "body"), POSTS)

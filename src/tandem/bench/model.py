@@ -32,7 +32,7 @@ from tandem.core.spec import ModelSpec
 from tandem.models.planner import describe_model, plan_model
 from tandem.models.skeleton import build_skeleton
 
-__all__ = ["make_cases"]
+__all__ = ["QUICK_SHAPE", "SHAPE", "make_cases", "write_random_model"]
 
 FORMATS = ("int8g128", "int4g32", "bf16")
 LINEAR_FORMATS = {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"}
@@ -119,7 +119,7 @@ class _Bench:
 
     @cached_property
     def folder(self) -> Path:
-        _write_model(self._folder, self._shape)
+        write_random_model(self._folder, self._shape)
         return self._folder
 
     @cached_property
@@ -267,10 +267,16 @@ def _check_memory() -> None:
         )
 
 
-def _write_model(folder: Path, shape: dict[str, int]) -> None:
+def write_random_model(
+    folder: Path, shape: dict[str, int], max_position_embeddings: int = 4096
+) -> None:
     """Write a checkpoint of random bfloat16 weights, a layer a file."""
     config = AutoConfig.for_model(
-        "qwen3_moe", **shape, max_position_embeddings=4096, norm_topk_prob=True, dtype="bfloat16"
+        "qwen3_moe",
+        **shape,
+        max_position_embeddings=max_position_embeddings,
+        norm_topk_prob=True,
+        dtype="bfloat16",
     )
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(folder)

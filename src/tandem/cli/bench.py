@@ -15,6 +15,7 @@ __all__ = ["bench"]
 
 BENCHES = {
     "attention": "tandem.bench.attention",
+    "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",

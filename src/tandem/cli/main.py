@@ -11,6 +11,7 @@ from tandem.cli import (
     config_show,
     convert,
     doctor,
+    explain,
     generate,
     plan,
     pull,
@@ -37,6 +38,7 @@ app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
+app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 app.command("version")(version.version)

@@ -341,3 +341,12 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks by reason; see ``tandem.engine.tiers.counters.TierCounters``."""
     store_failures: dict[str, int] = {}
     """Blocks by reason."""
+    peer_read_blocks: int = 0
+    """Blocks taken from prefill instances."""
+    peer_read_bytes: int = 0
+    peer_read_hidden_seconds: float = 0.0
+    """Of reads begun while the prefill still ran."""
+    peer_read_exposed_seconds: float = 0.0
+    """Of reads begun after it had ended."""
+    peer_read_failures: dict[str, int] = {}
+    """Blocks that did not come from a prefill instance, by reason."""

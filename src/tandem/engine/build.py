@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tandem import _native
 from tandem.core.clock import Clock
@@ -26,6 +28,7 @@ from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
+from tandem.engine.timelines import TimelineLog
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
@@ -202,6 +205,7 @@ def build_engine(
     progress: Callable[[int, int, str], None] | None = None,
     *,
     tiers: TierConfig | None = None,
+    allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
 
@@ -212,6 +216,7 @@ def build_engine(
         progress: called with (bytes done, bytes in all, what) while weights load.
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
+        allocate: makes the memory of all blocks, given its bytes; None: ordinary memory.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
@@ -229,7 +234,14 @@ def build_engine(
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = PagedKvCache(plan.layout, plan.kv.num_blocks, device=model.device, pool=threads)
+    size_bytes = plan.kv.num_blocks * plan.layout.bytes_per_block
+    cache = PagedKvCache(
+        plan.layout,
+        plan.kv.num_blocks,
+        device=model.device,
+        pool=threads,
+        memory=None if allocate is None else allocate(size_bytes),
+    )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
         TorchRunner(model, cache, threads=plan.torch_threads),
@@ -237,6 +249,11 @@ def build_engine(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         observer=planner,
+        timelines=TimelineLog(
+            plan.config.timelines,
+            block_size=plan.layout.block_size,
+            block_bytes=plan.layout.bytes_per_block,
+        ),
     )
     info = InstanceInfo(
         model=model_config.path,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Self
 
+from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStats, StageChanged
 from tandem.engine.instance import InstanceSpec
 from tandem.engine.session import OutputStream
@@ -52,6 +53,10 @@ class InstanceClient:
     async def stats(self) -> InstanceStats:
         """Return counters and gauges; raises PeerLostError while the instance is down."""
         return await self._supervisor.require_session().stats()
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what the instance knows of requests; raises PeerLostError while it is down."""
+        return await self._supervisor.require_session().list_timelines(request_ids)
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes; returns the blocks freed."""

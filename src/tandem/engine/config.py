@@ -71,6 +71,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "cached prefix, or by decodes under decode_first.",
         ),
     ] = 1.0
+    timelines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="Ended requests whose timelines an instance remembers (tandem explain).",
+        ),
+    ] = 1024
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="Compute threads; 0 = the cores allowed.")
     ] = 0

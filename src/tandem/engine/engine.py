@@ -10,12 +10,13 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConfigError, InternalError, TandemError, UnsupportedError
+from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
     AddRequest,
     Continuation,
@@ -29,14 +30,16 @@ from tandem.core.wire import (
 )
 from tandem.engine.blocks import KeyedBlock
 from tandem.engine.request import Request
-from tandem.engine.runner import BlockTransfers, Runner, SequenceResult
+from tandem.engine.runner import BlockTransfers, PrefillListener, Runner, SequenceResult
 from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
-from tandem.engine.scheduler import Scheduler, SchedulerStats, StepPlan
+from tandem.engine.scheduler import ScheduledSequence, Scheduler, SchedulerStats, StepPlan
+from tandem.engine.timelines import TimelineLog
 
-__all__ = ["Engine", "EngineCounters", "MissingBlocks", "StepObserver"]
+__all__ = ["Engine", "EngineCounters", "MissingBlocks", "PrefillView", "StepObserver"]
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TIMELINES = 256
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
 
@@ -89,6 +92,21 @@ class MissingBlocks(NamedTuple):
     """Of those that follow, but for one that ends with the last token, which is computed."""
 
 
+class PrefillView(NamedTuple):
+    """Which blocks of a request that only prefills have their KV."""
+
+    request: Request
+    is_held: bool
+    """It has ended, and its blocks are held."""
+    block_ids: tuple[int, ...]
+    """By position, as many as ``num_blocks``."""
+    num_complete: int
+    """Leading blocks with all layers."""
+    num_blocks: int
+    """Leading blocks with ``num_layers`` layers, at least ``num_complete``."""
+    num_layers: int
+
+
 class StepObserver(Protocol):
     """Learns from the time that steps take."""
 
@@ -107,6 +125,7 @@ class Engine:
         vocab_size: token ids outside of it are refused.
         eos_token_ids: the model's own ends of text.
         observer: told what each step took; the planner of loads.
+        timelines: remembers what becomes of requests; None: a small one of its own. Owned.
     """
 
     def __init__(
@@ -118,11 +137,19 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
+        timelines: TimelineLog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._transfers: BlockTransfers | None = None
+        self._listener: PrefillListener | None = None
+        self._prefilling: dict[str, ScheduledSequence] = {}
+        """Of the step that runs, those whose blocks another instance may be reading."""
+        self._num_layers_done = 0
         self._observer = observer
+        if timelines is None:
+            timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
+        self._timelines = timelines
         self._clock = clock
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -137,6 +164,37 @@ class Engine:
         """Name who moves blocks to and from lower tiers; before the first step. Borrowed."""
         self._transfers = transfers
 
+    def attach_listener(self, listener: PrefillListener) -> None:
+        """Name who hears of the progress of prefills; before the first step. Borrowed."""
+        self._listener = listener
+
+    def find_prefill(self, request_id: str) -> PrefillView | None:
+        """Return how far a request is that only prefills; None if none is live or held. Any thread.
+
+        Its blocks stay as they are for as long as this returns the same ``Request``, not preempted
+        since.
+        """
+        with self._lock:
+            request = self._scheduler.find_prefill(request_id)
+            if request is None:
+                return None
+            if request.is_finished:
+                num_held = len(request.held_blocks)
+                return PrefillView(request, True, request.held_blocks, num_held, num_held, 0)
+            num_complete = self._count_blocks(request, request.num_computed_tokens)
+            num_blocks, num_layers = num_complete, 0
+            running = self._prefilling.get(request_id)
+            if running is not None and running.request is request and self._num_layers_done:
+                num_blocks = self._count_blocks(request, running.start + running.num_tokens)
+                num_layers = self._num_layers_done
+            block_ids = request.block_table[:num_blocks]
+            return PrefillView(request, False, block_ids, num_complete, num_blocks, num_layers)
+
+    def _count_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that so many tokens fill; the last one of a prompt need not be full."""
+        size = self._scheduler.block_size
+        return -(-num_tokens // size) if num_tokens == request.prompt_len else num_tokens // size
+
     def find_missing_blocks(self, message: AddRequest) -> MissingBlocks:
         """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
 
@@ -149,12 +207,15 @@ class Engine:
             num_cached = self._scheduler.count_cached_blocks(keys)
         return MissingBlocks(num_cached, keys[num_cached:])
 
-    def add(self, message: AddRequest, *, num_stored_blocks: int = 0) -> None:
+    def add(
+        self, message: AddRequest, *, num_stored_blocks: int = 0, lookup: StoreLookup | None = None
+    ) -> None:
         """Accept a request; its outputs come from ``step``.
 
         Args:
             message: the request.
             num_stored_blocks: its leading full blocks that the device or the tiers below hold.
+            lookup: how that was learnt, for its timeline.
 
         Raises:
             ConfigError: a field is out of what this model can do.
@@ -186,6 +247,7 @@ class Engine:
             self._scheduler.add(request)
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
+            self._timelines.open(request, lookup)
             self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
 
@@ -210,7 +272,9 @@ class Engine:
         """Give up the blocks of an ended prefill; False if none are held."""
         with self._lock:
             self._work.notify()
-            return self._scheduler.release_hold(request_id)
+            was_held = self._scheduler.release_hold(request_id)
+        self._tell_listener()
+        return was_held
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its last output says ``CANCELLED``. False if it is not live."""
@@ -221,7 +285,8 @@ class Engine:
             if live.request.is_finished:
                 self._pending.append(self._end(live))
             self._work.notify()
-            return True
+        self._tell_listener()
+        return True
 
     def flush_cache(self) -> int:
         """Forget cached prefixes; return the blocks freed at once."""
@@ -233,12 +298,16 @@ class Engine:
         """Report loads that ended with content; see ``Scheduler.load_done``. Any thread."""
         with self._lock:
             self._scheduler.load_done(request, block_ids)
+            self._timelines.note_loaded(request, block_ids, self._clock.now_s())
             self._work.notify()
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_failed(
+        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+    ) -> None:
         """Report loads that ended without; see ``Scheduler.load_failed``. Any thread."""
         with self._lock:
             self._scheduler.load_failed(request, block_ids)
+            self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
             self._work.notify()
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
@@ -250,6 +319,13 @@ class Engine:
         """Return the scheduler's snapshot."""
         with self._lock:
             return self._scheduler.get_stats()
+
+    def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
+        """Return what is known of requests, live and ended; unknown ids are left out."""
+        with self._lock:
+            now_s = self._clock.now_s()
+            found = [self._timelines.get(request_id, now_s) for request_id in request_ids]
+        return [timeline for timeline in found if timeline is not None]
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request of this id has not ended."""
@@ -282,22 +358,29 @@ class Engine:
             outputs, self._pending = self._pending, []
             begin_s = self._clock.now_s()
             plan = self._scheduler.schedule(begin_s)
+            self._timelines.note_plan(plan, begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+            on_layer = self._watch_prefills(plan)
         if self._transfers is not None:
             self._transfers.begin(plan)
         if plan.is_empty:
+            self._tell_listener()  # Leases may have ended.
             return outputs
         try:
-            results = self._runner.run(plan, self._states)
+            if on_layer is None:
+                results = self._runner.run(plan, self._states)
+            else:
+                results = self._runner.run(plan, self._states, on_layer)
         except Exception as error:  # A process edge: requests must end, whatever the model did.
             logger.exception("step failed, its %d requests end", len(plan.sequences))
             cause = error.what if isinstance(error, TandemError) else error
             failure = InternalError("engine.step", f"the model failed: {cause}")
             with self._lock:
+                self._prefilling = {}
                 ended = self._scheduler.abandon(plan, self._clock.now_s())
-                return outputs + [
-                    self._end(self._live[request.request_id], failure) for request in ended
-                ]
+                outputs += [self._end(self._live[request.request_id], failure) for request in ended]
+            self._tell_listener()
+            return outputs
         with self._lock:
             end_s = self._clock.now_s()
             self.counters.num_steps += 1
@@ -305,7 +388,34 @@ class Engine:
             if self._observer is not None:
                 num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
                 self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
-            return outputs + self._record(plan, results, end_s)
+            self._timelines.note_step(plan, end_s - begin_s)
+            self._prefilling = {}
+            outputs += self._record(plan, results, end_s)
+        self._tell_listener()
+        return outputs
+
+    def _watch_prefills(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """Return what hears of the layers of a step, if another instance may wait for them."""
+        self._num_layers_done = 0
+        self._prefilling = {}
+        if self._listener is None:
+            return None
+        self._prefilling = {
+            sequence.request.request_id: sequence
+            for sequence in plan.sequences
+            if sequence.request.prefill_lease_s is not None
+        }
+        return self._note_layer if self._prefilling else None
+
+    def _note_layer(self, layer: int) -> None:
+        with self._lock:
+            self._num_layers_done = layer + 1
+        self._tell_listener()
+
+    def _tell_listener(self) -> None:
+        """Without the lock: the listener asks back."""
+        if self._listener is not None:
+            self._listener.note_progress()
 
     def _check(self, message: AddRequest) -> None:
         params = message.sampling
@@ -461,6 +571,7 @@ class Engine:
         request_id = live.request.request_id
         del self._live[request_id]
         del self._states[request_id]
+        self._timelines.close(live.request, self._clock.now_s())
         self.counters.num_finished += 1
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tandem.engine.blocks import BlockPool
 from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.request import Request
 
 __all__ = ["BlockHolds"]
 
@@ -24,7 +25,7 @@ class BlockHolds:
     def __init__(self, pool: BlockPool, index: PrefixIndex) -> None:
         self._pool = pool
         self._index = index
-        self._holds: dict[str, tuple[tuple[int, ...], float]] = {}
+        self._holds: dict[str, tuple[Request, float]] = {}
         self.num_pinned = 0
         """References of holds: no preemption gets these blocks back."""
 
@@ -39,20 +40,26 @@ class BlockHolds:
         """When the first lease ends; ``inf`` without holds."""
         return min((until_s for _, until_s in self._holds.values()), default=math.inf)
 
-    def hold(self, request_id: str, block_ids: tuple[int, ...], until_s: float) -> None:
-        """Keep the blocks of a request that ends; it still references them."""
+    def hold(self, request: Request, until_s: float) -> None:
+        """Keep the ``held_blocks`` of a request that ends; it still references them."""
+        request_id = request.request_id
         assert request_id not in self._holds, f"request {request_id} is held already"
-        for block_id in block_ids:
+        for block_id in request.held_blocks:
             self._pool.retain(block_id)
-        self._holds[request_id] = (block_ids, until_s)
-        self.num_pinned += len(block_ids)
+        self._holds[request_id] = (request, until_s)
+        self.num_pinned += len(request.held_blocks)
+
+    def find(self, request_id: str) -> Request | None:
+        """Return the ended request whose blocks are held under this id."""
+        hold = self._holds.get(request_id)
+        return None if hold is None else hold[0]
 
     def release(self, request_id: str) -> bool:
         """End a hold; False if there is none, as its lease may just have ended."""
         hold = self._holds.pop(request_id, None)
         if hold is None:
             return False
-        block_ids, _ = hold
+        block_ids = hold[0].held_blocks
         self._index.release(block_ids)
         self.num_pinned -= len(block_ids)
         return True
@@ -65,4 +72,4 @@ class BlockHolds:
 
     def list_references(self) -> Sequence[int]:
         """Return the block ids referenced here, one entry for each reference; for checks."""
-        return [b for block_ids, _ in self._holds.values() for b in block_ids]
+        return [b for request, _ in self._holds.values() for b in request.held_blocks]

@@ -25,6 +25,7 @@ import msgspec
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError, UnsupportedError
 from tandem.core.logs import configure_logging
+from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
 from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
@@ -40,6 +41,7 @@ from tandem.core.wire import (
     RequestOutput,
     StageChanged,
     StepOutputs,
+    TierKv,
 )
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.engine import Engine
@@ -54,6 +56,7 @@ from tandem.transfer.config import TransferConfig
 
 if TYPE_CHECKING:
     from tandem.engine.build import BuiltEngine
+    from tandem.engine.disaggregation.exchange import KvExchange
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
 
@@ -114,6 +117,7 @@ class Instance:
         self._engine: Engine | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
+        self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
         self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,6 +135,7 @@ class Instance:
         server.register("stats", self._get_stats, Empty, InstanceStats)
         server.register("open_peer", self._open_peer, KvPeer, Empty)
         server.register("close_peer", self._close_peer, ClosePeer, Empty)
+        server.register("timelines", self._list_timelines, TimelineQuery, list[InstanceTimeline])
         server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
@@ -147,10 +152,10 @@ class Instance:
         # The owner is known before the engine can produce anything for it.
         owner = self._owners.setdefault(request.request_id, peer)
         try:
-            num_stored_blocks = await self._count_stored(engine, request)
+            num_stored_blocks, lookup = await self._look_up(engine, request)
             if owner is peer and self._owners.get(request.request_id) is not peer:
                 return Empty()  # Cancelled while the store was asked; nobody waits for it.
-            engine.add(request, num_stored_blocks=num_stored_blocks)
+            engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
         except TandemError:
             if owner is peer and not engine.is_live(request.request_id):
                 self._owners.pop(request.request_id, None)
@@ -162,12 +167,24 @@ class Instance:
             return False
         return self._require_engine().continue_request(request)
 
-    async def _count_stored(self, engine: Engine, request: AddRequest) -> int:
-        """Return how many leading blocks of a prompt the device or the store holds."""
-        if self._tier is None:
-            return 0
+    async def _look_up(self, engine: Engine, request: AddRequest) -> tuple[int, StoreLookup | None]:
+        """Return how many leading blocks of a prompt the device or the store holds, and the lookup
+        that told.
+        """
+        if self._tier is None or not isinstance(request.kv_source, TierKv):
+            return 0, None
         missing = engine.find_missing_blocks(request)
-        return missing.num_cached + (await self._tier.count_stored(missing.keys) or 0)
+        if not missing.keys:
+            return missing.num_cached, None
+        begin_s = time.monotonic()
+        num_found = await self._tier.count_stored(missing.keys)
+        lookup = StoreLookup(
+            asked_blocks=len(missing.keys),
+            found_blocks=num_found or 0,
+            seconds=time.monotonic() - begin_s,
+            is_answered=num_found is not None,
+        )
+        return missing.num_cached + lookup.found_blocks, lookup
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         if self._engine is None:
@@ -181,19 +198,29 @@ class Instance:
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
-        raise UnsupportedError(
-            "instance.open_peer",
-            f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
-        )
+        self._require_engine()
+        if self._exchange is None or self._exchange.reader is None:
+            raise UnsupportedError(
+                "instance.open_peer",
+                f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
+            )
+        await self._exchange.reader.open_peer(peer)
+        return Empty()
 
     async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
-        del message
+        if self._exchange is not None and self._exchange.reader is not None:
+            await self._exchange.reader.close_peer(message.name)
         return Empty()
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
         self._require_engine()
         assert self._info is not None
         return self._info
+
+    def _list_timelines(self, peer: Peer, query: TimelineQuery) -> list[InstanceTimeline]:
+        found = self._require_engine().list_timelines(query.request_ids)
+        name, role = self._spec.name, self._spec.role
+        return [msgspec.structs.replace(each, instance=name, role=role) for each in found]
 
     async def _flush_cache(self, peer: Peer, _: Empty) -> int:
         num_freed = self._require_engine().flush_cache()
@@ -211,6 +238,7 @@ class Instance:
             self._engine.counters,
             TierCounters() if self._tier is None else self._tier.counters,
             block_size=self._info.block_size,
+            reads=None if self._exchange is None else self._exchange.counters,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -261,6 +289,8 @@ class Instance:
             self._stopping.wait()
             return 1
         finally:
+            if self._exchange is not None:
+                self._exchange.close()
             if self._tier is not None:
                 self._tier.stop()
             if self._events is not None:
@@ -296,9 +326,24 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        built = build_engine(self._spec.model, self._spec.engine, clock, show, tiers=tiers)
+        allocate = None
+        if self._spec.transfer is not None:
+            from tandem.engine.disaggregation.exchange import KvExchange
+
+            self._exchange = KvExchange(
+                self._spec.name, self._spec.role, self._spec.transfer, clock
+            )
+            allocate = self._exchange.allocate
+        built = build_engine(
+            self._spec.model, self._spec.engine, clock, show, tiers=tiers, allocate=allocate
+        )
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._exchange is not None:
+            layout, cache = built.cache.layout, built.cache
+            self._exchange.attach(
+                built.engine, built.identity, layout, cache.num_blocks, self._tier
+            )
         if self._spec.kv_events.endpoint:
             self._events = built.prefixes.observer = KvEventPublisher(
                 self._spec.kv_events,
@@ -306,7 +351,10 @@ class Instance:
                 now=lambda: datetime.now(UTC).timestamp(),
             )
         self._info = msgspec.structs.replace(
-            built.info, pid=os.getpid(), load_seconds=time.monotonic() - begin_s
+            built.info,
+            pid=os.getpid(),
+            load_seconds=time.monotonic() - begin_s,
+            kv_peer=None if self._exchange is None else self._exchange.peer,
         )
         self._engine = built.engine
         self.set_stage(StageChanged(InstanceStage.READY))

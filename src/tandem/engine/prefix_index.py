@@ -25,6 +25,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from tandem.core.spec import make_root_key
+from tandem.core.timeline import MissReason
 from tandem.engine.blocks import BlockPool, KeyedBlock
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 TOKEN_BYTES = 4
+MAX_FORGOTTEN = 65_536
+"""Keys remembered of blocks that were given up, to say why a prefix missed; some 10 MiB."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -151,6 +154,7 @@ class PrefixIndex:
         self._by_key: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
         self._lru: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._forgotten: dict[bytes, MissReason] = {}
 
     def make_root_key(self, salt: str) -> bytes:
         """Return the key that chains of this salt start from."""
@@ -202,6 +206,26 @@ class PrefixIndex:
             if source is not None:
                 return PrefixMatch(nodes, start + num_tokens, source, num_tokens)
         return PrefixMatch(nodes, start)
+
+    def explain_end(
+        self, root_key: bytes, match: PrefixMatch, next_key: bytes | None
+    ) -> MissReason:
+        """Return why a match ends where it does, although the query goes on.
+
+        Args:
+            root_key: where the query starts.
+            match: of ``match``, with what it would copy.
+            next_key: of the full block that it lacks first; None if the query does not fill it.
+        """
+        if next_key is not None and next_key in self._forgotten:
+            return self._forgotten[next_key]
+        source = match.source
+        if source is not None:
+            is_whole = match.num_source_tokens * TOKEN_BYTES == len(source.tokens)
+            return MissReason.NOT_STORED if is_whole else MissReason.DIFFERS
+        parent = match.nodes[-1] if match.nodes else self._roots.get(root_key)
+        has_others = parent is not None and parent.children
+        return MissReason.DIFFERS if has_others else MissReason.NOT_STORED
 
     def count_evictable(self, match: PrefixMatch) -> int:
         """Return how many blocks of a match are unreferenced: acquiring it pins them."""
@@ -302,6 +326,7 @@ class PrefixIndex:
             assert not node.children, f"block {node.block_id} is evicted before its children"
             if node.key is not None:
                 evicted.append(self.describe(node))
+                self._remember(node.key, MissReason.EVICTED)
             self._unlink(node)
             count += 1
         self.stats.num_evicted_blocks += count
@@ -314,6 +339,8 @@ class PrefixIndex:
         request computes from here on builds on forgotten blocks and is not matchable either.
         """
         num_free = self._pool.num_free
+        for key in self._by_key:
+            self._remember(key, MissReason.FLUSHED)
         for node in self._by_block.values():
             node.is_linked = False
             node.parent = None
@@ -357,6 +384,13 @@ class PrefixIndex:
                 assert ages[node] < ages[parent], f"{block_id} would outlive {parent.block_id}"
         num_full = sum(node.key is not None for node in self._by_block.values())
         assert num_full == len(self._by_key), f"{num_full} full nodes, {len(self._by_key)} keys"
+
+    def _remember(self, key: bytes, reason: MissReason) -> None:
+        # Taken out first, so that the latest stand last.
+        self._forgotten.pop(key, None)
+        if len(self._forgotten) >= MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
+        self._forgotten[key] = reason
 
     def _retain(self, node: PrefixNode) -> None:
         if self._pool.retain(node.block_id):

@@ -7,6 +7,7 @@ admitted and when; this decides what is shared. Pure, single-threaded.
 
 from collections.abc import Sequence
 
+from tandem.core.timeline import MissReason, PrefixMiss
 from tandem.engine.blocks import KeyedBlock
 from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.request import Request, RequestState
@@ -60,6 +61,23 @@ class PrefixReuse:
         num_tokens = request.num_tokens
         token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
         return self._index.match(request.root_key, request.block_keys, token_ids, num_tokens - 1)
+
+    def explain_miss(self, request: Request) -> PrefixMiss | None:
+        """Return where and why the reuse of a request's tokens ends; None if all are there."""
+        if not self.is_enabled:
+            return PrefixMiss(reason=MissReason.DISABLED, position=0)
+        if not request.can_reuse_prefix:
+            return PrefixMiss(reason=MissReason.NEEDS_LOGITS, position=0)
+        match = self.find(request)
+        if match.num_tokens >= request.num_tokens - 1:
+            return None
+        num_full = len(match.nodes)
+        next_key = request.block_keys[num_full] if num_full < len(request.block_keys) else None
+        if next_key in self._expected:
+            reason = MissReason.TOO_LATE
+        else:
+            reason = self._index.explain_end(request.root_key, match, next_key)
+        return PrefixMiss(reason=reason, position=match.num_tokens)
 
     def count_cached_blocks(self, request: Request) -> int:
         """Return how many leading full blocks of a request are cached, for ordering."""

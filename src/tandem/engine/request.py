@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tandem.core.timeline import PrefixMiss
 from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Request:
     """Prompt tokens found in the prefix index when it was first admitted; what usage reports."""
     num_loaded_tokens: int = 0
     """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
+    miss: PrefixMiss | None = None
+    """Where and why reuse ended when it was first admitted; for ``tandem explain`` alone."""
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -12,7 +12,7 @@ from tandem.core.wire import TokenLogprob
 from tandem.engine.sampling import SampledToken, SamplerState
 from tandem.engine.scheduler import StepPlan
 
-__all__ = ["BlockTransfers", "Runner", "SequenceResult"]
+__all__ = ["BlockTransfers", "PrefillListener", "Runner", "SequenceResult"]
 
 
 @dataclass(slots=True)
@@ -62,5 +62,17 @@ class BlockTransfers(Protocol):
         Called for every plan, one without sequences too, before its step writes. Returns soon and
         does not raise. The end of each load is reported to ``Engine.load_done`` or
         ``load_failed``, within a time that is bounded, from any thread.
+        """
+        ...
+
+
+class PrefillListener(Protocol):
+    """Who tells other instances how far prefills are."""
+
+    def note_progress(self) -> None:
+        """Take in that prefills may be further, or have ended; ask ``Engine.find_prefill``.
+
+        On any thread, often on the one that runs the step, which waits; without the engine's lock.
+        Returns soon and does not raise.
         """
         ...

@@ -100,6 +100,11 @@ class Scheduler:
     # ---------------------------------------------------------------- requests in and out
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._config.block_size
+
+    @property
     def max_request_len(self) -> int:
         """Tokens of prompt and output that one request may have here."""
         return self._max_len
@@ -237,6 +242,13 @@ class Scheduler:
         """Give up the blocks held for a prefilled request; False if none are held."""
         self._wake_s = -math.inf
         return self._holds.release(request_id)
+
+    def find_prefill(self, request_id: str) -> Request | None:
+        """Return the request that only prefills: live, or ended with its blocks held."""
+        request = self._requests.get(request_id)
+        if request is not None and request.prefill_lease_s is not None:
+            return request
+        return self._holds.find(request_id)
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
         """Whether a block still has the content with which ``schedule`` reported it.
@@ -684,6 +696,7 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = start
+            request.miss = self._prefix.explain_miss(request)
             self._index.stats.num_queries += 1
             self._index.stats.num_query_tokens += request.prompt_len
             self._index.stats.num_hit_tokens += start
@@ -804,9 +817,7 @@ class Scheduler:
             assert now_s is not None, f"request {request.request_id} is prefilled between steps"
             assert request.prefill_lease_s is not None, f"{request.request_id} does not prefill"
             request.held_blocks = request.block_table
-            self._holds.hold(
-                request.request_id, request.held_blocks, now_s + request.prefill_lease_s
-            )
+            self._holds.hold(request, now_s + request.prefill_lease_s)
         if request.state is RequestState.RUNNING:
             self._leave_running(request)
         elif request.state is RequestState.LOADING:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
     CancelRequest,
@@ -162,6 +163,13 @@ class InstanceSession:
     async def stats(self) -> InstanceStats:
         """Return counters and gauges; raises PeerLostError if the session is lost."""
         return await self._client.call("stats", Empty(), InstanceStats, timeout_s=CALL_TIMEOUT_S)
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what the instance knows of requests; see ``EngineClient.list_timelines``."""
+        query = TimelineQuery(request_ids=request_ids)
+        return await self._client.call(
+            "timelines", query, list[InstanceTimeline], timeout_s=CALL_TIMEOUT_S
+        )
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes; returns the blocks freed."""

@@ -1,6 +1,7 @@
 """What an instance tells the metrics, put together from those who count."""
 
 from tandem.core.wire import InstanceStage, InstanceStats
+from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.engine import EngineCounters
 from tandem.engine.plan import SchedulerStats
 from tandem.engine.tiers.counters import TierCounters
@@ -15,8 +16,10 @@ def make_stats(
     tier: TierCounters,
     *,
     block_size: int,
+    reads: PeerReadCounters | None = None,
 ) -> InstanceStats:
-    """Return a snapshot; ``tier`` is all zeros in an instance without a store."""
+    """Return a snapshot; ``tier`` is all zeros without a store, ``reads`` None without peers."""
+    reads = PeerReadCounters() if reads is None else reads
     return InstanceStats(
         stage=stage,
         num_running=stats.num_running,
@@ -49,7 +52,12 @@ def make_stats(
         stored_bytes=tier.stored_bytes,
         store_seconds=tier.store_seconds,
         store_existing_blocks=tier.existing_blocks,
-        # Copies: the tier's thread counts on.
+        peer_read_blocks=reads.read_blocks,
+        peer_read_bytes=reads.read_bytes,
+        peer_read_hidden_seconds=reads.hidden_seconds,
+        peer_read_exposed_seconds=reads.exposed_seconds,
+        # Copies: the threads of the tier and of the reads count on.
+        peer_read_failures=dict(reads.failures),
         load_failures=dict(tier.load_failures),
         store_failures=dict(tier.store_failures),
     )

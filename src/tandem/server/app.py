@@ -37,6 +37,7 @@ from tandem.server.names import find_names
 from tandem.server.openapi import Handler
 from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
+from tandem.server.timelines import TimelineRing
 from tandem.server.tokenizer import Tokenizer, TokenThreads
 
 __all__ = ["build_app"]
@@ -83,6 +84,7 @@ def build_app(
         defaults=defaults if defaults is not None else SamplingDefaults(),
         metrics=metrics,
         lifecycle=Lifecycle(metrics),
+        timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
     )
 

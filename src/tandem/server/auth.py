@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.server.http_errors import HttpError, error_response
 from tandem.server.lifecycle import OPEN_PATHS
 
-__all__ = ["ApiKeyGate"]
+__all__ = ["ApiKeyGate", "identify_owner"]
 
 
 class ApiKeyGate:
@@ -51,6 +51,11 @@ class ApiKeyGate:
             # No early exit.
             is_known |= hmac.compare_digest(digest, known)
         return is_known
+
+
+def identify_owner(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a digest of the key that a request presents, checked by the gate before."""
+    return _digest(_bearer_token(headers) or b"")
 
 
 def _digest(key: bytes) -> bytes:

@@ -69,7 +69,7 @@ class _Answer:
 
 async def answer_chat(context: ServerContext, http: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
-    arrived_s = context.clock.now_s()
+    origin = context.note_arrival(http)
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _decoder)
     refuse_unsupported(body, REFUSED_FIELDS)
@@ -88,7 +88,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
         logprobs=_num_logprobs(request),
     )
     options = read_options(request, "chatcmpl")
-    group = await context.start(plans, options, arrived_s)
+    group = await context.start(plans, options, origin)
     answer = _Answer(
         context, request, options.name, model, info.system_fingerprint, context.now_unix_s(), n
     )

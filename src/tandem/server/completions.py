@@ -92,7 +92,7 @@ class _Answer:
 
 async def answer_completion(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
-    arrived_s = context.clock.now_s()
+    origin = context.note_arrival(http)
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _decoder)
     refuse_unsupported(body, REFUSED_FIELDS)
@@ -119,7 +119,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         prompt_logprobs=request.logprobs if request.echo is True else None,
     )
     options = read_options(request, "cmpl")
-    group = await context.start(plans, options, arrived_s)
+    group = await context.start(plans, options, origin)
     answer = _Answer(
         context,
         request,

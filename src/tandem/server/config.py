@@ -92,6 +92,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
     metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
+    timelines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="Generations whose timelines the server remembers (tandem explain).",
+        ),
+    ] = 4096
     load_log_s: Annotated[
         float,
         Meta(

@@ -1,7 +1,7 @@
 """What the handlers share, and the steps they have in common.
 
-A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the application. Nothing
-in it depends on HTTP; handlers get it as their first argument.
+A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the application. Handlers
+get it as their first argument; of HTTP it knows who asks, no more.
 """
 
 import asyncio
@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from starlette.requests import Request
+
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import ConfigError, NotFoundError, PeerLostError
+from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
+from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
@@ -19,6 +22,7 @@ from tandem.core.wire import (
     InstanceStats,
     SamplingParams,
 )
+from tandem.server.auth import identify_owner
 from tandem.server.config import ServerConfig
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
@@ -28,6 +32,15 @@ from tandem.server.names import ModelNames
 from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
 from tandem.server.stop_strings import StopMatcher, StopStrings
+from tandem.server.timelines import (
+    ChoiceRecord,
+    Origin,
+    RequestRecord,
+    SharingIdentity,
+    TimelineRing,
+    digest_head,
+    digest_text,
+)
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
 
@@ -84,9 +97,16 @@ class ServerContext:
     defaults: SamplingDefaults
     metrics: ServerMetrics
     lifecycle: Lifecycle
+    timelines: TimelineRing
     has_keys: bool = False
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block; 1 while no instance has told it."""
+        info = self.engine.info
+        return 1 if info is None else info.block_size
 
     def check_model(self, name: str | None) -> str:
         """Return the name to report; None asks for whatever is served.
@@ -124,6 +144,17 @@ class ServerContext:
         except (PeerLostError, TimeoutError):  # DeadlineError is a TimeoutError.
             return None
 
+    def note_arrival(self, http: Request) -> Origin:
+        """Say who asks, and that it was now."""
+        return Origin(
+            arrived_s=self.clock.now_s(),
+            arrived_at=datetime.now(UTC).timestamp(),
+            owner=identify_owner(http.scope["headers"]) if self.has_keys else b"",
+            request_id=current_request_id.get(),
+            path=http.url.path,
+            traceparent=http.headers.get("traceparent", ""),
+        )
+
     def now_unix_s(self) -> int:
         """Return the wall clock, for ``created`` fields."""
         return _unix_s()
@@ -143,7 +174,7 @@ class ServerContext:
             )
 
     async def start(
-        self, plans: Sequence[ChoicePlan], options: RequestOptions, arrived_s: float
+        self, plans: Sequence[ChoicePlan], options: RequestOptions, origin: Origin
     ) -> GenerationGroup:
         """Submit all choices of a request; the caller owns, and closes, what comes back.
 
@@ -157,13 +188,50 @@ class ServerContext:
             limit_s = min(limit_s, options.timeout_s)
         generations = [
             self._make_generation(
-                index, plan, options, limit_s, RequestTimer(self.metrics, self.clock, arrived_s)
+                index,
+                plan,
+                options,
+                limit_s,
+                RequestTimer(self.metrics, self.clock, origin.arrived_s),
             )
             for index, plan in enumerate(plans)
         ]
+        record = self._record(options, origin, generations)
         group = GenerationGroup(options.name, generations, self.lifecycle, limit_s)
-        await group.submit(self.engine)
+        try:
+            await group.submit(self.engine)
+        except BaseException as error:
+            code = error.code if isinstance(error, TandemError) else "abort"
+            record.refuse(code, self.clock.now_s() - origin.arrived_s)
+            raise
         return group
+
+    def _record(
+        self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]
+    ) -> RequestRecord:
+        info = self.engine.info
+        identity = SharingIdentity(
+            cache_salt=digest_text(options.cache_salt),
+            model="" if info is None else info.system_fingerprint,
+            process=0 if info is None else info.pid,
+        )
+        record = RequestRecord(
+            name=options.name,
+            origin=origin,
+            identity=identity,
+            submitted_s=self.clock.now_s() - origin.arrived_s,
+            choices=[
+                ChoiceRecord(
+                    request_id=each.request_id,
+                    timer=each.timer,
+                    prompt_tokens=len(each.request.prompt_ids),
+                    head=digest_head(each.request.prompt_ids, self.block_size),
+                )
+                for each in generations
+            ],
+        )
+        self.timelines.add(record)
+        return record
 
     def _make_generation(
         self,

@@ -6,11 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tandem
+from tandem.core.timeline import RequestTimeline
 from tandem.server import generate, status, tokens
 from tandem.server.chat import answer_chat
 from tandem.server.completions import answer_completion
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+from tandem.server.explain import get_timeline
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.openapi import Endpoint, make_document
 from tandem.server.protocol import openai as oai
@@ -82,6 +84,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint(
             "/abort_request", _POST, status.abort_request, replies.AbortReply, sglang.AbortRequest
         ),
+        Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),
         # For SageMaker; vLLM answers both methods.
         Endpoint("/ping", _BOTH, status.get_health, replies.Health),

@@ -7,6 +7,7 @@ runs; the promises are what handlers may rely on.
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
@@ -60,6 +61,14 @@ class EngineClient(Protocol):
 
     async def stats(self) -> InstanceStats:
         """Return counters and gauges; raises PeerLostError while the instance is down."""
+        ...
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what the instances know of requests, by the ids that ``submit`` was given.
+
+        Several entries for a request that ran on several instances, in the order of their work;
+        none for one that is forgotten. Raises PeerLostError while no instance can be asked.
+        """
         ...
 
     async def flush_cache(self) -> int:

@@ -70,7 +70,7 @@ class _Progress:
 
 async def answer_generate(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
-    arrived_s = context.clock.now_s()
+    origin = context.note_arrival(http)
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _decoder)
     _refuse_unsupported(body)
@@ -95,7 +95,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
         salt if salt is not None else "",
         request.timeout,
     )
-    group = await context.start(plans, options, arrived_s)
+    group = await context.start(plans, options, origin)
     if request.stream is True:
         events = _events(context, group, progress)
         return EventStream(group, events, context.config.send_timeout_s)

@@ -184,6 +184,41 @@ METRICS: tuple[MetricSpec, ...] = (
         "store_failures",
     ),
     MetricSpec(
+        "tandem:kv_peer_read_blocks_total",
+        "counter",
+        _MODEL,
+        "KV blocks taken from prefill instances.",
+        "peer_read_blocks",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_bytes_total",
+        "counter",
+        _MODEL,
+        "Bytes read from prefill instances.",
+        "peer_read_bytes",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_hidden_seconds_total",
+        "counter",
+        _MODEL,
+        "Time of reads from prefill instances that began while the prefill ran.",
+        "peer_read_hidden_seconds",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_exposed_seconds_total",
+        "counter",
+        _MODEL,
+        "Time of reads from prefill instances that began after the prefill.",
+        "peer_read_exposed_seconds",
+    ),
+    MetricSpec(
+        "tandem:kv_peer_read_failed_blocks_total",
+        "counter",
+        ("model_name", "reason"),
+        "KV blocks that did not come from a prefill instance, by reason.",
+        "peer_read_failures",
+    ),
+    MetricSpec(
         "tandem:evicted_tokens_total",
         "counter",
         _MODEL,
@@ -376,7 +411,16 @@ class _EngineCollector(Collector):
 class RequestTimer:
     """Observes the latencies of one generation, from when its HTTP request was read."""
 
-    __slots__ = ("_arrived_s", "_clock", "_first_s", "_last_s", "_metrics")
+    __slots__ = (
+        "_arrived_s",
+        "_clock",
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "end_s",
+        "num_tokens",
+        "reason",
+    )
 
     def __init__(self, metrics: ServerMetrics, clock: Clock, arrived_s: float) -> None:
         self._metrics = metrics
@@ -384,11 +428,21 @@ class RequestTimer:
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s: float | None = None
+        self.end_s: float | None = None
+        """Seconds from arrival to the end; None while it runs."""
+        self.reason: str | None = None
+        self.num_tokens = 0
+        """Tokens generated, known at the end."""
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since arrival."""
         return self._clock.now_s() - self._arrived_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self._first_s is None else self._first_s - self._arrived_s
 
     def see_output(self, queue_s: float | None) -> None:
         """Note that tokens came; ``queue_s`` is the engine's word with the first of them."""
@@ -407,7 +461,8 @@ class RequestTimer:
 
     def see_end(self, reason: str, prompt_len: int, num_tokens: int) -> None:
         """Note that the generation ended."""
-        self._metrics.e2e_latency.observe(self.elapsed_s)
+        self.end_s, self.reason, self.num_tokens = self.elapsed_s, reason, num_tokens
+        self._metrics.e2e_latency.observe(self.end_s)
         if self._first_s is not None:
             self._metrics.decode_time.observe(self._clock.now_s() - self._first_s)
         self._metrics.prompt_tokens.observe(prompt_len)

@@ -72,8 +72,10 @@ class LoadSink(Protocol):
         """Blocks have their content, verified."""
         ...
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Blocks have not; nothing writes into them any more."""
+    def load_failed(
+        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+    ) -> None:
+        """Blocks have not; nothing writes into them any more. ``reason`` as in the counters."""
         ...
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
@@ -270,15 +272,16 @@ class StoreTier:
             self.counters.loaded_bytes += len(good) * size
             self.counters.load_seconds += seconds
             self._on_load(len(good) * size, seconds)
-            self._report(request, good, has_content=True)
+            self._get_sink().load_done(request, good)
         bad = [(load, r) for load, r in zip(loads, results, strict=True) if r != size]
         for load, result in bad:
-            self._note_bad_block(load, result)
-        if bad:
-            self._report(request, [load.block_id for load, _ in bad], has_content=False)
+            self._get_sink().load_failed(
+                request, [load.block_id], self._note_bad_block(load, result)
+            )
         return not bad
 
-    def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> None:
+    def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> str:
+        """Count a block that did not come, and remove one that is bad; return the reason."""
         is_foreign = not isinstance(result, TandemError) or isinstance(result, ShapeError)
         reason = result.code if isinstance(result, TandemError) and not is_foreign else "foreign"
         _count(self.counters.load_failures, reason)
@@ -288,6 +291,7 @@ class StoreTier:
             self._spawn(self._remove(load.key))
         elif not isinstance(result, NotFoundError):
             logger.info("event=kv_load_failed error=%s", result)
+        return reason
 
     async def _remove(self, key: bytes) -> None:
         try:
@@ -298,14 +302,11 @@ class StoreTier:
     def _fail_loads(self, loads: Sequence[BlockLoad], reason: str) -> None:
         for load in loads:
             _count(self.counters.load_failures, reason)
-            self._report(load.request, [load.block_id], has_content=False)
+            self._get_sink().load_failed(load.request, [load.block_id], reason)
 
-    def _report(self, request: Request, block_ids: Sequence[int], *, has_content: bool) -> None:
+    def _get_sink(self) -> LoadSink:
         assert self._sink is not None, "attach() comes before the first load"
-        if has_content:
-            self._sink.load_done(request, block_ids)
-        else:
-            self._sink.load_failed(request, block_ids)
+        return self._sink
 
     # Stores.
 

@@ -1,0 +1,198 @@
+"""The prefill side: tells decode instances which blocks of a prefill they may read.
+
+Owns the questions that wait for a prefill to come further. The truth is the engine's: each answer
+is made from ``Engine.find_prefill`` at that moment, so an announcement can be late but not wrong.
+
+Threads: calls come on the transfer engine's thread, progress on any, mostly the step's.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.clock import Clock
+from tandem.core.errors import ConflictError, TandemError, UnsupportedError
+from tandem.core.wire import KvPeer
+from tandem.engine.disaggregation.head_slices import (
+    ByteRange,
+    HeldHeads,
+    have_same_rows,
+    map_blocks,
+    sum_ranges,
+)
+from tandem.engine.disaggregation.messages import (
+    KvAnswer,
+    KvQuestion,
+    Run,
+    decode_question,
+    digest_prompt,
+)
+from tandem.engine.engine import Engine, PrefillView
+from tandem.engine.request import Request
+from tandem.transfer import Call
+
+__all__ = ["PrefillAnnouncer"]
+
+MAX_WAITING = 4096
+"""Questions; beyond it the oldest are answered, and asked again."""
+MAX_WAIT_S = 3600.0
+"""The longest lease: nobody waits for an answer any more."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    call: Call
+    question: KvQuestion
+    until_s: float
+
+
+class PrefillAnnouncer:
+    """Answers questions about prefills; the ``PrefillListener`` of its engine.
+
+    Args:
+        engine: borrowed.
+        own: what the blocks of this instance hold.
+        memory: of all blocks, one after the other; borrowed.
+        clock: the engine's.
+    """
+
+    def __init__(
+        self, engine: Engine, own: KvPeer, memory: npt.NDArray[np.uint8], clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._own = own
+        self._memory = memory
+        self._clock = clock
+        self._waiting: dict[tuple[str, str], _Waiting] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_waiting(self) -> int:
+        """Questions that wait for their answer."""
+        return len(self._waiting)
+
+    def handle_calls(self, calls: list[Call]) -> list[bytes | TandemError | None]:
+        """Take questions; see ``CallHandler``."""
+        answers: list[bytes | TandemError | None] = []
+        for call in calls:
+            try:
+                answers.append(self._handle(call))
+            except TandemError as error:
+                answers.append(error)
+        return answers
+
+    def note_progress(self) -> None:
+        """Answer what can be answered now; see ``PrefillListener``."""
+        if not self._waiting:
+            return
+        now_s = self._clock.now_s()
+        with self._lock:
+            for key, waiting in list(self._waiting.items()):
+                if waiting.until_s <= now_s:
+                    del self._waiting[key]
+                    continue
+                try:
+                    answer = self._answer(waiting.question)
+                except TandemError as error:
+                    waiting.call.fail(error)
+                    del self._waiting[key]
+                    continue
+                if answer is not None:
+                    waiting.call.reply(msgspec.msgpack.encode(answer))
+                    del self._waiting[key]
+
+    def _handle(self, call: Call) -> bytes | None:
+        question = decode_question(call.payload)
+        if question.verify:
+            # Without the lock, since it reads blocks and progress must not wait for that.
+            return msgspec.msgpack.encode(self._verify(question))
+        key = (call.peer, question.request_id)
+        until_s = self._clock.now_s() + MAX_WAIT_S
+        with self._lock:
+            older = self._waiting.pop(key, None)
+            if older is None and len(self._waiting) >= MAX_WAITING:
+                older = self._waiting.pop(next(iter(self._waiting)))
+            # Kept before it is looked at: progress that comes in between finds it.
+            self._waiting[key] = _Waiting(call, question, until_s)
+            try:
+                answer = self._answer(question)
+            except TandemError:
+                del self._waiting[key]
+                raise
+            if answer is not None:
+                del self._waiting[key]
+        if older is not None:
+            older.call.fail(ConflictError("kv_peer.ask", "asked again"))
+        return None if answer is None else msgspec.msgpack.encode(answer)
+
+    def _answer(self, question: KvQuestion) -> KvAnswer | None:
+        """Return what there is to say, or None while that is nothing new.
+
+        Raises: ConflictError (the request of this id has another prompt).
+        """
+        view = self._engine.find_prefill(question.request_id)
+        if view is None:
+            # Without a run it may be on its way to us still.
+            return None if question.run is None else KvAnswer(run=None)
+        run = _get_run(view.request)
+        is_same = run == question.run
+        if not is_same and digest_prompt(view.request) != question.digest:
+            raise ConflictError(
+                "kv_peer.ask", f"request {question.request_id!r} has other tokens or another salt"
+            )
+        if is_same and not view.is_held:
+            if (view.num_complete, view.num_layers) <= question.seen:
+                return None
+        elif not view.num_blocks and question.run is None:
+            return None
+        first = min(question.num_known, view.num_blocks) if is_same else 0
+        return KvAnswer(
+            run=run,
+            is_held=view.is_held,
+            first=first,
+            block_ids=view.block_ids[first:],
+            num_complete=view.num_complete,
+            num_blocks=view.num_blocks,
+            num_layers=view.num_layers,
+        )
+
+    def _verify(self, question: KvQuestion) -> KvAnswer:
+        """Say what is in blocks of a run now.
+
+        Raises: ConflictError (a block that is not complete); UnsupportedError (other blocks).
+        """
+        own = HeldHeads(self._own.layout, self._own.first_head)
+        theirs = HeldHeads(question.layout, question.first_head)
+        if not have_same_rows(own.layout, theirs.layout):
+            raise UnsupportedError("kv_peer.verify", "blocks of another layout")
+        ranges = map_blocks(own, theirs, range(own.layout.num_layers))
+        before = self._find_run(question)
+        if before is None:
+            return KvAnswer(run=None)
+        if max(question.verify) >= before.num_complete:
+            raise ConflictError("kv_peer.verify", f"{max(question.verify)} is not complete")
+        block_ids = [before.block_ids[position] for position in question.verify]
+        checksums = [self._sum_up(block_id, ranges) for block_id in block_ids]
+        after = self._find_run(question)
+        if after is None:
+            return KvAnswer(run=None)
+        # Equal blocks are merged when they are indexed; then the sum may be of another content.
+        is_moved = [after.block_ids[position] for position in question.verify] != block_ids
+        verified = () if is_moved else tuple(zip(block_ids, checksums, strict=True))
+        return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)
+
+    def _find_run(self, question: KvQuestion) -> PrefillView | None:
+        view = self._engine.find_prefill(question.request_id)
+        return view if view is not None and _get_run(view.request) == question.run else None
+
+    def _sum_up(self, block_id: int, ranges: list[ByteRange]) -> int:
+        size = self._own.block_bytes
+        block = self._memory[block_id * size : (block_id + 1) * size]
+        return sum_ranges(block, [(each.source, each.length) for each in ranges])
+
+
+def _get_run(request: Request) -> Run:
+    return request.seq_no, request.num_preemptions

@@ -1,0 +1,126 @@
+"""All that an instance needs to give its blocks to others, or to read theirs.
+
+Owns the transfer engine, in whose memory the blocks lie, the announcer and the reader.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.clock import Clock
+from tandem.core.errors import TandemError
+from tandem.core.kv_identity import KvIdentity
+from tandem.core.kv_layout import KVLayout
+from tandem.core.wire import KvPeer
+from tandem.engine.disaggregation.announcer import PrefillAnnouncer
+from tandem.engine.disaggregation.combined import CombinedTransfers
+from tandem.engine.disaggregation.counters import PeerReadCounters
+from tandem.engine.disaggregation.hand_over import ReadTarget
+from tandem.engine.disaggregation.reader import PeerReader
+from tandem.engine.engine import Engine
+from tandem.engine.runner import BlockTransfers
+from tandem.transfer import Buffer, TransferConfig, TransferEngine
+
+if TYPE_CHECKING:
+    from tandem.engine.instance import InstanceRole
+
+__all__ = ["KvExchange"]
+
+BUFFER_NAME = "kv"
+
+
+class KvExchange:
+    """The part that an instance takes in disaggregation. ``allocate``, ``attach``, then ``close``.
+
+    Args:
+        name: of the instance.
+        role: a prefill instance is read, a decode instance reads, a unified one does both.
+        config: with the secret of the cluster; ``name`` is replaced, and nobody reaches an
+            instance that only reads.
+        clock: the engine's.
+    """
+
+    def __init__(
+        self, name: str, role: "InstanceRole", config: TransferConfig, clock: Clock
+    ) -> None:
+        self._name = name
+        self._serves = role != "decode"
+        self._reads = role != "prefill"
+        self._clock = clock
+        listen = config.listen if self._serves else ()
+        self.transfer = TransferEngine(msgspec.structs.replace(config, name=name, listen=listen))
+        self._buffer: Buffer | None = None
+        self.reader: PeerReader | None = None
+        """None: the instance reads from nobody."""
+        self.announcer: PrefillAnnouncer | None = None
+        """None: nobody reads its blocks."""
+        self.peer: KvPeer | None = None
+        """What others must know to read its blocks; None where they may not."""
+
+    @property
+    def counters(self) -> PeerReadCounters:
+        """Of reads; zeros where nothing is read."""
+        return PeerReadCounters() if self.reader is None else self.reader.counters
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Make the memory of the blocks: others may read it if the role says so, never write.
+
+        Raises: CapacityError (out of shared memory).
+        """
+        rights: Literal["read", False] = "read" if self._serves else False
+        self._buffer = self.transfer.allocate(nbytes, name=BUFFER_NAME, remote=rights)
+        return self._buffer.array
+
+    def attach(
+        self,
+        engine: Engine,
+        identity: KvIdentity,
+        layout: KVLayout,
+        num_blocks: int,
+        tiers: BlockTransfers | None = None,
+    ) -> None:
+        """Start what the role asks for, and name it to the engine; before its first step.
+
+        Args:
+            engine: borrowed; its blocks lie in the memory that ``allocate`` made.
+            identity: of the KV.
+            layout: of the blocks.
+            num_blocks: in the pool.
+            tiers: take the loads that come from no instance.
+        """
+        assert self._buffer is not None, "allocate() comes first"
+        memory = self._buffer.array
+        own = KvPeer(
+            name=self._name,
+            addresses=tuple(self.transfer.addresses),
+            epoch=self.transfer.epoch,
+            identity=identity,
+            layout=layout,
+            block_bytes=layout.bytes_per_block,
+            num_blocks=num_blocks,
+            buffer=BUFFER_NAME,
+        )
+        if self._serves:
+            self.peer = own
+            self.announcer = PrefillAnnouncer(engine, own, memory, self._clock)
+            self.transfer.serve_calls(self.announcer.handle_calls)
+            engine.attach_listener(self.announcer)
+        if self._reads:
+            target = ReadTarget(
+                self.transfer, self._buffer, memory, own, self._clock, PeerReadCounters()
+            )
+            self.reader = PeerReader(target, engine)
+            self.reader.start()
+            engine.attach_transfers(CombinedTransfers(tiers, self.reader))
+        elif tiers is not None:
+            engine.attach_transfers(tiers)
+
+    def close(self) -> None:
+        """End all reads, here and by others; the memory lives on with its arrays."""
+        if self.reader is not None:
+            self.reader.stop()
+        with contextlib.suppress(TandemError):  # A peer that hangs keeps it until we end.
+            self.transfer.close(deadline_s=2.0)

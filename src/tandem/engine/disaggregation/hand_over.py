@@ -1,0 +1,253 @@
+"""One hand-over: the blocks of one request, read while the prefill instance still computes them.
+
+Rules that make a late, failed or foreign read harmless:
+
+- Bytes are read only from what an answer of the prefill instance named.
+- A block is taken only when every layer was read and, asked after that, the prefill instance says
+  that the block was still that one, in the same run of the request, and both sums agree.
+- It is not taken after the lease, as measured here, whatever the prefill instance says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.clock import Clock
+from tandem.core.errors import CorruptionError, DeadlineError, NotFoundError
+from tandem.core.wire import KvPeer
+from tandem.engine.disaggregation.counters import PeerReadCounters
+from tandem.engine.disaggregation.head_slices import sum_ranges
+from tandem.engine.disaggregation.messages import (
+    KvAnswer,
+    KvQuestion,
+    Run,
+    decode_answer,
+    digest_prompt,
+)
+from tandem.engine.disaggregation.peers import OpenPeer
+from tandem.engine.plan import BlockLoad
+from tandem.engine.request import Request
+from tandem.transfer import Buffer, Op, TransferEngine
+
+__all__ = ["HandOver", "ReadTarget"]
+
+READ_BATCH_BYTES = 64 << 20
+"""Bytes read at a time, one block at least; after each batch its blocks are verified and taken."""
+MAX_BATCH_BLOCKS = 256
+READ_DEADLINE_S = 10.0
+"""Of one batch."""
+CALL_DEADLINE_S = 5.0
+"""Of a question that is answered at once."""
+
+
+@dataclass(slots=True)
+class ReadTarget:
+    """Where blocks are read to, and with what."""
+
+    transfer: TransferEngine
+    pool: Buffer
+    """All blocks of this instance, registered with ``transfer``."""
+    memory: npt.NDArray[np.uint8]
+    """The same bytes."""
+    own: KvPeer
+    clock: Clock
+    counters: PeerReadCounters
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A block that has not been taken."""
+
+    load: BlockLoad
+    num_layers: int = 0
+    """Leading layers that were read, of the present run."""
+    source_id: int = -1
+    """The block that they were read from."""
+
+
+class HandOver:
+    """Reads the blocks of one request.
+
+    Args:
+        target: where they go.
+        peer: the prefill instance.
+        request: waits for them until ``wait_until_s``.
+        loads: of that request, in order.
+        take: called with the loads whose blocks are there, verified.
+    """
+
+    def __init__(
+        self,
+        target: ReadTarget,
+        peer: OpenPeer,
+        request: Request,
+        loads: Sequence[BlockLoad],
+        take: Callable[[list[BlockLoad]], None],
+    ) -> None:
+        assert request.prefill_kv is not None, f"{request.request_id} comes from no prefill"
+        self._target = target
+        self._peer = peer
+        self._until_s = request.wait_until_s
+        self._source_id = request.prefill_kv.handle.request_id
+        self._digest = digest_prompt(request)
+        self._pending = [_Pending(load) for load in loads]
+        self._take = take
+        self._all_layers = target.own.layout.num_layers
+        self._run: Run | None = None
+        self._block_ids: tuple[int, ...] = ()
+        self._answer = KvAnswer(run=None)
+
+    async def run(self) -> None:
+        """Go on until every block was taken.
+
+        When it ends, in whatever way, nothing writes into the blocks any more.
+
+        Raises: NotFoundError (the prefill has ended without a hold); DeadlineError (the lease);
+            CorruptionError; ConflictError (another prompt); as the transfer engine.
+        """
+        while self._pending:
+            self._note(await self._ask(self._remaining_s()))
+            for batch in self._list_batches():
+                await self._read(batch)
+                await self._verify(batch)
+                if self._answer.run is None:
+                    break  # Asked again, the instance says what has become of it.
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._until_s - self._target.clock.now_s()
+        if remaining_s <= 0:
+            raise DeadlineError("kv_peer.read", "the lease of the blocks has ended")
+        return remaining_s
+
+    async def _ask(self, deadline_s: float, verify: tuple[int, ...] = ()) -> KvAnswer:
+        own = self._target.own
+        question = KvQuestion(
+            request_id=self._source_id,
+            digest=self._digest,
+            run=self._run,
+            num_known=len(self._block_ids),
+            seen=(self._answer.num_complete, self._answer.num_layers),
+            verify=verify,
+            layout=own.layout,
+            first_head=own.first_head,
+        )
+        payload = msgspec.msgpack.encode(question)
+        answer = await self._target.transfer.call_async(
+            self._peer.segment, payload, deadline_s=deadline_s
+        )
+        return decode_answer(answer)
+
+    def _note(self, answer: KvAnswer) -> None:
+        """Take in how far the prefill is."""
+        if answer.run is None:
+            raise NotFoundError("kv_peer.ask", "the prefill has ended and its blocks are not held")
+        if answer.run != self._run:
+            self._run, self._block_ids = answer.run, ()
+            for pending in self._pending:
+                pending.num_layers = 0
+        block_ids = self._block_ids[: answer.first] + answer.block_ids
+        is_sound = (
+            len(block_ids) == answer.num_blocks >= answer.num_complete
+            and answer.num_layers <= self._all_layers
+            and all(block_id < self._peer.facts.num_blocks for block_id in answer.block_ids)
+            and not (answer.is_held and self._pending[-1].load.position >= answer.num_complete)
+        )
+        if not is_sound:
+            raise CorruptionError("kv_peer.ask", f"{self._peer.facts.name} answers nonsense")
+        self._block_ids, self._answer = block_ids, answer
+
+    def _count_readable(self, pending: _Pending) -> int:
+        """Leading layers of a block that may be read."""
+        position = pending.load.position
+        if position < self._answer.num_complete:
+            return self._all_layers
+        return self._answer.num_layers if position < self._answer.num_blocks else 0
+
+    def _list_batches(self) -> Iterator[list[_Pending]]:
+        """Cut what may be read, or was and is to be verified, into batches."""
+        size = self._target.own.block_bytes
+        limit = min(max(READ_BATCH_BYTES // size, 1), MAX_BATCH_BLOCKS)
+        num_complete = self._answer.num_complete
+        readable = [
+            pending
+            for pending in self._pending
+            if self._count_readable(pending) > pending.num_layers
+            or pending.load.position < num_complete
+        ]
+        for start in range(0, len(readable), limit):
+            yield readable[start : start + limit]
+
+    async def _read(self, batch: Sequence[_Pending]) -> None:
+        target, peer = self._target, self._peer
+        size, their_size = target.own.block_bytes, peer.facts.block_bytes
+        ranges: list[tuple[Buffer, int, int, int]] = []
+        for pending in batch:
+            source_id = self._block_ids[pending.load.position]
+            if source_id != pending.source_id:
+                pending.source_id, pending.num_layers = source_id, 0
+            ours, theirs = pending.load.block_id * size, peer.start + source_id * their_size
+            layers = range(pending.num_layers, self._count_readable(pending))
+            ranges += [
+                (target.pool, ours + each.target, theirs + each.source, each.length)
+                for each in peer.list_ranges(layers)
+            ]
+        if not ranges:
+            return
+        is_hidden = not self._answer.is_held
+        begin_s = target.clock.now_s()
+        deadline_s = min(READ_DEADLINE_S, self._remaining_s())
+        await target.transfer.submit_ranges(Op.READ, peer.segment, ranges, deadline_s=deadline_s)
+        seconds = target.clock.now_s() - begin_s
+        target.counters.read_bytes += sum(each[3] for each in ranges)
+        if is_hidden:
+            target.counters.hidden_seconds += seconds
+        else:
+            target.counters.exposed_seconds += seconds
+        for pending in batch:
+            pending.num_layers = self._count_readable(pending)
+
+    async def _verify(self, batch: Sequence[_Pending]) -> None:
+        """Take the blocks of a batch that are whole and still what they were."""
+        read = [
+            pending
+            for pending in batch
+            if pending.num_layers == self._all_layers
+            and pending.load.position < self._answer.num_complete
+        ]
+        if not read:
+            return
+        deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
+        answer = await self._ask(deadline_s, tuple(pending.load.position for pending in read))
+        self._remaining_s()
+        if answer.run != self._run or len(answer.verified) != len(read):
+            self._start_over()
+            return
+        good: list[_Pending] = []
+        damaged: list[_Pending] = []
+        for pending, (block_id, checksum) in zip(read, answer.verified, strict=True):
+            if block_id != pending.source_id:
+                self._start_over()
+            elif checksum == self._sum_up(pending.load.block_id):
+                good.append(pending)
+            else:
+                damaged.append(pending)
+        self._pending = [pending for pending in self._pending if pending not in good]
+        self._target.counters.read_blocks += len(good)
+        if good:
+            self._take([pending.load for pending in good])
+        if damaged:
+            raise CorruptionError(
+                "kv_peer.read", f"block {damaged[0].load.position} is not what the prefill has"
+            )
+
+    def _start_over(self) -> None:
+        """Ask anew which blocks there are; those that are the same need no second read."""
+        self._block_ids, self._answer = (), KvAnswer(run=None)
+
+    def _sum_up(self, block_id: int) -> int:
+        size = self._target.own.block_bytes
+        block = self._target.memory[block_id * size : (block_id + 1) * size]
+        return sum_ranges(block, [(0, size)])

@@ -1,0 +1,89 @@
+"""What a decode instance asks a prefill instance, and what that one answers.
+
+Both are msgpack in calls of the transfer engine, on the connection that the blocks come by.
+"""
+
+import hashlib
+from array import array
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import CorruptionError
+from tandem.core.kv_layout import KVLayout
+from tandem.engine.request import Request
+
+__all__ = ["KvAnswer", "KvQuestion", "Run", "decode_answer", "decode_question", "digest_prompt"]
+
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Run = tuple[NonNegativeInt, NonNegativeInt]
+"""One stay of a request in the blocks of its instance: the number of its arrival there, and how
+often it was preempted. In one run what was announced of a position stays true of it."""
+
+
+class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """How far is this prefill? Answered when it is further than ``seen``, or has ended."""
+
+    request_id: str
+    digest: bytes
+    """Of ``digest_prompt``: what the blocks have to be the KV of."""
+    run: Run | None = None
+    """The one that the asker has read blocks of."""
+    num_known: NonNegativeInt = 0
+    """Leading block ids of that run that the asker knows."""
+    seen: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """``KvAnswer.num_complete`` and ``num_layers`` of the last answer."""
+    verify: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=1024)] = ()
+    """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
+    layout: KVLayout
+    first_head: NonNegativeInt = 0
+    """What the asker's blocks hold, for ``verify``."""
+
+
+class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a prefill is: which blocks may be read."""
+
+    run: Run | None
+    """None: it has ended and its blocks are not held. What was read before and belongs to another
+    run, or was not verified, is void."""
+    is_held: bool = False
+    """The prefill has ended and its blocks are held."""
+    first: NonNegativeInt = 0
+    """Position of the first of ``block_ids``."""
+    block_ids: tuple[NonNegativeInt, ...] = ()
+    num_complete: NonNegativeInt = 0
+    """Leading blocks of which every layer may be read."""
+    num_blocks: NonNegativeInt = 0
+    """Leading blocks of which ``num_layers`` layers may be read, at least ``num_complete``."""
+    num_layers: NonNegativeInt = 0
+    verified: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
+    """For each position of ``verify``: which block is there now (equal ones are merged), and the
+    CRC-32C of the asker's heads in it, in the order of the asker's layout."""
+
+
+def digest_prompt(request: Request) -> bytes:
+    """Return what identifies the KV of a prompt: 32 bytes over identity, salt and tokens."""
+    return hashlib.sha256(request.root_key + array("q", request.prompt_ids).tobytes()).digest()
+
+
+def decode_question(payload: bytes) -> KvQuestion:
+    """Decode a peer's question.
+
+    Raises: CorruptionError.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=KvQuestion)
+    except msgspec.DecodeError as error:
+        raise CorruptionError("kv_peer.decode", f"not a question: {error}") from error
+
+
+def decode_answer(payload: bytes) -> KvAnswer:
+    """Decode a peer's answer.
+
+    Raises: CorruptionError.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=KvAnswer)
+    except msgspec.DecodeError as error:
+        raise CorruptionError("kv_peer.decode", f"not an answer: {error}") from error
