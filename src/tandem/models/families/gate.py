@@ -1,4 +1,4 @@
-"""The families we run, and what their configurations must say: the gate before any weight.
+"""The gate before any weight: what a configuration must say to be run here.
 
 A configuration that asks for something no operator here does (another architecture, another
 activation, an unknown quantization or RoPE) is refused by name. What passes is described by a
@@ -15,16 +15,17 @@ import msgspec
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.models.families.registry import FAMILIES, Family, find_family
 from tandem.models.hub import resolve_folder
 
 __all__ = [
     "ACTIVATIONS",
-    "FAMILIES",
     "LAYER_TYPES",
     "ROPE_TYPES",
     "Checkpoint",
-    "Family",
+    "head_dim_of",
     "open_checkpoint",
+    "read_json",
 ]
 
 MAX_JSON_BYTES = 16 << 20
@@ -41,41 +42,6 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 """Under which names configurations tell the number of routed experts."""
 CLOSE_NAME = 0.6
 """From this ratio of difflib on, two names are kin: qwen2 and qwen3 are, bert and llama are not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One model family, for its page and messages; sizes are read off its modules (``roles``)."""
-
-    model_type: str
-    architecture: str
-    has_qk_norm: bool = False
-    is_moe: bool = False
-    has_sinks: bool = False
-    expert_formats: tuple[str, ...] = ()
-    """Weight formats in which checkpoints may store experts, by ``quant_method``."""
-
-    @property
-    def is_all_moe(self) -> bool:
-        """Whether no layer has a dense MLP, so that ``intermediate_size`` is an expert's."""
-        return self.model_type == "gpt_oss"
-
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("llama", "LlamaForCausalLM"),
-        Family("qwen3", "Qwen3ForCausalLM", has_qk_norm=True),
-        Family("qwen3_moe", "Qwen3MoeForCausalLM", has_qk_norm=True, is_moe=True),
-        Family(
-            "gpt_oss",
-            "GptOssForCausalLM",
-            is_moe=True,
-            has_sinks=True,
-            expert_formats=("mxfp4",),
-        ),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +68,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     raw = read_json(folder / "config.json")
     family = _check_family(raw)
     config = _build_config(raw, family)
-    _check_config(config)
+    _check_config(config, family)
     generation = folder / "generation_config.json"
     generation = read_json(generation) if generation.exists() else {}
     name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
@@ -162,9 +128,9 @@ def _check_family(raw: dict[str, Any]) -> Family:
             f"{model_type} is an encoder-decoder: only decoders run here, {hint}",
             "is_encoder_decoder",
         )
-    if model_type not in FAMILIES:
+    family = find_family(model_type)
+    if family is None:
         raise _refuse(f"model_type {model_type!r} is not supported: {hint}", "model_type")
-    family = FAMILIES[model_type]
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise _refuse(
@@ -199,7 +165,7 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        return CONFIG_MAPPING[family.model_type].from_dict(dict(raw))
+        return CONFIG_MAPPING[family.config_type or family.model_type].from_dict(dict(raw))
     except (
         StrictDataclassFieldValidationError,
         StrictDataclassClassValidationError,
@@ -213,7 +179,10 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
         raise ConfigError("models.check_config", f"config.json is not valid: {text}") from error
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: Any, family: Family) -> None:
+    problem = None if family.find_problem is None else family.find_problem(config)
+    if problem is not None:
+        raise _refuse(problem[1], problem[0])
     _check_bounds(config)
     window = getattr(config, "sliding_window", None)
     if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):

@@ -1,0 +1,52 @@
+"""The families that were proved in CI, and what is special to the few that differ.
+
+A family without a file of its own is a ``Family`` of defaults: its operators are found by the roles
+of its modules (``tandem.models.roles``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.models.families import gpt_oss
+
+__all__ = ["FAMILIES", "Family", "find_family"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is special to a family; sizes are read off its modules (``tandem.models.roles``)."""
+
+    model_type: str
+    config_type: str = ""
+    """The ``model_type`` of transformers that reads its configuration; empty is its own."""
+    is_moe: bool = False
+    """Whether it has routed experts: for the nearest family that a refusal names."""
+    expert_formats: tuple[str, ...] = ()
+    """Weight formats in which checkpoints may store experts, by ``quant_method``."""
+    find_problem: Callable[[Any], tuple[str, str] | None] | None = None
+    """Given transformers' configuration, returns (field, what) that does not run; None: nothing."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that generates text; empty if it knows none."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.config_type or self.model_type, "")
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama"),
+        Family(model_type="qwen3"),
+        Family(model_type="qwen3_moe", is_moe=True),
+        Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
+    )
+}
+"""The families of ``docs/reference/models.md``, by ``model_type``."""
+
+
+def find_family(model_type: str) -> Family | None:
+    """Return the family of a ``model_type``; None where nothing here runs it."""
+    return FAMILIES.get(model_type)
