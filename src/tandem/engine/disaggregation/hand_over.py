@@ -134,9 +134,7 @@ class HandOver:
             first_head=own.first_head,
         )
         payload = msgspec.msgpack.encode(question)
-        answer = await self._target.port.call(
-            self._peer.pool, payload, deadline_s=deadline_s
-        )
+        answer = await self._target.port.call(self._peer.pool, payload, deadline_s=deadline_s)
         return decode_answer(answer)
 
     def _note(self, answer: KvAnswer) -> None:
