@@ -81,7 +81,8 @@ try:
         sample_tokens,
         seal_objects,
         split_capacity,
-        swiglu,
+        gate,
+        soft_cap,
         view_new_bytes,
     )
 except ImportError as error:
@@ -164,6 +165,7 @@ __all__ = [
     "sample_tokens",
     "seal_objects",
     "split_capacity",
-    "swiglu",
+    "gate",
+    "soft_cap",
     "view_new_bytes",
 ]

@@ -103,6 +103,7 @@ def read_matrix(
     in_features: int,
     *,
     has_bias: bool = False,
+    order: Tensor | None = None,
 ) -> Matrix:
     """Read the matrix whose outputs are those of ``parts``, one after the other.
 
@@ -114,6 +115,7 @@ def read_matrix(
         parts: (checkpoint name of the linear module, outputs).
         in_features: K.
         has_bias: of all parts alike.
+        order: int64 [N]: which output of the checkpoint becomes which of the matrix.
 
     Raises: what the reader raises; as ``PackedLinear``.
     """
@@ -122,6 +124,8 @@ def read_matrix(
     is_packed = settings.weight_format is not None
     weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
     bias = read_rows(reader, biases) if has_bias else None
+    if order is not None:
+        weight, bias = weight[order], None if bias is None else bias[order]
     return make_matrix(owner, name, settings, weight, bias)
 
 
