@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tandem.core.errors import CorruptionError
 from tandem.models import weight_digest
 from tandem.models.convert import convert_model
+from tandem.models.sources.containers import open_source
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
-from tandem.models.weights import WeightSource
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 def hash_folder(folder, cache=None, threads=2):
     with (
-        WeightSource(folder) as source,
+        open_source(folder) as source,
         WeightHasher(source.entries, num_threads=threads, cache=cache) as hasher,
     ):
         return hasher.result(), hasher.num_bytes
@@ -73,7 +73,7 @@ def test_the_digest_is_what_the_docstring_says(folder):
 def test_one_bit_anywhere_in_a_fused_tensor_counts(folder, offset):
     """The samples of earlier versions, 4 KiB at start, middle and end, missed most of them."""
     before = hash_folder(folder)[0]
-    with WeightSource(folder) as source:
+    with open_source(folder) as source:
         entry = source.entries["experts.down_proj"]
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(entry.begin + offset)
@@ -166,7 +166,7 @@ def test_a_folder_that_takes_no_record_is_said(folder, tmp_path, caplog):
 def test_weights_that_change_meanwhile_are_refused(folder, tmp_path):
     cache = DigestCache(tmp_path / "digests", folder)
     path = folder / "model.safetensors"
-    with WeightSource(folder) as source:
+    with open_source(folder) as source:
         hasher = WeightHasher(source.entries, num_threads=1, cache=cache)
         with hasher:
             os.truncate(path, path.stat().st_size + 1)
@@ -184,7 +184,7 @@ def test_weights_that_change_meanwhile_are_refused(folder, tmp_path):
 def test_progress_ends_at_all_bytes(folder):
     seen = []
     with (
-        WeightSource(folder) as source,
+        open_source(folder) as source,
         WeightHasher(source.entries, num_threads=2, cache=None) as hasher,
     ):
         digest = hasher.result(lambda done, total, what: seen.append((done, total)))

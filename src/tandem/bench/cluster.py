@@ -157,7 +157,8 @@ class _Instance:
         stored = 0
         if self.tier is not None:
             missing = self.engine.find_missing_blocks(request)
-            stored = missing.num_cached + asyncio.run(self.tier.count_stored(missing.keys))
+            found = asyncio.run(self.tier.count_stored(missing.keys))
+            stored = missing.num_cached + (found or 0)
         self.engine.add(request, num_stored_blocks=stored)
         first_s, tokens, cached = 0.0, list[int](), 0
         while self.engine.is_live(request.request_id):

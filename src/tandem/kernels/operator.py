@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+
 __all__ = ["Operator", "WeightReader", "allocate_scratch", "freeze", "read_rows"]
 
 
@@ -28,6 +30,26 @@ class WeightReader(Protocol):
             NotFoundError: the checkpoint has no such tensor.
             ShapeError: its shape is not that of ``out``, or its dtype is not floating.
             CorruptionError: its bytes are not all there.
+        """
+        ...
+
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return the format in which ``read_packed`` gives ``name``; marks nothing as used.
+
+        None where the checkpoint stores values, or codes that none of our formats holds.
+        """
+        ...
+
+    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+        """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
+
+        Outputs come first, whichever way around ``read_into`` gives the values.
+
+        Args:
+            name: of the weight.
+            expert_id: which expert, where the checkpoint has those of a layer in one tensor.
+
+        Raises: as ``read_into``; UnsupportedError if there is no such format.
         """
         ...
 

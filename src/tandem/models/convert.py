@@ -16,7 +16,7 @@ from tandem.models.loader import make_settings, open_weights
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.planner import plan_model
 from tandem.models.skeleton import build_skeleton
-from tandem.models.weights import Progress
+from tandem.models.sources.source import Progress
 
 __all__ = ["ConvertReport", "convert_model"]
 

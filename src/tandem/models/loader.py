@@ -33,8 +33,9 @@ from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.injection import apply_plan, require_no_meta
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.skeleton import build_skeleton
+from tandem.models.sources.containers import open_source
+from tandem.models.sources.source import Progress, WeightSource
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
-from tandem.models.weights import Progress, WeightSource
 
 __all__ = ["CausalModel", "load_model", "make_kv_layout", "make_settings", "open_weights"]
 
@@ -228,7 +229,7 @@ def open_weights(
         stack: closes all three.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
-    source = WeightSource(folder, dtype=dtype, device=plan.device, progress=progress)
+    source = open_source(folder, dtype=dtype, device=plan.device, progress=progress)
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)

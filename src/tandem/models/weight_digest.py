@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,7 +28,7 @@ from tandem.models.packed_cache import find_risk
 if TYPE_CHECKING:
     from typing import Self
 
-    from tandem.models.weights import TensorEntry
+    from tandem.models.sources.source import TensorEntry
 
 __all__ = ["DigestCache", "WeightHasher", "name_packed_source"]
 
@@ -174,7 +174,7 @@ class WeightHasher:
     """
 
     def __init__(
-        self, entries: dict[str, "TensorEntry"], *, num_threads: int, cache: DigestCache | None
+        self, entries: "Mapping[str, TensorEntry]", *, num_threads: int, cache: DigestCache | None
     ) -> None:
         self._entries = entries
         paths = {entry.path for entry in entries.values()}

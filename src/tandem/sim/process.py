@@ -40,13 +40,13 @@ class Process:
         self.loop = loop
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
-        self.methods: dict[str, tuple[Handler, type, type]] = {}
+        self.methods: dict[str, tuple[Handler, type[Any], type[Any]]] = {}
         """What it answers: handler, type of the request, type of the answer."""
         self.tasks: list[asyncio.Task[Any]] = []
         """In order: a set would make a run depend on addresses. Some may be done."""
         self._max_tasks = MANY_TASKS
 
-    def serve(self, methods: Iterable[tuple[str, Handler, type, type]]) -> None:
+    def serve(self, methods: Iterable[tuple[str, Handler, type[Any], type[Any]]]) -> None:
         """Answer these: name, handler, type of the request, type of the answer."""
         for name, handler, request_type, response_type in methods:
             self.methods[name] = (handler, request_type, response_type)

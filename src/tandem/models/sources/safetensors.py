@@ -11,9 +11,7 @@ loading, every tensor was used or is known to be harmless. Pickles are never ope
 
 import json
 import mmap
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Self, TypeGuard
@@ -28,9 +26,13 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.models.codecs.codec import Codec
+from tandem.models.codecs.mxfp4 import Mxfp4Codec
 from tandem.models.families import read_json
+from tandem.models.sources.source import Progress, TensorEntry, UseLedger
 
-__all__ = ["TensorEntry", "WeightSource"]
+__all__ = ["SafetensorsSource", "read_header"]
 
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the format's own library."""
@@ -55,37 +57,6 @@ OTHER_DTYPE_BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-
-HARMLESS_EXTRAS = {
-    r"\.rotary_emb\.inv_freq$": "RoPE frequencies, which are computed from the configuration",
-    r"\.self_attn\.masked_bias$|\.self_attn\.bias$": "the causal mask of an old checkpoint",
-}
-"""Tensors of a checkpoint that no operator needs, as patterns, and why."""
-
-BYTES = {"U8": torch.uint8}
-
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the two tensors of a weight in mxfp4, as gpt-oss's checkpoints have them."""
-
-GROUP_SIZE = 32
-"""Inputs that share a scale in mxfp4."""
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""What the codes of a positive float of 4 bits stand for."""
-
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor is: byte range within ``path``, header already skipped."""
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def _corrupt(path: Path, what: str) -> CorruptionError:
@@ -142,23 +113,6 @@ def _read_entry(path: Path, name: str, raw: object, base: int) -> TensorEntry:
     return TensorEntry(name, path, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """Return the float32 weights of OCP microscaling blocks, [N, K].
-
-    Args:
-        blocks: uint8 [N, K / 32, 16]: byte i holds input 2 i in its low half, 2 i + 1 in its high.
-        exponents: uint8 [N, K / 32]: e8m0, so 127 is a scale of 1, and 255 is NaN.
-    """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2).int()
-    values = torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
-    # By their bits, which are a float's own exponent; torch's powers need not be exact.
-    bits = exponents.int() << 23
-    bits[exponents == 0] = 1 << 22
-    bits[exponents == 255] = 0x7FC0_0000
-    scales = bits.view(torch.float32)
-    return (values * scales[..., None]).flatten(1)
-
-
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list)
@@ -210,8 +164,8 @@ def _list_files(folder: Path) -> list[Path]:
     raise NotFoundError("models.open_weights", f"no *.safetensors file in {folder}")
 
 
-class WeightSource:
-    """All tensors of a checkpoint folder; a ``WeightReader`` for operators.
+class SafetensorsSource:
+    """The tensors of a checkpoint folder; see ``WeightSource``.
 
     Not thread-safe. Use as a context manager: files are mapped while it is open.
 
@@ -249,10 +203,8 @@ class WeightSource:
                     )
                 self.entries[name] = entry
         self._check_index()
-        self.total_bytes = sum(entry.end - entry.begin for entry in self.entries.values())
-        self._progress = progress
-        self._used: set[str] = set()
-        self._done_bytes = 0
+        self._ledger = UseLedger(self.entries, progress)
+        self._codecs: tuple[Codec, ...] = (Mxfp4Codec(),)
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __enter__(self) -> Self:
@@ -279,22 +231,37 @@ class WeightSource:
                 )
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``, as it is or in blocks of mxfp4."""
-        return name in self.entries or f"{name}{BLOCKS}" in self.entries
+        """Whether the checkpoint holds ``name``, as it is or coded."""
+        return name in self.entries or self._find_codec(name) is not None
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into ``out``; see ``tandem.kernels.operator.WeightReader``.
+        """Copy or decode a tensor into ``out``; see ``WeightReader``."""
+        codec = self._find_codec(name)
+        if codec is None:
+            out.copy_(self.view(name, DTYPES, tuple(out.shape)))
+        else:
+            codec.read_into(self, name, out)
 
-        Experts that are stored in blocks of mxfp4, ``{name}_blocks`` and ``{name}_scales``, are
-        decoded: exactly, in float32 and bfloat16.
-        """
-        if name not in self.entries and f"{name}{BLOCKS}" in self.entries:
-            self._decode_into(name, out)
-            return
-        out.copy_(self._view(name, DTYPES, tuple(out.shape)))
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return our format that a weight's codes are in; see ``WeightReader``."""
+        codec = self._find_codec(name)
+        return None if codec is None else codec.find_format(self, name)
 
-    def _view(self, name: str, dtypes: dict[str, torch.dtype], shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as it is stored, not copied; marks it as used."""
+    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+        """Return a weight's codes; see ``WeightReader``."""
+        codec = self._find_codec(name)
+        if codec is None:
+            what = f"tensor {name!r} has no codes: read its values"
+            raise UnsupportedError("models.read_weights", what)
+        return codec.read_packed(self, name, expert_id)
+
+    def _find_codec(self, name: str) -> Codec | None:
+        return next((codec for codec in self._codecs if codec.holds(self, name)), None)
+
+    def view(
+        self, name: str, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return a tensor as it is stored, not copied; see ``StoredTensors``."""
         entry = self.entries.get(name)
         where = "models.read_weights"
         if entry is None:
@@ -307,65 +274,27 @@ class WeightSource:
                 f"tensor {name!r} in {entry.path.name} has dtype {entry.dtype}: "
                 f"need one of {', '.join(dtypes)}",
             )
+        shape = entry.shape if shape is None else shape
         if entry.shape != shape:
             raise ShapeError(
                 where,
                 f"tensor {name!r} in {entry.path.name} has shape {list(entry.shape)}: "
                 f"the configuration needs {list(shape)}",
             )
-        self._mark_used(entry)
+        self._ledger.mark(name)
         dtype, count = dtypes[entry.dtype], prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
         data = self._map(entry.path)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin).view(shape)
 
-    def _decode_into(self, name: str, out_EKN: Tensor) -> None:
-        """Decode experts stored as [E, N, K / 32, 16] blocks and [E, N, K / 32] scales."""
-        count, inputs, outputs = out_EKN.shape
-        groups = inputs // GROUP_SIZE
-        blocks = self._view(f"{name}{BLOCKS}", BYTES, (count, outputs, groups, GROUP_SIZE // 2))
-        scales = self._view(f"{name}{SCALES}", BYTES, (count, outputs, groups))
-        # One expert at a time: in float32 they take eight times what is stored.
-        for out_KN, codes, exponents in zip(out_EKN, blocks, scales, strict=True):
-            out_KN.copy_(decode_mxfp4(codes, exponents).t())
-
     def skip(self, prefix: str) -> None:
-        """Mark tensors as used; see ``tandem.kernels.operator.WeightReader``."""
-        for name, entry in self.entries.items():
-            if name.startswith(prefix):
-                self._mark_used(entry)
+        """Mark tensors as used; see ``WeightReader``."""
+        self._ledger.skip(prefix)
 
-    def _mark_used(self, entry: TensorEntry) -> None:
-        if entry.name in self._used:
-            return
-        self._used.add(entry.name)
-        self._done_bytes += entry.end - entry.begin
-        if self._progress is not None:
-            self._progress(self._done_bytes, self.total_bytes, entry.name)
-
-    def check_all_used(self, harmless: dict[str, str]) -> dict[str, str]:
-        """Return {name: why} of the tensors nobody read.
-
-        Args:
-            harmless: exact names that this model has no use for, and why.
-
-        Raises:
-            ConfigError: a tensor was not used and is not known to be harmless.
-        """
-        unused: dict[str, str] = {}
-        for name in sorted(self.entries.keys() - self._used):
-            reasons = [why for p, why in HARMLESS_EXTRAS.items() if re.search(p, name)]
-            if name in harmless:
-                reasons.append(harmless[name])
-            if not reasons:
-                raise ConfigError(
-                    "models.read_weights",
-                    f"tensor {name!r} in {self.entries[name].path.name} belongs to no module of "
-                    "the model: the configuration does not fit the weights",
-                )
-            unused[name] = reasons[0]
-        return unused
+    def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
+        """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
+        return self._ledger.check(harmless)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
         """Whether reading in ``dtype`` rounds no stored tensor."""

@@ -1,0 +1,644 @@
+"""What becomes of one request of a cluster: inputs in, actions out, by the rows of ``TABLE``.
+
+Owns the facts that the table does not have: the tokens sent so far, the ids of the requests at
+instances, how often it failed. Tokens so far, seed and prompt are all that another instance needs
+to go on with the very same tokens, so every failure before the last token has an answer.
+
+Pure and single-threaded; time is an argument. The caller executes the actions in order and tells
+the outcome of each by another input; inputs that belong to a leg which is over are ignored.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.core.errors import ERROR_CODES, PeerLostError, TandemError, make_error
+from tandem.core.wire import (
+    AddRequest,
+    Continuation,
+    ContinueRequest,
+    FinishReason,
+    KvHandle,
+    PrefillKv,
+    RequestOutput,
+    SamplingParams,
+)
+from tandem.engine.cluster.table import ENDS, TABLE, Deadline, Event, Held, State, Step
+
+__all__ = [
+    "Action",
+    "Alone",
+    "Cancel",
+    "Continue",
+    "Continued",
+    "Deliver",
+    "DropLeg",
+    "Fail",
+    "InstanceRef",
+    "Leg",
+    "LegFailed",
+    "LegOutput",
+    "Limits",
+    "NoRoute",
+    "Note",
+    "Pair",
+    "Place",
+    "ReleaseLeg",
+    "RequestMachine",
+    "Submit",
+]
+
+MAX_LEASE_S = 3600.0
+"""The longest that the wire allows; the longest wait for a prefill."""
+GRACE_S = 2.0
+"""After the time limit of a request: its instance ends it first, and tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRef:
+    """One run of an instance."""
+
+    name: str
+    incarnation: int
+    """Another one after each restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A request at an instance on behalf of ours."""
+
+    leg_id: str
+    """Its request id there; unique over all legs of all requests."""
+    instance: InstanceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a request.
+
+    Attributes:
+        lease_s: how long a prefill's blocks are held.
+        recovery_s: how long a request waits for an instance to come back.
+        max_attempts: fallbacks before it fails for good.
+    """
+
+    lease_s: float = 30.0
+    recovery_s: float = 60.0
+    max_attempts: int = 5
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The policy's answer: prefill here, decode there; or, while blocks are held, decode there.
+
+    Attributes:
+        prefill: None while blocks are held already.
+        decode: None: chosen when the prefill is over.
+    """
+
+    prefill: InstanceRef | None
+    decode: InstanceRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The policy's answer: all of it on one instance."""
+
+    instance: InstanceRef
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoute:
+    """The policy's answer: no instance that runs is left to be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegOutput:
+    """An instance sent an output; one with ``FinishReason.ERROR`` counts by its error code."""
+
+    leg_id: str
+    output: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """A request was refused by an instance, or could not be sent."""
+
+    leg_id: str
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Whether a decode instance took a continuation; a call that failed counts as no."""
+
+    leg_id: str
+    is_taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants the answer any more."""
+
+
+Input = Pair | Alone | NoRoute | LegOutput | LegFailed | Continued | Cancel
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Ask the policy, and answer with ``Pair``, ``Alone`` or ``NoRoute``.
+
+    Attributes:
+        is_held: blocks are held: only ``Pair(None, decode)`` or ``NoRoute``, and at once. Else the
+            answer may wait until an instance comes back.
+        avoid: runs of instances that refused or lost this request.
+        prefill: where its blocks are held, or its prompt was last computed; None: nowhere.
+        needs_decode: False: there is nothing to generate after the first token.
+        is_resumed: tokens were sent already: a ``Pair`` names both instances.
+    """
+
+    is_held: bool
+    avoid: frozenset[InstanceRef]
+    prefill: InstanceRef | None
+    needs_decode: bool
+    is_resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send a request to an instance."""
+
+    leg: Leg
+    request: AddRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Send a continuation; answer with ``Continued``."""
+
+    leg: Leg
+    message: ContinueRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DropLeg:
+    """Cancel a request at an instance; nothing that it still says matters."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLeg:
+    """Release the blocks held for an ended prefill; harmless if there are none."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Pass an output to the client; the last has a finish reason."""
+
+    output: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the request with an error."""
+
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Count a fallback."""
+
+    reason: str
+
+
+Action = Place | Submit | Continue | DropLeg | ReleaseLeg | Deliver | Fail | Note
+
+
+@dataclass(slots=True)
+class _PromptFacts:
+    """Of the first output that was delivered; the client sees no other."""
+
+    prompt_len: int
+    cached_len: int
+
+
+@dataclass(slots=True)
+class _Happened:
+    """The input that is being taken, as far as steps need it."""
+
+    route: Pair | Alone | None = None
+    output: RequestOutput | None = None
+    error: TandemError | None = None
+    reason: str = ""
+    actions: list[Action] = field(default_factory=list["Action"])
+
+
+class RequestMachine:
+    """One request.
+
+    Args:
+        request: as the server made it, with a concrete seed; its id is that of all outputs.
+        limits: of the cluster.
+        now_s: when it arrived.
+    """
+
+    def __init__(self, request: AddRequest, limits: Limits, now_s: float) -> None:
+        assert request.sampling.seed is not None, "a retry must draw the same tokens"
+        self._request = request
+        self._limits = limits
+        timeout_s = math.inf if request.timeout_s is None else request.timeout_s
+        self._end_s = now_s + timeout_s
+        self._entered_s = now_s
+        self._hold_end_s = math.inf
+        self._now_s = now_s
+        self._num_legs = 0
+        self._prefill: Leg | None = None
+        """Of the request that prefills, then of its hold."""
+        self._decode: Leg | None = None
+        self._last_prefill: InstanceRef | None = None
+        self._handle: KvHandle | None = None
+        self._tokens: list[int] = []
+        """Sent to the client so far."""
+        self._facts: _PromptFacts | None = None
+        self._kept: list[RequestOutput] = []
+        self._avoid: set[InstanceRef] = set()
+        self._error: TandemError | None = None
+        self._happened = _Happened()
+        self.state = State.PLACING
+        self.num_fallbacks = 0
+        self._steps: Mapping[Step, Callable[[], None]] = {
+            Step.PLACE: lambda: self._place(is_held=False),
+            Step.PLACE_DECODE: lambda: self._place(is_held=True),
+            Step.SUBMIT_PREFILL: self._submit_prefill,
+            Step.SUBMIT_WAITING: lambda: self._submit_reader(awaits_continuation=True),
+            Step.SUBMIT_REJOINING: lambda: self._submit_reader(awaits_continuation=False),
+            Step.SUBMIT_DECODE: self._submit_decode,
+            Step.SUBMIT_ALONE: self._submit_alone,
+            Step.SEND_CONTINUATION: self._send_continuation,
+            Step.DELIVER: self._deliver,
+            Step.KEEP: self._keep,
+            Step.TAKE_KEPT: lambda: None,  # Once the next state is entered.
+            Step.DISCARD_KEPT: self._discard_kept,
+            Step.DROP_PREFILL: self._drop_prefill,
+            Step.DROP_DECODE: self._drop_decode,
+            Step.RELEASE: self._release,
+            Step.COUNT: self._count,
+            Step.END_TIMEOUT: lambda: self._end(FinishReason.DEADLINE),
+            Step.END_CANCELLED: lambda: self._end(FinishReason.CANCELLED),
+            Step.FAIL: self._fail,
+        }
+
+    @property
+    def request(self) -> AddRequest:
+        """As it was given."""
+        return self._request
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the client has its last output or error."""
+        return self.state in (State.ENDED, State.FAILED)
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens sent to the client."""
+        return len(self._tokens)
+
+    @property
+    def held(self) -> dict[Held, Leg]:
+        """What it has at instances, by kind."""
+        legs = {Held.PREFILL: self._prefill, Held.HOLD: self._prefill, Held.DECODE: self._decode}
+        held: dict[Held, Leg] = {}
+        for kind in TABLE[self.state].held:
+            leg = legs[kind]
+            assert leg is not None, f"{self._request.request_id} is {self.state} without {kind}"
+            held[kind] = leg
+        return held
+
+    @property
+    def deadline_s(self) -> float:
+        """When ``tick`` must be called; ``inf`` only at the end or without a time limit."""
+        match TABLE[self.state].deadline:
+            case Deadline.REQUEST:
+                return self._end_s + GRACE_S
+            case Deadline.RECOVERY:
+                return min(self._entered_s + self._limits.recovery_s, self._end_s)
+            case Deadline.LEASE:
+                return min(self._hold_end_s, self._end_s)
+            case Deadline.NONE:
+                return math.inf
+
+    def start(self, now_s: float) -> list[Action]:
+        """Return the first actions; once."""
+        self._begin(now_s)
+        self._place(is_held=False)
+        return self._happened.actions
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Take in that time has passed."""
+        self._begin(now_s)
+        if now_s >= self.deadline_s:
+            if now_s >= self._end_s:
+                self._fire(Event.TIMEOUT)
+            elif TABLE[self.state].deadline is Deadline.LEASE:
+                self._happened.reason = "lease_ended"
+                self._fire(Event.LEASE_ENDED)
+            else:
+                self._fire(Event.RECOVERY_ENDED)
+        return self._happened.actions
+
+    def take(self, message: Input, now_s: float) -> list[Action]:
+        """Take in what happened; return what is to be done, in this order."""
+        self._begin(now_s)
+        if not self.is_over:
+            self._take(message)
+        return self._happened.actions
+
+    def _begin(self, now_s: float) -> None:
+        self._now_s = now_s
+        self._happened = _Happened()
+
+    def _take(self, message: Input) -> None:
+        match message:
+            case Cancel():
+                self._fire(Event.CANCEL)
+            case Pair() | Alone():
+                self._take_route(message)
+            case NoRoute():
+                self._happened.reason = "no_decode_instance"
+                if self.state is State.HELD:
+                    self._fire(Event.NO_ROUTE)
+                elif self.state is State.PLACING:
+                    self._fire(Event.REFUSED)
+            case LegOutput(leg_id=leg_id, output=output):
+                self._take_output(leg_id, output)
+            case LegFailed(leg_id=leg_id, error=error):
+                self._take_failure(leg_id, error, is_refusal=True)
+            case Continued(leg_id=leg_id, is_taken=is_taken):
+                if self._is_decode(leg_id) and self.state is State.CONTINUING:
+                    self._happened.reason = "decode_started_alone"
+                    self._fire(Event.CONTINUED if is_taken else Event.NOT_CONTINUED)
+
+    def _take_route(self, route: Pair | Alone) -> None:
+        self._happened.route = route
+        if self.state is State.HELD and isinstance(route, Pair):
+            self._fire(Event.DECODE)
+        elif self.state is not State.PLACING:
+            return
+        elif isinstance(route, Alone):
+            self._fire(Event.ALONE)
+        elif self._tokens:
+            self._fire(Event.REJOIN)
+        else:
+            self._fire(Event.LATE_PAIR if route.decode is None else Event.PAIR)
+
+    def _take_output(self, leg_id: str, output: RequestOutput) -> None:
+        if output.finish_reason is FinishReason.ERROR:
+            code = output.error_code if output.error_code is not None else "internal"
+            text = output.error_text if output.error_text is not None else "the engine failed"
+            self._happened.output = output
+            self._take_failure(leg_id, make_error(code, "engine.run", text), is_refusal=False)
+            return
+        self._happened.output = output
+        if self._is_prefill(leg_id):
+            is_held = output.finish_reason is FinishReason.PREFILLED
+            if output.finish_reason is None:
+                return  # It has no output before its end.
+            if is_held:
+                self._handle = output.kv_handle
+                self._hold_end_s = self._now_s + self._limits.lease_s
+            self._happened.reason = f"prefill_{output.finish_reason}"
+            self._fire(Event.PREFILLED if is_held else Event.PREFILL_ENDED)
+        elif self._is_decode(leg_id):
+            is_last = output.finish_reason is not None and self.state is not State.CONTINUING
+            self._happened.reason = "decode_started_alone"
+            self._fire(Event.OUTPUT_ENDED if is_last else Event.OUTPUT)
+
+    def _take_failure(self, leg_id: str, error: TandemError, *, is_refusal: bool) -> None:
+        """Take in the end of a leg by an error: other instances may do better, or they may not."""
+        is_retryable = ERROR_CODES.get(error.code, TandemError).retryable
+        self._happened.error = error
+        if self._is_prefill(leg_id):
+            self._happened.reason = f"prefill_{error.code}"
+            self._fire(Event.PREFILL_LOST if is_retryable else Event.PREFILL_ENDED)
+        elif self._is_decode(leg_id):
+            self._happened.reason = f"decode_{error.code}"
+            # One that cannot read the blocks says nothing about those that can.
+            has_pair = is_refusal and self.state is not State.SERVING
+            is_lost = is_retryable or has_pair or self.state is State.CONTINUING
+            self._fire(Event.DECODE_LOST if is_lost else Event.OUTPUT_ENDED)
+
+    def _is_prefill(self, leg_id: str) -> bool:
+        return Held.PREFILL in TABLE[self.state].held and self.held[Held.PREFILL].leg_id == leg_id
+
+    def _is_decode(self, leg_id: str) -> bool:
+        return Held.DECODE in TABLE[self.state].held and self.held[Held.DECODE].leg_id == leg_id
+
+    def _fire(self, event: Event) -> None:
+        """Leave the state by an exit."""
+        way = TABLE[self.state].exits[event]
+        if event is Event.PREFILL_LOST:
+            self._blame(self._prefill)
+        elif event is Event.DECODE_LOST:
+            self._blame(self._decode)
+        ended = ENDS.get(event)
+        if ended is Held.DECODE:
+            self._decode = None
+        elif ended is not None and event is not Event.PREFILLED:
+            self._prefill = None
+        # Before the steps: what they ask for is answered in the next state.
+        self.state, self._entered_s = way.to, self._now_s
+        for step in way.steps:
+            self._steps[step]()
+        if Step.TAKE_KEPT in way.steps:
+            kept, self._kept = self._kept, []
+            leg = self._decode
+            for output in kept:
+                assert leg is not None
+                self._take_output(leg.leg_id, output)
+
+    def _blame(self, leg: Leg | None) -> None:
+        assert leg is not None
+        self._avoid.add(leg.instance)
+        self._error = self._happened.error
+
+    # ---------------------------------------------------------------- steps
+
+    def _act(self, action: Action) -> None:
+        self._happened.actions.append(action)
+
+    def _place(self, *, is_held: bool) -> None:
+        if self.num_fallbacks >= self._limits.max_attempts:
+            self._happened.reason = "too_many_attempts"
+            self._fire(Event.NO_ROUTE if is_held else Event.REFUSED)
+            return
+        self._act(
+            Place(
+                is_held=is_held,
+                avoid=frozenset(self._avoid),
+                prefill=self._last_prefill,
+                needs_decode=self._request.sampling.max_tokens > 1,
+                is_resumed=bool(self._tokens),
+            )
+        )
+
+    def _make_leg(self, kind: str, instance: InstanceRef) -> Leg:
+        self._num_legs += 1
+        return Leg(f"{self._request.request_id}-{self._num_legs}{kind}", instance)
+
+    def _submit_prefill(self) -> None:
+        route = self._happened.route
+        assert isinstance(route, Pair), route
+        assert route.prefill is not None, route
+        if self._prefill is None:
+            self._prefill = self._make_leg("p", route.prefill)
+        self._last_prefill = route.prefill
+        self._submit(
+            self._prefill,
+            prefill_lease_s=self._limits.lease_s,
+            sampling=self._request.sampling if not self._tokens else self._decode_sampling(),
+        )
+
+    def _submit_reader(self, *, awaits_continuation: bool) -> None:
+        """Send the request to the instance that reads blocks while they are computed."""
+        route = self._happened.route
+        assert isinstance(route, Pair), route
+        assert route.prefill is not None, route
+        assert route.decode is not None, route
+        # The id is needed here, before the request is sent.
+        self._prefill = self._make_leg("p", route.prefill)
+        self._decode = self._make_leg("d", route.decode)
+        wait_s = min(max(self._end_s - self._now_s, 1.0), MAX_LEASE_S)
+        handle = KvHandle(
+            request_id=self._prefill.leg_id,
+            num_tokens=len(self._request.prompt_ids),
+            lease_s=wait_s,
+        )
+        self._submit(
+            self._decode,
+            sampling=self._decode_sampling(),
+            kv_source=PrefillKv(instance=route.prefill.name, handle=handle),
+            awaits_continuation=awaits_continuation,
+            continuation=None if awaits_continuation else self._make_continuation(),
+        )
+
+    def _submit_decode(self) -> None:
+        route = self._happened.route
+        assert isinstance(route, Pair), route
+        assert route.decode is not None, route
+        assert self._handle is not None
+        assert self._prefill is not None
+        self._decode = self._make_leg("d", route.decode)
+        left_s = max(self._hold_end_s - self._now_s, 0.001)
+        handle = msgspec.structs.replace(self._handle, lease_s=min(left_s, MAX_LEASE_S))
+        self._submit(
+            self._decode,
+            sampling=self._decode_sampling(),
+            kv_source=PrefillKv(instance=self._prefill.instance.name, handle=handle),
+            continuation=self._make_continuation(),
+        )
+
+    def _submit_alone(self) -> None:
+        route = self._happened.route
+        assert isinstance(route, Alone), route
+        self._decode = self._make_leg("a", route.instance)
+        self._submit(
+            self._decode,
+            sampling=self._decode_sampling() if self._tokens else self._request.sampling,
+            continuation=self._make_continuation() if self._tokens else None,
+        )
+
+    def _submit(self, leg: Leg, **fields: object) -> None:
+        timeout_s = None
+        if self._end_s < math.inf:
+            timeout_s = max(self._end_s - self._now_s, 0.0)
+        request = msgspec.structs.replace(
+            self._request, request_id=leg.leg_id, timeout_s=timeout_s, **fields
+        )
+        self._act(Submit(leg, request))
+
+    def _decode_sampling(self) -> SamplingParams:
+        """The prompt is scored once, by the instance that computes it for the first token."""
+        return msgspec.structs.replace(self._request.sampling, prompt_logprobs=None)
+
+    def _make_continuation(self) -> Continuation:
+        seed = self._request.sampling.seed
+        assert seed is not None
+        return Continuation(token_ids=list(self._tokens), seed=seed)
+
+    def _send_continuation(self) -> None:
+        assert self._decode is not None
+        continuation = self._make_continuation()
+        message = ContinueRequest(request_id=self._decode.leg_id, continuation=continuation)
+        self._act(Continue(self._decode, message))
+
+    def _deliver(self) -> None:
+        output, error = self._happened.output, self._happened.error
+        if error is not None:
+            self._act(Fail(error))
+            return
+        assert output is not None
+        self._tokens += output.token_ids
+        is_prefilled = output.finish_reason is FinishReason.PREFILLED
+        changes: dict[str, object] = {"request_id": self._request.request_id}
+        if is_prefilled:
+            changes |= {"finish_reason": None, "kv_handle": None, "continuation": None}
+        if output.prompt_len:
+            if self._facts is None:
+                self._facts = _PromptFacts(output.prompt_len, output.cached_len)
+            else:
+                # Of a later instance, which finds what the first has computed.
+                changes |= {
+                    "prompt_len": self._facts.prompt_len,
+                    "cached_len": self._facts.cached_len,
+                    "queue_s": None,
+                }
+        self._act(Deliver(msgspec.structs.replace(output, **changes)))
+
+    def _keep(self) -> None:
+        assert self._happened.output is not None
+        self._kept.append(self._happened.output)
+
+    def _discard_kept(self) -> None:
+        self._kept = []
+
+    def _drop_prefill(self) -> None:
+        assert self._prefill is not None
+        self._act(DropLeg(self._prefill))
+        self._release()
+
+    def _drop_decode(self) -> None:
+        assert self._decode is not None
+        self._act(DropLeg(self._decode))
+        self._decode = None
+
+    def _release(self) -> None:
+        assert self._prefill is not None
+        self._act(ReleaseLeg(self._prefill))
+        self._prefill = None
+
+    def _count(self) -> None:
+        self.num_fallbacks += 1
+        self._act(Note(self._happened.reason))
+
+    def _end(self, reason: FinishReason) -> None:
+        output = RequestOutput(
+            request_id=self._request.request_id, token_ids=[], finish_reason=reason
+        )
+        self._act(Deliver(output))
+
+    def _fail(self) -> None:
+        error = self._error
+        if error is None:
+            error = PeerLostError("engine.place", "no instance serves: try again in a moment")
+        self._act(Fail(error))

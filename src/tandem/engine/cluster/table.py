@@ -1,0 +1,343 @@
+"""The states of a request that a cluster serves: owners, deadlines and exits, as one table.
+
+``tandem.engine.cluster.machine`` runs from ``TABLE`` and ``docs/design/disaggregation.md`` is
+generated from it. A test checks for each exit that what was held in a state is held, given back or
+ended in the next one, so that no exit can leak. Pure data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+__all__ = ["ENDS", "EVENTS", "STEPS", "TABLE", "Deadline", "Event", "Exit", "Held", "Row", "State",
+           "Step"]  # fmt: skip
+
+
+class State(StrEnum):
+    """Where a request is."""
+
+    PLACING = "placing"
+    PREFILLING = "prefilling"
+    PREFILLING_ALONE = "prefilling_alone"
+    HELD = "held"
+    CONTINUING = "continuing"
+    LOADING = "loading"
+    DECODING = "decoding"
+    REJOINING = "rejoining"
+    SERVING = "serving"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    """What can happen to it."""
+
+    PAIR = "pair"
+    LATE_PAIR = "late_pair"
+    REJOIN = "rejoin"
+    ALONE = "alone"
+    DECODE = "decode"
+    NO_ROUTE = "no_route"
+    PREFILLED = "prefilled"
+    PREFILL_ENDED = "prefill_ended"
+    PREFILL_LOST = "prefill_lost"
+    CONTINUED = "continued"
+    NOT_CONTINUED = "not_continued"
+    OUTPUT = "output"
+    OUTPUT_ENDED = "output_ended"
+    DECODE_LOST = "decode_lost"
+    LEASE_ENDED = "lease_ended"
+    RECOVERY_ENDED = "recovery_ended"
+    TIMEOUT = "timeout"
+    CANCEL = "cancel"
+    REFUSED = "refused"
+
+
+class Step(StrEnum):
+    """What is done at an exit, in the order of the table."""
+
+    PLACE = "place"
+    PLACE_DECODE = "place_decode"
+    SUBMIT_PREFILL = "submit_prefill"
+    SUBMIT_WAITING = "submit_waiting"
+    SUBMIT_DECODE = "submit_decode"
+    SUBMIT_REJOINING = "submit_rejoining"
+    SUBMIT_ALONE = "submit_alone"
+    SEND_CONTINUATION = "send_continuation"
+    DELIVER = "deliver"
+    KEEP = "keep"
+    TAKE_KEPT = "take_kept"
+    DISCARD_KEPT = "discard_kept"
+    DROP_PREFILL = "drop_prefill"
+    DROP_DECODE = "drop_decode"
+    RELEASE = "release"
+    COUNT = "count"
+    END_TIMEOUT = "end_timeout"
+    END_CANCELLED = "end_cancelled"
+    FAIL = "fail"
+
+
+class Held(StrEnum):
+    """What a request has at instances, and somebody must give back."""
+
+    PREFILL = "prefill"
+    """A request at the prefill instance."""
+    HOLD = "hold"
+    """Blocks that the prefill instance holds under a lease."""
+    DECODE = "decode"
+    """A request at the instance that sends the tokens."""
+
+
+class Deadline(StrEnum):
+    """By when a state is left."""
+
+    REQUEST = "the time limit of the request; its instance ends it, and 2 s later the server"
+    RECOVERY = "cluster.recovery_s, or the time limit of the request"
+    LEASE = "the lease of the held blocks, or the time limit of the request"
+    NONE = "none: the end"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One way out of a state."""
+
+    to: State
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One state.
+
+    Attributes:
+        meaning: in a sentence.
+        owner: who has to act next.
+        deadline: by when.
+        held: what the request has at instances meanwhile.
+        exits: by event; an event that is not there cannot happen in this state.
+    """
+
+    meaning: str
+    owner: str
+    deadline: Deadline
+    held: frozenset[Held]
+    exits: Mapping[Event, Exit]
+
+
+EVENTS: Mapping[Event, str] = MappingProxyType({
+    Event.PAIR: "A prefill and a decode instance were chosen; the decode instance has room for the "
+    "blocks already.",
+    Event.LATE_PAIR: "The same, but the decode instance has no room yet.",
+    Event.REJOIN: "The same, for a request that has sent tokens to its client.",
+    Event.ALONE: "One instance was chosen to serve the request alone.",
+    Event.DECODE: "A decode instance was chosen for blocks that are held.",
+    Event.NO_ROUTE: "No decode instance can take the held blocks.",
+    Event.PREFILLED: "The prefill instance sent the first token and holds the blocks.",
+    Event.PREFILL_ENDED: "The request ended at the prefill instance: its first token was its last, "
+    "or an error that would be the same elsewhere.",
+    Event.PREFILL_LOST: "The prefill instance refused the request, died, or did not answer within "
+    "its lease.",
+    Event.CONTINUED: "The decode instance took the continuation.",
+    Event.NOT_CONTINUED: "It did not: its wait had ended and it computes by itself.",
+    Event.OUTPUT: "The instance that decodes sent tokens.",
+    Event.OUTPUT_ENDED: "It sent its last output.",
+    Event.DECODE_LOST: "It refused the request, died, or did not answer within its lease.",
+    Event.LEASE_ENDED: "The lease of the held blocks ended.",
+    Event.RECOVERY_ENDED: "No instance came back in time.",
+    Event.TIMEOUT: "The time limit of the request passed.",
+    Event.CANCEL: "The client left, or the request was aborted.",
+    Event.REFUSED: "Every instance that runs refused the request, or it was placed "
+    "cluster.max_attempts times.",
+})  # fmt: skip
+"""What each event means."""
+
+STEPS: Mapping[Step, str] = MappingProxyType({
+    Step.PLACE: "ask the policy for instances",
+    Step.PLACE_DECODE: "ask the policy for a decode instance",
+    Step.SUBMIT_PREFILL: "send the request to the prefill instance, prefill only",
+    Step.SUBMIT_WAITING: "send it to the decode instance, which reads blocks as they are computed "
+    "and waits for the continuation",
+    Step.SUBMIT_DECODE: "send it to the decode instance with the handle of the blocks and the "
+    "tokens so far",
+    Step.SUBMIT_REJOINING: "send it to the decode instance with the tokens so far; blocks are read "
+    "as they are computed",
+    Step.SUBMIT_ALONE: "send it to one instance with the tokens so far",
+    Step.SEND_CONTINUATION: "send first token and seed to the decode instance",
+    Step.DELIVER: "pass the output on to the client",
+    Step.KEEP: "keep the output until it is known which token it starts with",
+    Step.TAKE_KEPT: "take kept outputs as if they came now",
+    Step.DISCARD_KEPT: "discard kept outputs",
+    Step.DROP_PREFILL: "cancel at the prefill instance, and release its hold in case it just ended",
+    Step.DROP_DECODE: "cancel at the instance that decodes",
+    Step.RELEASE: "release the held blocks",
+    Step.COUNT: "count a fallback by reason",
+    Step.END_TIMEOUT: "end with finish reason `deadline`",
+    Step.END_CANCELLED: "end with finish reason `cancelled`",
+    Step.FAIL: "end with the error",
+})  # fmt: skip
+"""What each step does."""
+
+ENDS: Mapping[Event, Held] = MappingProxyType({
+    Event.PREFILLED: Held.PREFILL,
+    Event.PREFILL_ENDED: Held.PREFILL,
+    Event.PREFILL_LOST: Held.PREFILL,
+    Event.OUTPUT_ENDED: Held.DECODE,
+    Event.DECODE_LOST: Held.DECODE,
+    Event.LEASE_ENDED: Held.HOLD,
+})  # fmt: skip
+"""What is over with an event, without a step of ours. ``PREFILLED`` also begins a hold."""
+
+_RETRY = (Step.COUNT, Step.PLACE)
+_DROP_BOTH = (Step.DROP_PREFILL, Step.DROP_DECODE)
+_HOLD_DECODE = (Step.RELEASE, Step.DROP_DECODE)
+
+
+def _last_exits(*give_back: Step) -> dict[Event, Exit]:
+    """Return the exits that every state has: the request's time is over, nobody wants it."""
+    return {
+        Event.TIMEOUT: Exit(State.ENDED, (*give_back, Step.END_TIMEOUT)),
+        Event.CANCEL: Exit(State.ENDED, (*give_back, Step.END_CANCELLED)),
+    }
+
+
+def _row(
+    meaning: str, owner: str, deadline: Deadline, held: set[Held], exits: dict[Event, Exit]
+) -> Row:
+    return Row(meaning, owner, deadline, frozenset(held), MappingProxyType(exits))
+
+
+TABLE: Mapping[State, Row] = MappingProxyType({
+    State.PLACING: _row(
+        "No instance works on the request; the policy is asked, and again when one comes back.",
+        "server",
+        Deadline.RECOVERY,
+        set(),
+        {
+            Event.PAIR: Exit(State.PREFILLING, (Step.SUBMIT_WAITING, Step.SUBMIT_PREFILL)),
+            Event.LATE_PAIR: Exit(State.PREFILLING_ALONE, (Step.SUBMIT_PREFILL,)),
+            Event.REJOIN: Exit(State.REJOINING, (Step.SUBMIT_REJOINING, Step.SUBMIT_PREFILL)),
+            Event.ALONE: Exit(State.SERVING, (Step.SUBMIT_ALONE,)),
+            Event.REFUSED: Exit(State.FAILED, (Step.FAIL,)),
+            Event.RECOVERY_ENDED: Exit(State.FAILED, (Step.FAIL,)),
+            **_last_exits(),
+        },
+    ),
+    State.PREFILLING: _row(
+        "The prefill instance computes the prompt; the decode instance reads the blocks as they "
+        "are computed.",
+        "prefill instance",
+        Deadline.REQUEST,
+        {Held.PREFILL, Held.DECODE},
+        {
+            Event.PREFILLED: Exit(State.CONTINUING, (Step.DELIVER, Step.SEND_CONTINUATION)),
+            Event.PREFILL_ENDED: Exit(State.ENDED, (Step.DROP_DECODE, Step.DELIVER)),
+            Event.PREFILL_LOST: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
+            # Its wait has ended before the prefill: it computes the same tokens by itself.
+            Event.OUTPUT: Exit(State.SERVING, (Step.COUNT, Step.DROP_PREFILL, Step.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DROP_PREFILL, Step.DELIVER)),
+            Event.DECODE_LOST: Exit(State.PREFILLING_ALONE, (Step.COUNT,)),
+            **_last_exits(*_DROP_BOTH),
+        },
+    ),
+    State.PREFILLING_ALONE: _row(
+        "The prefill instance computes the prompt; no decode instance is chosen yet.",
+        "prefill instance",
+        Deadline.REQUEST,
+        {Held.PREFILL},
+        {
+            Event.PREFILLED: Exit(State.HELD, (Step.DELIVER, Step.PLACE_DECODE)),
+            Event.PREFILL_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.PREFILL_LOST: Exit(State.PLACING, _RETRY),
+            **_last_exits(Step.DROP_PREFILL),
+        },
+    ),
+    State.HELD: _row(
+        "The prefill instance holds the blocks; a decode instance is being chosen.",
+        "server",
+        Deadline.LEASE,
+        {Held.HOLD},
+        {
+            Event.DECODE: Exit(State.LOADING, (Step.SUBMIT_DECODE,)),
+            Event.NO_ROUTE: Exit(State.PLACING, (Step.RELEASE, *_RETRY)),
+            Event.LEASE_ENDED: Exit(State.PLACING, _RETRY),
+            **_last_exits(Step.RELEASE),
+        },
+    ),
+    State.CONTINUING: _row(
+        "The decode instance has been sent the first token and has not answered.",
+        "decode instance",
+        Deadline.REQUEST,
+        {Held.HOLD, Held.DECODE},
+        {
+            Event.CONTINUED: Exit(State.LOADING, (Step.TAKE_KEPT,)),
+            Event.NOT_CONTINUED: Exit(
+                State.HELD,
+                (Step.DISCARD_KEPT, Step.DROP_DECODE, Step.COUNT, Step.PLACE_DECODE),
+            ),
+            # Whether it starts with the first token or the second, the answer will tell.
+            Event.OUTPUT: Exit(State.CONTINUING, (Step.KEEP,)),
+            Event.DECODE_LOST: Exit(
+                State.HELD, (Step.DISCARD_KEPT, Step.COUNT, Step.PLACE_DECODE)
+            ),
+            **_last_exits(*_HOLD_DECODE),
+        },
+    ),
+    State.LOADING: _row(
+        "The decode instance reads what it lacks of the held blocks, or waits for room; after the "
+        "lease it computes.",
+        "decode instance",
+        Deadline.REQUEST,
+        {Held.HOLD, Held.DECODE},
+        {
+            Event.OUTPUT: Exit(State.DECODING, (Step.RELEASE, Step.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.RELEASE, Step.DELIVER)),
+            Event.DECODE_LOST: Exit(State.HELD, (Step.COUNT, Step.PLACE_DECODE)),
+            **_last_exits(*_HOLD_DECODE),
+        },
+    ),
+    State.DECODING: _row(
+        "The decode instance sends tokens.",
+        "decode instance",
+        Deadline.REQUEST,
+        {Held.DECODE},
+        {
+            Event.OUTPUT: Exit(State.DECODING, (Step.DELIVER,)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.DECODE_LOST: Exit(State.PLACING, _RETRY),
+            **_last_exits(Step.DROP_DECODE),
+        },
+    ),
+    State.REJOINING: _row(
+        "After a failure in mid-decode: a pair repeats the prefill, of which the prefix cache "
+        "usually has most; the decode instance knows the tokens so far.",
+        "prefill instance",
+        Deadline.REQUEST,
+        {Held.PREFILL, Held.DECODE},
+        {
+            Event.PREFILLED: Exit(State.LOADING),
+            # The reader of the blocks would wait for this prefill until its lease ends.
+            Event.PREFILL_ENDED: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
+            Event.PREFILL_LOST: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
+            Event.OUTPUT: Exit(State.DECODING, (Step.DROP_PREFILL, Step.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DROP_PREFILL, Step.DELIVER)),
+            Event.DECODE_LOST: Exit(State.PLACING, (Step.DROP_PREFILL, *_RETRY)),
+            **_last_exits(*_DROP_BOTH),
+        },
+    ),
+    State.SERVING: _row(
+        "One instance prefills and decodes.",
+        "that instance",
+        Deadline.REQUEST,
+        {Held.DECODE},
+        {
+            Event.OUTPUT: Exit(State.SERVING, (Step.DELIVER,)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.DECODE_LOST: Exit(State.PLACING, _RETRY),
+            **_last_exits(Step.DROP_DECODE),
+        },
+    ),
+    State.ENDED: _row("The last output has been sent.", "nobody", Deadline.NONE, set(), {}),
+    State.FAILED: _row("A terminal error has been sent.", "nobody", Deadline.NONE, set(), {}),
+})  # fmt: skip
+"""Every state, its row."""

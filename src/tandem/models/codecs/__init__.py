@@ -1,0 +1,1 @@
+"""How checkpoints store weights: a file for each format, ``codec`` for what all promise."""

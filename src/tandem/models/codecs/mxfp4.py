@@ -1,0 +1,104 @@
+"""OCP microscaling floats of 4 bits, as gpt-oss's checkpoints store their experts.
+
+``{name}_blocks``, uint8 [E, N, K / 32, 16], and ``{name}_scales``, uint8 [E, N, K / 32], are
+experts whose values the skeleton has inputs first, [E, K, N].
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat, find_format
+from tandem.models.sources.source import StoredTensors
+
+__all__ = ["E2M1", "Mxfp4Codec", "decode_mxfp4", "unpack_nibbles"]
+
+BYTES = {"U8": torch.uint8}
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors of a weight."""
+
+GROUP_SIZE = 32
+"""Inputs that share a scale."""
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""What the codes of a positive float of 4 bits stand for."""
+
+HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
+"""Codes of half of each positive float, rounded to even; of 1.5 it is 0.75, which becomes 1."""
+
+
+class Mxfp4Codec:
+    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+
+    def holds(self, stored: StoredTensors, name: str) -> bool:
+        """Whether there are blocks of ``name``."""
+        return f"{name}{BLOCKS}" in stored.entries
+
+    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
+        """Decode experts [E, K, N], exactly in float32 and bfloat16."""
+        count, inputs, outputs = out.shape
+        blocks, scales = self._view(stored, name, (count, outputs, inputs // GROUP_SIZE))
+        # One expert at a time: in float32 they take eight times what is stored.
+        for out_KN, codes, exponents in zip(out, blocks, scales, strict=True):
+            out_KN.copy_(decode_mxfp4(codes, exponents).t())
+
+    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
+        """Return mxfp4."""
+        del stored, name
+        return find_format("mxfp4")
+
+    def read_packed(
+        self, stored: StoredTensors, name: str, expert_id: int | None
+    ) -> QuantizedMatrix:
+        """Return the codes [N, K] of an expert.
+
+        Raises: ShapeError (no expert was named).
+        """
+        shape = stored.entries[f"{name}{BLOCKS}"].shape
+        blocks, exponents = self._view(stored, name, shape[:3])
+        if expert_id is None or len(shape) != 4:
+            what = f"tensor {name!r} is experts of shape {list(shape)}: name one of them"
+            raise ShapeError("models.read_weights", what)
+        codes, steps = unpack_nibbles(blocks[expert_id]), exponents[expert_id]
+        tiny = steps == 0
+        if tiny.any():
+            # Our kernels have no 2^-127: twice that, and codes of half the value.
+            halves = codes[tiny]
+            codes[tiny] = HALVES[(halves & 7).int()] | (halves & 8)
+            steps = steps.clamp(min=1)
+        scales = _make_scales(steps)
+        packed = codes.flatten(1).contiguous()
+        return QuantizedMatrix(find_format("mxfp4"), packed.numpy(), scales.numpy(), None)
+
+    def _view(
+        self, stored: StoredTensors, name: str, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return blocks [..., G, 16] and exponents [..., G]."""
+        blocks = stored.view(f"{name}{BLOCKS}", BYTES, (*shape, GROUP_SIZE // 2))
+        return blocks, stored.view(f"{name}{SCALES}", BYTES, shape)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return the codes of bytes that hold two each, the first in the low half; [..., 2 n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Return the float32 weights of OCP microscaling blocks, [N, K].
+
+    Args:
+        blocks: uint8 [N, K / 32, 16]: byte i holds input 2 i in its low half, 2 i + 1 in its high.
+        exponents: uint8 [N, K / 32]: e8m0, so 127 is a scale of 1, and 255 is NaN.
+    """
+    codes = unpack_nibbles(blocks).int()
+    values = torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
+    return (values * _make_scales(exponents)[..., None]).flatten(1)
+
+
+def _make_scales(exponents: Tensor) -> Tensor:
+    """By their bits, which are a float's own exponent; torch's powers need not be exact."""
+    bits = exponents.int() << 23
+    bits[exponents == 0] = 1 << 22
+    bits[exponents == 255] = 0x7FC0_0000
+    return bits.view(torch.float32)

@@ -1,0 +1,30 @@
+"""Which container a checkpoint is in."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.models.sources.safetensors import SafetensorsSource
+from tandem.models.sources.source import Progress, WeightSource
+
+__all__ = ["open_source"]
+
+
+def open_source(
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> WeightSource:
+    """Open the weights of a checkpoint.
+
+    Args:
+        path: its folder.
+        dtype: what operators get where they ask for values.
+        device: where they get it.
+        progress: called after each tensor.
+
+    Raises: as ``SafetensorsSource``.
+    """
+    return SafetensorsSource(path, dtype=dtype, device=device, progress=progress)

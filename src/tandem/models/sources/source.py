@@ -1,0 +1,160 @@
+"""What every container of weights promises, and the account of what was read from it.
+
+A container (safetensors, GGUF) gives tensors as they are stored; a codec (``tandem.models.codecs``)
+knows what their bytes stand for. Operators see neither: a ``WeightSource`` gives a weight's values,
+or its codes in one of our formats, by the name that the skeleton has for it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.kernels.operator import WeightReader
+
+__all__ = ["Progress", "StoredTensors", "TensorEntry", "UseLedger", "WeightSource"]
+
+HARMLESS_EXTRAS = {
+    r"\.rotary_emb\.inv_freq$": "RoPE frequencies, which are computed from the configuration",
+    r"\.self_attn\.masked_bias$|\.self_attn\.bias$": "the causal mask of an old checkpoint",
+}
+"""Tensors of a checkpoint that no operator needs, as patterns, and why."""
+
+
+class Progress(Protocol):
+    """Told about progress: bytes as stored, and what was done last."""
+
+    def __call__(self, done_bytes: int, total_bytes: int, what: str, /) -> None:
+        """Take notice; called in the thread that reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor is: byte range within ``path``, header already skipped."""
+
+    name: str
+    path: Path
+    dtype: str
+    """As the container calls it."""
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class StoredTensors(Protocol):
+    """What a codec reads from: tensors as they are stored, by the container's names."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """All tensors."""
+        ...
+
+    def view(
+        self, name: str, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return a tensor as it is stored, not copied and not to be written to; marks it as used.
+
+        Args:
+            name: of the tensor.
+            dtypes: which stored dtypes are taken, and torch's for each.
+            shape: that it must have; None = any.
+
+        Raises: NotFoundError; ShapeError (another shape or dtype).
+        """
+        ...
+
+
+class WeightSource(WeightReader, Protocol):
+    """All weights of a checkpoint. Not thread-safe. Use as a context manager.
+
+    Made by ``open_source``. Files are mapped while it is open.
+    """
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """All tensors as they are stored; their bytes are what the weights' digest is of."""
+        ...
+
+    def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
+        """Return {name: why} of the tensors that nobody read.
+
+        Args:
+            harmless: exact names that this model has no use for, and why.
+
+        Raises:
+            ConfigError: a tensor was not used and is not known to be harmless.
+        """
+        ...
+
+    def holds_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether reading in ``dtype`` rounds no stored tensor."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the files; idempotent."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class UseLedger:
+    """Which tensors of a container were used; tells progress.
+
+    Args:
+        entries: all tensors.
+        progress: called once for each tensor, when it is first used.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], progress: Progress | None) -> None:
+        self._entries = entries
+        self._progress = progress
+        self._used: set[str] = set()
+        self._done_bytes = 0
+        self.total_bytes = sum(entry.end - entry.begin for entry in entries.values())
+
+    def mark(self, name: str) -> None:
+        """Note that a tensor is used; a second time changes nothing."""
+        if name in self._used:
+            return
+        entry = self._entries[name]
+        self._used.add(name)
+        self._done_bytes += entry.end - entry.begin
+        if self._progress is not None:
+            self._progress(self._done_bytes, self.total_bytes, name)
+
+    def skip(self, prefix: str) -> None:
+        """Mark every tensor whose name starts with ``prefix``."""
+        for name in self._entries:
+            if name.startswith(prefix):
+                self.mark(name)
+
+    def check(self, harmless: Mapping[str, str]) -> dict[str, str]:
+        """Return {name: why} of the tensors nobody read; see ``WeightSource.check_all_used``."""
+        unused: dict[str, str] = {}
+        for name in sorted(self._entries.keys() - self._used):
+            reasons = [why for p, why in HARMLESS_EXTRAS.items() if re.search(p, name)]
+            if name in harmless:
+                reasons.append(harmless[name])
+            if not reasons:
+                raise ConfigError(
+                    "models.read_weights",
+                    f"tensor {name!r} in {self._entries[name].path.name} belongs to no module of "
+                    "the model: the configuration does not fit the weights",
+                )
+            unused[name] = reasons[0]
+        return unused
