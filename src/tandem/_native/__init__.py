@@ -60,6 +60,7 @@ try:
         crc32c,
         error_codes,
         fill_rows,
+        gate,
         gather_logprobs,
         kernel_isas,
         list_interfaces,
@@ -80,9 +81,8 @@ try:
         route,
         sample_tokens,
         seal_objects,
-        split_capacity,
-        gate,
         soft_cap,
+        split_capacity,
         view_new_bytes,
     )
 except ImportError as error:
@@ -144,6 +144,7 @@ __all__ = [
     "crc32c",
     "error_codes",
     "fill_rows",
+    "gate",
     "gather_logprobs",
     "kernel_isas",
     "list_interfaces",
@@ -164,8 +165,7 @@ __all__ = [
     "route",
     "sample_tokens",
     "seal_objects",
-    "split_capacity",
-    "gate",
     "soft_cap",
+    "split_capacity",
     "view_new_bytes",
 ]

@@ -146,9 +146,7 @@ def make_matrix(
     return _keep_packed(owner, settings, weight_NK.detach(), bias_N)
 
 
-def _read_bias(
-    reader: WeightReader, parts: list[tuple[str, int]], order: Tensor | None
-) -> Tensor:
+def _read_bias(reader: WeightReader, parts: list[tuple[str, int]], order: Tensor | None) -> Tensor:
     bias = read_rows(reader, parts)
     return bias if order is None else bias[order]
 
