@@ -145,6 +145,8 @@ void heads(const HeadsTask& task, size_t begin, size_t end) {
   head_rows<uint16_t>(task, begin, end);
 }
 
+#include "kernels/latents-inl.h"
+
 template <class T>
 void swiglu_rows(const SwigluTask& task, size_t begin, size_t end) {
   for (size_t row = begin; row < end; ++row) {
@@ -202,7 +204,8 @@ inline size_t choose_groups(const RouterTask& task, const float* choices, int64_
   float sums[kMaxRouterExperts];
   for (size_t g = 0; g < task.num_groups; ++g) {
     int64_t best[2] = {};
-    const size_t found = keep_best(choices, g * size, (g + 1) * size, best, 0, 2);
+    const size_t found =
+        keep_best(choices, g * size, (g + 1) * size, best, 0, task.num_group_choices);
     sums[g] = choices[best[0]] + (found > 1 ? choices[best[1]] : 0.0f);
   }
   int64_t best[kMaxRouterExperts];
@@ -321,6 +324,6 @@ void route(const RouterTask& task, size_t begin, size_t end) {
 }  // namespace
 
 extern const RowKernels TANDEM_ROW_KERNELS;
-const RowKernels TANDEM_ROW_KERNELS = {norm, heads, swiglu, route};
+const RowKernels TANDEM_ROW_KERNELS = {norm, heads, latents, swiglu, route};
 
 }  // namespace tandem
