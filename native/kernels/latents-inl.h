@@ -23,7 +23,7 @@ void latent_rows(const LatentsTask& task, size_t begin, size_t end) {
                   task.rotary_size);
     T* key = out + task.num_heads * width;
     const float factor = inverse_rms(kv, task.rank, task.eps);
-    scale_row(key, kv, factor, static_cast<const T*>(task.weight), task.rank);
+    scale_row(key, kv, factor, static_cast<const T*>(task.weight), 0.0f, task.rank);
     rotate_tail(key + task.rank, kv + task.rank, cos, sin, task.rotary_size);
   }
 }

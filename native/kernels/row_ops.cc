@@ -52,8 +52,12 @@ Status run_latents(const RowKernels& kernels, ThreadPool* pool, const LatentsTas
                   task.rank + 2 * (task.num_heads + 1) * task.rotary_size);
 }
 
-Status run_swiglu(const RowKernels& kernels, ThreadPool* pool, const SwigluTask& task) {
-  return run_rows(kernels.swiglu, pool, task, 2 * task.size);
+Status run_gate(const RowKernels& kernels, ThreadPool* pool, const GateTask& task) {
+  return run_rows(kernels.gate, pool, task, 2 * task.size);
+}
+
+Status run_soft_cap(const RowKernels& kernels, ThreadPool* pool, const SoftCapTask& task) {
+  return run_rows(kernels.soft_cap, pool, task, 4 * task.size);
 }
 
 Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask& task) {

@@ -82,7 +82,8 @@ try:
         sample_tokens,
         seal_objects,
         split_capacity,
-        swiglu,
+        gate,
+        soft_cap,
         view_new_bytes,
     )
 except ImportError as error:
@@ -166,6 +167,7 @@ __all__ = [
     "sample_tokens",
     "seal_objects",
     "split_capacity",
-    "swiglu",
+    "gate",
+    "soft_cap",
     "view_new_bytes",
 ]

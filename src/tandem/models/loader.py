@@ -27,10 +27,10 @@ from tandem.kernels.experts import read_experts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.models.builders import WeightSettings, list_rope_parameters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.injection import apply_plan, require_no_meta
-from tandem.models.operators import WeightSettings, make_rope_parameters
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
@@ -66,8 +66,9 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self._rope = Rope(make_rope_parameters(skeleton.config))
-        self._rope.inv_freq = self._rope.inv_freq.to(device)
+        self._ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self._ropes:
+            rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
@@ -152,7 +153,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = self._execution.begin_step(batch, kv_cache, self._rope, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self._ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
