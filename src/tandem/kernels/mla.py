@@ -11,16 +11,19 @@ are not rotated, v items of a head's value.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.attention import PLAIN
-from tandem.kernels.execution import Step
 from tandem.kernels.head_matrix import make_head_matrix
 from tandem.kernels.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, allocate_scratch, freeze, read_rows
+
+if TYPE_CHECKING:
+    from tandem.kernels.execution import Step
 
 __all__ = ["MlaAttention", "MlaSizes"]
 
@@ -180,7 +183,7 @@ class MlaAttention(Operator):
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
     def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
+        self, hidden_states: Tensor, *_: object, tandem_step: "Step", **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = tandem_step.mix(self, hidden_states[0])

@@ -17,7 +17,6 @@ __all__ = ["LatentBuffers"]
 class LatentBuffers:
     """Memory of T rows, viewed in the shapes that each call takes."""
 
-    sizes: MlaSizes
     first: Buffer
     """[T, queries, compressed or not, and then the latent with its rotated end]."""
     compressed: Buffer
@@ -55,7 +54,6 @@ class LatentBuffers:
         rows = torch.empty(num_tokens, heads + 1, sizes.key, dtype=dtype)
         values = torch.empty(num_tokens, heads * sizes.value, dtype=dtype)
         return cls(
-            sizes,
             Buffer(first),
             Buffer(first[:, : sizes.q_rank]),
             Buffer(torch.empty(num_tokens, sizes.q_rank, dtype=dtype)),
