@@ -60,6 +60,7 @@ try:
         crc32c,
         error_codes,
         fill_rows,
+        gate,
         gather_logprobs,
         kernel_isas,
         list_interfaces,
@@ -81,9 +82,8 @@ try:
         route,
         sample_tokens,
         seal_objects,
-        split_capacity,
-        gate,
         soft_cap,
+        split_capacity,
         view_new_bytes,
     )
 except ImportError as error:
@@ -145,6 +145,7 @@ __all__ = [
     "crc32c",
     "error_codes",
     "fill_rows",
+    "gate",
     "gather_logprobs",
     "kernel_isas",
     "list_interfaces",
@@ -166,8 +167,7 @@ __all__ = [
     "route",
     "sample_tokens",
     "seal_objects",
-    "split_capacity",
-    "gate",
     "soft_cap",
+    "split_capacity",
     "view_new_bytes",
 ]

@@ -13,7 +13,7 @@ from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze
-from tandem.kernels.routing import RoutingRule
+from tandem.kernels.routing import SOFTMAX, RoutingRule
 
 __all__ = ["MoeBlock", "Router"]
 
@@ -38,7 +38,7 @@ class Router(Operator):
         num_experts: int,
         top_k: int,
         *,
-        rule: RoutingRule = RoutingRule(),
+        rule: RoutingRule = SOFTMAX,
         has_bias: bool = False,
         choice_bias: str = "",
         settings: MatrixSettings = TENSORS,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RoutingRule"]
+__all__ = ["SOFTMAX", "RoutingRule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +25,6 @@ class RoutingRule:
     def native_scoring(self) -> str:
         """What the native router calls the first two."""
         return f"{self.scoring}_normalised" if self.is_normalised else self.scoring
+
+
+SOFTMAX = RoutingRule()

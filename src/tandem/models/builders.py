@@ -1,8 +1,8 @@
 """From a module of the skeleton to our operator: one builder for each operator.
 
-A builder looks at the parts of the module that transformers made (``roles``) and at what it computes
-(``probes``), not at its name, so any family whose module has the common shape is taken; one that has
-not is refused with what is missing.
+A builder looks at the parts of the module that transformers made (``roles``) and at what it
+computes (``probes``), not at its name, so any family whose module has the common shape is taken;
+one that has not is refused with what is missing.
 """
 
 from dataclasses import dataclass
@@ -73,6 +73,7 @@ __all__ = [
 
 FORMAT_KWARG = "format"
 """Weight format of an operator's matrices, by name; our own word in the grammar."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
@@ -146,7 +147,6 @@ class BuildContext:
     def choose_router(self) -> MatrixSettings:
         """Return how an operator stores a matrix of scores, which choose."""
         return MatrixSettings(self.choose_format(self.settings.router), self.settings.pool)
-
 
 
 def _require(module: Any, *names: str) -> None:
@@ -467,9 +467,7 @@ def build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
     attention, mlp = operators["self_attn"], operators["mlp"]
-    if not isinstance(attention, (Attention, MlaAttention)) or not isinstance(
-        mlp, (Mlp, MoeBlock)
-    ):
+    if not isinstance(attention, (Attention, MlaAttention)) or not isinstance(mlp, (Mlp, MoeBlock)):
         raise UnfitModuleError("self_attn or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlock) and not mlp.is_fusable:
         raise UnfitModuleError("mlp is not all operators of ours")

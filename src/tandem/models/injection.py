@@ -184,9 +184,7 @@ def _note_devices(rule: Rule, device: str) -> str:
     return f"asked for {', '.join(others)}, runs on {device}" if others else ""
 
 
-def _find_absorbed(
-    table: RuleTable, plans: dict[str, ModulePlan]
-) -> "Iterator[tuple[str, str]]":
+def _find_absorbed(table: RuleTable, plans: dict[str, ModulePlan]) -> "Iterator[tuple[str, str]]":
     """Yield (module, the operator above it that took its weights)."""
     owner = None
     for assignment in table.assignments:

@@ -30,6 +30,7 @@ from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
 from tandem.models.builders import WeightSettings, list_rope_parameters
 from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.injection import apply_plan, require_no_meta
 from tandem.models.packed_cache import PackedCaches, choose_root
@@ -205,7 +206,7 @@ def load_model(
         source, hasher, caches = open_weights(plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
-        _load_weights(model, checkpoint, source)
+        _load_weights(model, checkpoint, rename_reader(source, source.entries))
         ignored = source.check_all_used(_list_harmless(checkpoint, source))
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
@@ -309,6 +310,8 @@ def _load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader
             module.load(source, name)
         elif module._parameters:
             _load_plain(model, module, name, checkpoint, source)
+        elif _list_stored_buffers(module):
+            _read_buffers(module, name, source)
         elif module._buffers:
             _rebuild_buffers(model, module, name, checkpoint)
 
@@ -332,6 +335,21 @@ def _load_plain(
             source.read_into(f"{name}.{key}", weight)
     for key, weight in weights.items():
         setattr(module, key, freeze(weight))
+    _read_buffers(module, name, source)
+
+
+def _list_stored_buffers(module: nn.Module) -> list[str]:
+    return [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+
+
+def _read_buffers(module: nn.Module, name: str, source: WeightReader) -> None:
+    """Read the buffers that checkpoints hold, in the dtype that the skeleton gives them."""
+    for key in _list_stored_buffers(module):
+        buffer = module._buffers[key]
+        assert buffer is not None, key
+        value = torch.empty(buffer.shape, dtype=buffer.dtype, device=source.device)
+        source.read_into(f"{name}.{key}", value)
+        module._buffers[key] = value
 
 
 def _rebuild_buffers(

@@ -212,7 +212,10 @@ class CpuStep:
     def _norm_all_heads(self, attention: "Attention", qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
         d, first = attention.head_dim, 0
-        parts = ((attention.num_heads, attention.held_q), (attention.num_kv_heads, attention.held_k))
+        parts = (
+            (attention.num_heads, attention.held_q),
+            (attention.num_kv_heads, attention.held_k),
+        )
         for num_heads, weight in parts:
             assert weight is not None, "a norm without weights"
             end = first + num_heads * d

@@ -58,7 +58,9 @@ class TorchExecution:
         if rule.num_groups > 1:
             grouped = choices.unflatten(-1, (rule.num_groups, -1))
             best = grouped.topk(min(rule.num_group_choices, grouped.shape[-1]), -1).values.sum(-1)
-            kept = torch.zeros_like(best).scatter_(-1, best.topk(rule.num_top_groups, -1).indices, 1)
+            kept = torch.zeros_like(best).scatter_(
+                -1, best.topk(rule.num_top_groups, -1).indices, 1
+            )
             choices = grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(-2)
         ids = torch.topk(choices, top_k, dim=-1).indices
         if is_softmax and rule.is_normalised:

@@ -37,7 +37,10 @@ def _norm_heads(attention: "Attention", qk_THd: Tensor) -> Tensor:
         return qk_THd
     heads, offset = attention.num_heads, attention.qk_norm_offset
     parts: list[Tensor] = []
-    for part, held in ((qk_THd[:, :heads], attention.held_q), (qk_THd[:, heads:], attention.held_k)):
+    for part, held in (
+        (qk_THd[:, :heads], attention.held_q),
+        (qk_THd[:, heads:], attention.held_k),
+    ):
         weight = held.tensor.float() + offset if offset else held.tensor
         rows = part.flatten(1) if attention.is_full_norm else part
         normed = torch.rms_norm(rows, (rows.shape[-1],), None, attention.qk_norm_eps)

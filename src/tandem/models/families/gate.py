@@ -185,13 +185,14 @@ def _check_config(config: Any, family: Family) -> None:
         raise _refuse(problem[1], problem[0])
     _check_bounds(config)
     window = getattr(config, "sliding_window", None)
-    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+    layer_types: list[str] = getattr(config, "layer_types", None) or []
+    is_used = not layer_types or "sliding_attention" in layer_types
+    if is_used and window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
         raise ConfigError(
             "models.check_config",
             f"sliding_window is {window!r}: need a number of tokens",
             field="sliding_window",
         )
-    layer_types = getattr(config, "layer_types", None) or ()
     unknown = sorted(set(layer_types) - set(LAYER_TYPES))
     if unknown:
         raise _refuse(f"layer_types {unknown}: known are {', '.join(LAYER_TYPES)}", "layer_types")
@@ -260,10 +261,13 @@ def _check_bounds(config: Any) -> None:
             f"{heads} heads over {kv_heads} KV heads: the first must be a multiple of the second",
             field="num_key_value_heads",
         )
-    if getattr(config, "num_experts_per_tok", 1) > getattr(config, "num_experts", 1):
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    num_experts = next((count for count in counts if isinstance(count, int)), None)
+    top_k = getattr(config, "num_experts_per_tok", 1)
+    if num_experts is not None and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
-            f"{config.num_experts_per_tok} of {config.num_experts} experts per token",
+            f"{top_k} of {num_experts} experts per token",
             field="num_experts_per_tok",
         )
 
