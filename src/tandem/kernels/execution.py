@@ -43,9 +43,9 @@ class Step(Protocol):
         ...
 
     def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
-        """Return the attended heads [T, H * size of a value] before the output projection; writes the KV.
+        """Return the attended heads before the output projection; writes the KV.
 
-        Valid until the next layer's.
+        [T, H * size of a head's value], valid until the next layer's.
         """
         ...
 

@@ -71,8 +71,8 @@ class MlaAttention(Operator):
         scale: on the products, YaRN's correction included.
         norm_eps: of the norms of the latent and of compressed queries.
         has_bias: of the first projections, but for uncompressed queries, and of the output.
-        is_interleaved: the checkpoint's rotated items are pairs of neighbours. Their rows are put in
-            halves at loading, queries' and keys' alike, so that products do not change.
+        is_interleaved: the checkpoint's rotated items are pairs of neighbours. Their rows are put
+            in halves at loading, queries' and keys' alike, so that products do not change.
         rope_idx: which of the step's RoPEs.
         settings: how the matrices are stored and run.
     """
@@ -135,7 +135,7 @@ class MlaAttention(Operator):
         )
 
     def _load_first(self, reader: WeightReader, name: str) -> None:
-        """Read what is multiplied with the hidden state: queries, compressed or not, and latents."""
+        """Read what the hidden state is multiplied with: queries, compressed or not, and latents."""
         sizes = self.sizes
         part = f"{name}.q_a_proj" if sizes.q_rank else f"{name}.q_proj"
         latent = f"{name}.kv_a_proj_with_mqa"

@@ -233,7 +233,7 @@ class PackedLinear:
         self._matrix.forward(self._pool, rows, out_rows, is_added)
 
     def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
-        """Write ``out[t, h] = x[t, h] W_h^T``, where W_h is the h-th of equal shares of the outputs.
+        """Write ``out[t, h] = x[t, h] W_h^T``, W_h being the h-th of equal shares of the outputs.
 
         Any strides of T and H. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
 

@@ -151,7 +151,7 @@ def attend_decodes(
 def _split_kv(
     layout: KVLayout, rows: Tensor, num_heads: int, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [n, C, d] of gathered rows; a latent's value is its key's beginning."""
+    """Return keys and values [n, C, d] of gathered rows; a latent's value is its key's start."""
     if isinstance(layout, MlaLayout):
         keys = rows.view(num_heads, -1, layout.row_size)[:, :num_keys]
         return keys, keys[..., : layout.kv_lora_rank]

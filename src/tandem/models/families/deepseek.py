@@ -40,5 +40,5 @@ def find_problem(config: Any) -> tuple[str, str] | None:
 
 
 def has_interleaved_latents(config: Any) -> bool:
-    """Whether rotated items are stored as pairs of neighbours: always, unless V3's says otherwise."""
+    """Whether rotated items are stored as pairs of neighbours; V3's configuration may say no."""
     return bool(getattr(config, "rope_interleave", True))
