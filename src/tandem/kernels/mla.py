@@ -135,7 +135,7 @@ class MlaAttention(Operator):
         )
 
     def _load_first(self, reader: WeightReader, name: str) -> None:
-        """Read what the hidden state is multiplied with: queries, compressed or not, and latents."""
+        """Read what multiplies the hidden state: queries, compressed or not, and latents."""
         sizes = self.sizes
         part = f"{name}.q_a_proj" if sizes.q_rank else f"{name}.q_proj"
         latent = f"{name}.kv_a_proj_with_mqa"
