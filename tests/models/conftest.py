@@ -64,7 +64,7 @@ LATENT = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
 }
-"""Multi-head latent attention; keys and values are of different sizes, none of them the hidden's."""
+"""Multi-head latent attention; keys and values have different sizes, neither the hidden's."""
 MOE = {
     "qwen3_moe": {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
     # A window shorter than most prompts of the tests; layers with and without one take turns.

@@ -132,7 +132,9 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+)
 def test_a_layer_of_a_decode_step_asks_torch_for_nothing(model_type, checkpoint, open_session):
     counts = []
     for num_layers in (2, 5):
