@@ -21,6 +21,7 @@ from tandem.kernels.experts import RoutedExperts
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.matrix import MatrixSettings
+from tandem.kernels.mla import MlaAttention, MlaSizes
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
@@ -28,6 +29,7 @@ from tandem.kernels.operator import Operator
 from tandem.kernels.rope import LayeredRope, Rope, RopeParameters
 from tandem.kernels.torch.experts import Experts
 from tandem.models.families import head_dim_of
+from tandem.models.families.deepseek import has_interleaved_latents
 from tandem.models.families.gpt_oss import PAIR_BLOCK
 from tandem.models.packed_cache import PackedCaches
 from tandem.models.precision import choose_expert_parts
@@ -59,6 +61,7 @@ __all__ = [
     "build_experts",
     "build_linear",
     "build_lm_head",
+    "build_mla_attention",
     "build_mlp",
     "build_moe_block",
     "build_norm",
@@ -314,6 +317,36 @@ def build_attention(module: Any, context: BuildContext) -> Attention:
     )
 
 
+def build_mla_attention(module: Any, context: BuildContext) -> MlaAttention:
+    """Build ``MlaAttention``."""
+    _require(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling")
+    q_norm = getattr(module, "q_a_layernorm", None)
+    norm_eps = _norm_eps(module.kv_a_layernorm)
+    if q_norm is not None and _norm_eps(q_norm) != norm_eps:
+        raise UnfitModuleError(f"{type(module).__name__} has norms of two epsilons")
+    if _has_bias(module.kv_b_proj):
+        raise UnfitModuleError(f"{type(module).__name__} has a bias on what is absorbed")
+    sizes = MlaSizes(
+        num_heads=module.num_heads,
+        rank=module.kv_lora_rank,
+        rope=module.qk_rope_head_dim,
+        nope=module.qk_nope_head_dim,
+        value=module.v_head_dim,
+        q_rank=module.q_lora_rank or 0,
+    )
+    return MlaAttention(
+        hidden_size=module.o_proj.out_features,
+        sizes=sizes,
+        layer_idx=module.layer_idx,
+        scale=module.scaling,
+        norm_eps=norm_eps,
+        has_bias=_has_bias(module.kv_a_proj_with_mqa),
+        is_interleaved=has_interleaved_latents(context.config),
+        rope_idx=_find_rope_idx(module, context),
+        settings=context.choose_matrix(),
+    )
+
+
 def build_mlp(module: Any, context: BuildContext) -> Mlp:
     """Build ``Mlp``."""
     names = find_gate_up(module)
@@ -434,7 +467,7 @@ def build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
     attention, mlp = operators["self_attn"], operators["mlp"]
-    if not isinstance(attention, Attention) or not isinstance(mlp, (Mlp, MoeBlock)):
+    if not isinstance(attention, (Attention, MlaAttention)) or not isinstance(mlp, (Mlp, MoeBlock)):
         raise UnfitModuleError("self_attn or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlock) and not mlp.is_fusable:
         raise UnfitModuleError("mlp is not all operators of ours")
