@@ -18,7 +18,6 @@ from tandem.core.wire import (
     ClosePeer,
     ContinueRequest,
     Empty,
-    InstanceInfo,
     InstanceStage,
     KvPeer,
     ReleaseHold,

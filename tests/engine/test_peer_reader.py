@@ -47,7 +47,7 @@ def read(*plans):
 
 
 def test_a_load_that_is_dropped_before_its_hand_over_has_begun_is_reported():
-    """Else its blocks belong to a transfer for ever: the task is cancelled before its first line."""
+    """Else its blocks belong to a transfer for ever: its task ends before its first line."""
     loads = make_loads(2)
     failed = read(StepPlan(loads=loads), StepPlan(dropped=loads))
     assert failed == [("d", [10], "dropped"), ("d", [11], "dropped")]
