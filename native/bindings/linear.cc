@@ -52,6 +52,13 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   run_released([&] { return matrix.pack(pool, static_cast<size_t>(first_row), view); });
 }
 
+void pack_matrix_codes(PackedMatrix& matrix, ThreadPool& pool, const nb::object& codes,
+                       const nb::object& scales, const nb::object& minima) {
+  const MatrixView view = view_codes(matrix.format(), codes, scales, minima, "kernels.pack_codes",
+                                     "codes", matrix.out_features(), matrix.in_features());
+  run_released([&] { return matrix.pack(pool, 0, view); });
+}
+
 void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
   run_released([&] { return matrix.forward(pool, batch); });
 }
@@ -113,6 +120,12 @@ void bind_linear(nb::module_& module) {
       .def_prop_ro("isa",
                    [](const PackedMatrix& matrix) { return std::string(isa_name(matrix.isa())); })
       .def_prop_ro("size_bytes", &PackedMatrix::size_bytes, "Packed bytes, scales included.")
+      .def("pack_codes", &pack_matrix_codes, "pool"_a, "codes"_a, "scales"_a, "minima"_a.none(),
+           nb::sig("def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: "
+                   "object | None) -> None"),
+           "Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.\n\n"
+           "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no\n"
+           "    code of the format, or a scale that is not finite).")
       .def("pack", &pack_matrix, "pool"_a, "weights"_a, "first_row"_a = 0,
            nb::sig("def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None"),
            "Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last."

@@ -56,7 +56,7 @@ class PackedMatrix {
   // Bytes of storage that create() needs for this configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
 
-  // Codes rows [first_row, first_row + matrix.rows) of W. Errors: kShape (columns; a first row that
+  // Codes rows [first_row, first_row + matrix.rows) of W, or takes their codes. Errors: kShape (columns; a first row that
   // does not start a block of 128; rows that end inside one, but for the last), kUnsupported
   // (weights that the format cannot hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t first_row, const MatrixView& matrix);
@@ -73,6 +73,7 @@ class PackedMatrix {
   Isa isa() const { return isa_; }
   size_t in_features() const { return in_features_; }
   size_t out_features() const { return out_features_; }
+  const WeightFormat& format() const { return format_; }
   size_t size_bytes() const { return count_panels(out_features_) * panel_bytes_; }
   uint8_t* data() const { return data_; }
   bool is_writable() const { return !storage_ || storage_->is_writable; }

@@ -170,7 +170,7 @@ class Instance:
     async def add(self, message: AddRequest) -> asyncio.Future:
         missing = self.engine.find_missing_blocks(message)
         stored = await self.tier.count_stored(missing.keys)
-        self.engine.add(message, num_stored_blocks=missing.num_cached + stored)
+        self.engine.add(message, num_stored_blocks=missing.num_cached + (stored or 0))
         self.tokens[message.request_id] = []
         future = self.waiting[message.request_id] = asyncio.get_running_loop().create_future()
         return future

@@ -10,6 +10,20 @@ from tandem.kernels.formats import dequantize
 from tandem.models.sources.containers import open_source
 
 
+def test_the_smallest_scale_of_mxfp4_is_doubled(tmp_path):
+    """Our kernels' smallest scale is 2^-126; codes of half the value are at most a tie off."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)
+    blocks = (codes[0::2] | codes[1::2] << 4).view(1, 1, 1, 16)
+    tensors = {"w_blocks": blocks, "w_scales": torch.zeros(1, 1, 1, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_source(tmp_path) as source:
+        decoded = torch.empty(1, 32, 1)
+        source.read_into("w", decoded)
+        ours = dequantize(source.read_packed("w", 0))
+    assert np.abs(ours - decoded[0].t().numpy()).max() <= 0.25 * 2.0**-126
+    assert np.signbit(ours[0, 8:16]).all()
+
+
 def test_packed_mxfp4_is_what_is_decoded(tmp_path):
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 5, 2, 16), dtype=torch.uint8, generator=generator)

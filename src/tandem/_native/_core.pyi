@@ -826,6 +826,15 @@ class ExpertBank:
     def expert_bytes(self) -> int:
         """Packed bytes of one expert, scales included."""
 
+    def pack_codes(self, pool: ThreadPool, expert_id: int, gate: tuple[object, object, object | None], up: tuple[object, object, object | None], down: tuple[object, object, object | None]) -> None:
+        """
+        Lay out the codes of one expert: of each matrix codes, scales and minima; see
+        `tandem.kernels.formats.QuantizedMatrix`.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
+            UnsupportedError (what is no code of the format, or a scale that is not finite).
+        """
+
     def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
@@ -936,6 +945,14 @@ class PackedMatrix:
     @property
     def size_bytes(self) -> int:
         """Packed bytes, scales included."""
+
+    def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: object | None) -> None:
+        """
+        Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.
+
+        Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no
+            code of the format, or a scale that is not finite).
+        """
 
     def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None:
         """

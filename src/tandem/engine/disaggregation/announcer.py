@@ -7,6 +7,7 @@ Threads: calls come on the transfer engine's thread, progress on any, mostly the
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -30,9 +31,9 @@ from tandem.engine.disaggregation.messages import (
     decode_question,
     digest_prompt,
 )
+from tandem.engine.disaggregation.ports import IncomingCall
 from tandem.engine.engine import Engine, PrefillView
 from tandem.engine.request import Request
-from tandem.transfer import Call
 
 __all__ = ["PrefillAnnouncer"]
 
@@ -44,7 +45,7 @@ MAX_WAIT_S = 3600.0
 
 @dataclass(slots=True)
 class _Waiting:
-    call: Call
+    call: IncomingCall
     question: KvQuestion
     until_s: float
 
@@ -74,7 +75,7 @@ class PrefillAnnouncer:
         """Questions that wait for their answer."""
         return len(self._waiting)
 
-    def handle_calls(self, calls: list[Call]) -> list[bytes | TandemError | None]:
+    def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
         """Take questions; see ``CallHandler``."""
         answers: list[bytes | TandemError | None] = []
         for call in calls:
@@ -104,7 +105,7 @@ class PrefillAnnouncer:
                     waiting.call.reply(msgspec.msgpack.encode(answer))
                     del self._waiting[key]
 
-    def _handle(self, call: Call) -> bytes | None:
+    def _handle(self, call: IncomingCall) -> bytes | None:
         question = decode_question(call.payload)
         if question.verify:
             # Without the lock, since it reads blocks and progress must not wait for that.

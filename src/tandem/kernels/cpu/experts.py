@@ -23,7 +23,7 @@ from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.experts import PendingExperts, RoutedExperts, read_biases, read_experts
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
 
@@ -178,6 +178,16 @@ class PackedExperts:
         """
         views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
         self._bank.pack(self._pool, expert_id, *views)
+
+    def pack_codes(
+        self, expert_id: int, gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix
+    ) -> None:
+        """Lay out one expert that is coded already, replacing its weights; codes are not kept.
+
+        Raises: as ``pack_expert``; UnsupportedError (what is no code of the format, or a scale that
+            is not finite).
+        """
+        self._bank.pack_codes(self._pool, expert_id, gate.arrays, up.arrays, down.arrays)
 
     def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         """Copy the biases of one expert, of any floating dtype; before any ``forward``.
@@ -392,6 +402,37 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
+        """Take the codes where the checkpoint has those of this format, else code its values."""
+        if all(reader.find_format(n) == self.weight_format for n in self._list_names(reader, name)):
+            for i in range(self.num_experts):
+                self._experts.pack_codes(i, *self._read_codes(reader, name, i))
+        else:
+            self._code(reader, name)
+
+    def _list_names(self, reader: WeightReader, name: str) -> list[str]:
+        """Return all weights of the experts, as the checkpoint has them."""
+        if self.is_transposed or reader.has(f"{name}.gate_up_proj"):
+            return [f"{name}.gate_up_proj", f"{name}.down_proj"]
+        ids = range(self.num_experts)
+        return [f"{name}.{i}.{part}_proj.weight" for i in ids for part in ("gate", "up", "down")]
+
+    def _read_codes(
+        self, reader: WeightReader, name: str, expert_id: int
+    ) -> tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]:
+        """Return gate, up and down of one expert."""
+        if not self.is_transposed and not reader.has(f"{name}.gate_up_proj"):
+            names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
+            gate, up, down = (reader.read_packed(n) for n in names)
+            return gate, up, down
+        both = reader.read_packed(f"{name}.gate_up_proj", expert_id)
+        half = len(both.codes) // 2
+        rows = (slice(0, None, 2), slice(1, None, 2))
+        if not self.is_transposed:
+            rows = (slice(0, half), slice(half, None))
+        gate, up = (select_rows(both, part) for part in rows)
+        return gate, up, reader.read_packed(f"{name}.down_proj", expert_id)
+
+    def _code(self, reader: WeightReader, name: str) -> None:
         """Read any layout of the checkpoint, at most one layer of it at a time."""
         size, hidden = self.intermediate_size, self.hidden_size
         if self.is_transposed:

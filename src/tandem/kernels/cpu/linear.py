@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
 from tandem.kernels.native import Buffer
 
 __all__ = ["PackedLinear", "count_bytes"]
@@ -122,6 +122,37 @@ class PackedLinear:
             UnsupportedError (a weight is not finite, or too large for an fp16 scale).
         """
         self._matrix.pack(self._pool, weight_RK.detach(), first_row)
+
+    @classmethod
+    def from_codes(
+        cls,
+        matrix: QuantizedMatrix,
+        bias_N: Tensor | None = None,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+        is_bound: bool = False,
+    ) -> "PackedLinear":
+        """Lay out a matrix that is coded already.
+
+        Args:
+            matrix: the codes; not kept.
+            bias_N: of any floating dtype; not kept.
+            pool: as of the class.
+            isa: as of the class.
+            is_bound: as of the class.
+
+        Raises: as the class; UnsupportedError (what is no code of the format, or a scale that is
+            not finite).
+        """
+        out_features, in_features = matrix.codes.shape
+        linear = cls(
+            matrix.weight_format, in_features, out_features, pool=pool, isa=isa, is_bound=is_bound
+        )
+        linear._matrix.pack_codes(pool, *matrix.arrays)
+        if bias_N is not None:
+            linear.set_bias(bias_N)
+        return linear
 
     def set_bias(self, bias_N: Tensor) -> None:
         """Copy the bias, of any floating dtype; before any ``forward``.
