@@ -6,12 +6,11 @@ norms of Gemma, which hold ``1 + weight``; gate and up, in tensors apart; the co
 MLA, in tensors by use.
 """
 
-import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["HARMLESS", "How", "Recipe", "find_recipe"]
+__all__ = ["HARMLESS", "How", "Recipe", "make_recipes"]
 
 
 class How(Enum):
@@ -101,41 +100,36 @@ SPECIAL = {
 }
 """Where an architecture calls a module otherwise."""
 
-LAYER_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)")
+MAX_LAYERS = 2048
 
 
-def find_recipe(architecture: str, name: str, tensors: Container[str]) -> Recipe | None:
-    """Return what a weight is made of; None if the file has not all of it.
+def make_recipes(architecture: str, tensors: Container[str]) -> dict[str, Recipe]:
+    """Return what every weight that a skeleton may ask for is made of, by its name there.
 
     Args:
         architecture: as the file calls it.
-        name: of the weight in the skeleton.
-        tensors: those of the file.
+        tensors: those of the file; recipes of which it has not all are left out.
     """
-    recipe = _find(architecture, name, tensors)
-    return recipe if recipe is not None and all(t in tensors for t in recipe.tensors) else None
-
-
-def _find(architecture: str, name: str, tensors: Container[str]) -> Recipe | None:
-    if name in TOP:
-        top = TOP[name]
+    recipes = {name: _choose(architecture, name, tensor) for name, tensor in TOP.items()}
+    if TOP["lm_head.weight"] not in tensors:
         # A tied head may be asked for by its own name: its codes are the embedding's.
-        if top == "output.weight" and top not in tensors:
-            top = TOP["model.embed_tokens.weight"]
-        return _choose(architecture, name, top)
-    match = LAYER_PATTERN.fullmatch(name)
-    if match is None:
-        return None
-    layer, rest = f"blk.{match[1]}.", match[2]
-    for find in (_find_experts, _find_extra):
-        recipe = find(architecture, layer, rest, tensors)
-        if recipe is not None:
-            return recipe
-    module, _, kind = rest.rpartition(".")
-    part = SPECIAL.get(architecture, {}).get(module, LAYER.get(module))
-    if part is None or kind not in ("weight", "bias"):
-        return None
-    return _choose(architecture, name, f"{layer}{part}.{kind}")
+        recipes["lm_head.weight"] = recipes["model.embed_tokens.weight"]
+    modules = LAYER | SPECIAL.get(architecture, {})
+    for layer in range(MAX_LAYERS):
+        if f"blk.{layer}.attn_norm.weight" not in tensors:
+            break
+        ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
+        for module, part in modules.items():
+            for kind in ("weight", "bias"):
+                name = f"{ours}{module}.{kind}"
+                recipes[name] = _choose(architecture, name, f"{theirs}{part}.{kind}")
+        for name, recipe in _list_special(architecture, theirs, tensors):
+            recipes[ours + name] = recipe
+    return {
+        name: recipe
+        for name, recipe in recipes.items()
+        if all(tensor in tensors for tensor in recipe.tensors)
+    }
 
 
 def _choose(architecture: str, name: str, tensor: str) -> Recipe:
@@ -146,36 +140,22 @@ def _choose(architecture: str, name: str, tensor: str) -> Recipe:
     return Recipe((tensor,))
 
 
-def _find_experts(
-    architecture: str, layer: str, rest: str, tensors: Container[str]
-) -> Recipe | None:
-    """Routed experts: those of a layer are one tensor here, for each of gate, up and down."""
-    part = rest.removeprefix("mlp.experts.")
-    if part == rest:
-        return None
-    ending = "bias" if part.endswith("_bias") else "weight"
-    gate, up, down = (f"{layer}ffn_{w}_exps.{ending}" for w in ("gate", "up", "down"))
-    is_gpt_oss = architecture == "gpt-oss"
-    match part.removesuffix("_bias"):
-        case "gate_up_proj":
-            merged = f"{layer}ffn_gate_up_exps.{ending}"
-            if merged in tensors and not is_gpt_oss:
-                return Recipe((merged,))
-            return Recipe((gate, up), How.INTERLEAVE if is_gpt_oss else How.PLAIN)
-        case "down_proj":
-            is_turned = is_gpt_oss and ending == "weight"
-            return Recipe((down,), How.TRANSPOSE if is_turned else How.PLAIN)
-        case _:
-            return None
-
-
-def _find_extra(architecture: str, layer: str, rest: str, tensors: Container[str]) -> Recipe | None:
-    del architecture
-    if rest == "self_attn.sinks":
-        return Recipe((f"{layer}attn_sinks.weight",))
-    if rest in ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"):
-        return Recipe((f"{layer}exp_probs_b.bias",))
+def _list_special(
+    architecture: str, layer: str, tensors: Container[str]
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield weights that are no ``.weight`` of a linear module, or several tensors here."""
+    yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
+    for holder in ("mlp.gate", "mlp"):
+        yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
-    if rest == "self_attn.kv_b_proj.weight" and split[0] in tensors:
-        return Recipe(split, How.JOIN_KV)
-    return None
+    if split[0] in tensors:
+        yield "self_attn.kv_b_proj.weight", Recipe(split, How.JOIN_KV)
+    is_turned = architecture == "gpt-oss"
+    for ending, suffix in (("weight", ""), ("bias", "_bias")):
+        gate, up, down = (f"{layer}ffn_{part}_exps.{ending}" for part in ("gate", "up", "down"))
+        both = f"{layer}ffn_gate_up_exps.{ending}"
+        how = How.INTERLEAVE if is_turned else How.PLAIN
+        recipe = Recipe((both,)) if both in tensors and not is_turned else Recipe((gate, up), how)
+        yield f"mlp.experts.gate_up_proj{suffix}", recipe
+        how = How.TRANSPOSE if is_turned and ending == "weight" else How.PLAIN
+        yield f"mlp.experts.down_proj{suffix}", Recipe((down,), how)
