@@ -1,5 +1,5 @@
-// Operators on rows of activations: RMSNorm, rotation of heads with their norm, SwiGLU, and the
-// choice of experts. Rows are independent: a row's result is bitwise the same alone and in company,
+// Operators on rows of activations: RMSNorm, rotation of heads with their norm, gated activations,
+// soft caps, and the choice of experts. Rows are independent: a row's result is bitwise the same alone and in company,
 // for any number of threads and on every ISA.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace tandem {
 
-// y = x / sqrt(mean(x^2) + eps) * weight. With `residual`, first residual += x, rounded to its
+// y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight). With `residual`, first residual += x, rounded to its
 // type, and the sum is what is normed. Strides count items.
 struct NormTask {
   const void* x = nullptr;
@@ -28,6 +28,7 @@ struct NormTask {
   size_t num_rows = 0;
   size_t size = 0;
   float eps = 0.0f;
+  float weight_offset = 0.0f;
 };
 
 // In place on heads [first_head, first_head + num_heads) of each row: RMSNorm by the head's weight
@@ -43,21 +44,36 @@ struct HeadsTask {
   const void* q_weight = nullptr;  // [head_dim]; null norms nothing.
   const void* k_weight = nullptr;
   float eps = 0.0f;
+  float weight_offset = 0.0f;  // Of both.
   const void* cos = nullptr;  // [rows][rotary_size / 2 at least], rows `angle_stride` items apart.
   const void* sin = nullptr;
   size_t angle_stride = 0;
   size_t rotary_size = 0;
 };
 
-// out[row, i] = silu(gate_up[row, i]) * gate_up[row, size + i].
-struct SwigluTask {
+enum class GateKind { kSilu, kGeluErf, kGeluTanh };
+
+// out[row, i] = f(gate_up[row, i]) * gate_up[row, size + i], times sigmoid(row_gate[row]).
+struct GateTask {
   const void* gate_up = nullptr;
   size_t gate_up_stride = 0;
   void* out = nullptr;
   size_t out_stride = 0;
-  FloatType type = FloatType::kFloat32;
+  const void* row_gate = nullptr;  // Null is none; items `row_gate_stride` apart.
+  size_t row_gate_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of everything here.
   size_t num_rows = 0;
   size_t size = 0;
+  GateKind kind = GateKind::kSilu;
+};
+
+// x = cap * tanh(x / cap), in place.
+struct SoftCapTask {
+  float* x = nullptr;
+  size_t stride = 0;
+  size_t num_rows = 0;
+  size_t size = 0;
+  float cap = 0.0f;  // Positive.
 };
 
 enum class Scoring {
@@ -94,7 +110,8 @@ inline constexpr size_t kMaxHeadDim = 4096;
 struct RowKernels {
   void (*norm)(const NormTask&, size_t begin, size_t end);
   void (*heads)(const HeadsTask&, size_t begin, size_t end);
-  void (*swiglu)(const SwigluTask&, size_t begin, size_t end);
+  void (*gate)(const GateTask&, size_t begin, size_t end);
+  void (*soft_cap)(const SoftCapTask&, size_t begin, size_t end);
   void (*route)(const RouterTask&, size_t begin, size_t end);
 };
 
@@ -105,7 +122,8 @@ const RowKernels& choose_row_kernels(Isa isa);
 // say; pointers are borrowed for the call.
 Status run_norm(const RowKernels& kernels, ThreadPool* pool, const NormTask& task);
 Status run_heads(const RowKernels& kernels, ThreadPool* pool, const HeadsTask& task);
-Status run_swiglu(const RowKernels& kernels, ThreadPool* pool, const SwigluTask& task);
+Status run_gate(const RowKernels& kernels, ThreadPool* pool, const GateTask& task);
+Status run_soft_cap(const RowKernels& kernels, ThreadPool* pool, const SoftCapTask& task);
 Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask& task);
 
 }  // namespace tandem

@@ -65,16 +65,30 @@ std::vector<T> run_all(FloatType type, Isa isa, size_t size) {
   all.insert(all.end(), heads.begin(), heads.end());
 
   std::vector<T> gate_up = make<T>(2 * 2 * size), product(2 * size);
-  SwigluTask swiglu;
-  swiglu.gate_up = gate_up.data();
-  swiglu.gate_up_stride = 2 * size;
-  swiglu.out = product.data();
-  swiglu.out_stride = size;
-  swiglu.type = type;
-  swiglu.num_rows = 2;
-  swiglu.size = size;
-  CHECK(run_swiglu(kernels, nullptr, swiglu).is_ok());
-  all.insert(all.end(), product.begin(), product.end());
+  std::vector<T> row_gate = make<T>(2);
+  for (GateKind kind : {GateKind::kSilu, GateKind::kGeluErf, GateKind::kGeluTanh}) {
+    GateTask gate;
+    gate.gate_up = gate_up.data();
+    gate.gate_up_stride = 2 * size;
+    gate.out = product.data();
+    gate.out_stride = size;
+    gate.type = type;
+    gate.num_rows = 2;
+    gate.size = size;
+    gate.kind = kind;
+    CHECK(run_gate(kernels, nullptr, gate).is_ok());
+    all.insert(all.end(), product.begin(), product.end());
+    gate.row_gate = row_gate.data();
+    gate.row_gate_stride = 1;
+    CHECK(run_gate(kernels, nullptr, gate).is_ok());
+    all.insert(all.end(), product.begin(), product.end());
+  }
+  if constexpr (sizeof(T) == 4) {
+    std::vector<float> capped = make<float>(2 * size);
+    SoftCapTask cap{capped.data(), size, 2, size, 0.5f};
+    CHECK(run_soft_cap(kernels, nullptr, cap).is_ok());
+    all.insert(all.end(), capped.begin(), capped.end());
+  }
 
   std::vector<T> logits = make<T>(2 * size), weights(2 * ((size + 3) / 4));
   std::vector<int64_t> ids(weights.size());

@@ -60,6 +60,7 @@ try:
         crc32c,
         error_codes,
         fill_rows,
+        gate,
         gather_logprobs,
         kernel_isas,
         list_interfaces,
@@ -80,8 +81,8 @@ try:
         route,
         sample_tokens,
         seal_objects,
+        soft_cap,
         split_capacity,
-        swiglu,
         view_new_bytes,
     )
 except ImportError as error:
@@ -143,6 +144,7 @@ __all__ = [
     "crc32c",
     "error_codes",
     "fill_rows",
+    "gate",
     "gather_logprobs",
     "kernel_isas",
     "list_interfaces",
@@ -163,7 +165,7 @@ __all__ = [
     "route",
     "sample_tokens",
     "seal_objects",
+    "soft_cap",
     "split_capacity",
-    "swiglu",
     "view_new_bytes",
 ]

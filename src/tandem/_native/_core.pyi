@@ -1090,29 +1090,37 @@ class TensorView:
     def __init__(self, tensor: object) -> None:
         """View a tensor of any shape, strides and type. Raises: TypeError."""
 
-def rms_norm(x: TensorView, weight: TensorView, out: TensorView, eps: float, residual: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+def rms_norm(x: TensorView, weight: TensorView, out: TensorView, eps: float, residual: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '', weight_offset: float = 0.0) -> None:
     """
-    out = x / sqrt(mean(x^2) + eps) * weight, per row of [rows, size].
+    out = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), per row of [rows, size].
 
     With `residual`, first `residual += x` in place, and the sum is normed; `x` may then
     have another type. `out` may be `x`. Bitwise the same alone and in company.
     Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: int, num_k_heads: int, q_weight: TensorView | None = None, k_weight: TensorView | None = None, eps: float = 0.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: int, num_k_heads: int, q_weight: TensorView | None = None, k_weight: TensorView | None = None, eps: float = 0.0, pool: ThreadPool | None = None, isa: str = '', weight_offset: float = 0.0) -> None:
     """
     Norm and rotate the first heads of `x` [rows, heads, head_dim], in place.
 
-    Query heads come first, then key heads; a weight [head_dim] norms them, None does
-    not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only
+    Query heads come first, then key heads; a weight [head_dim], to which
+    `weight_offset` is added, norms them, None does not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only
     their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def swiglu(gate_up: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
     """
-    out = silu(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
+    out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
 
-    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    `activation` is silu, gelu (erf) or gelu_tanh. `row_gate` [rows, 1] multiplies each
+    row by its sigmoid. Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    x = cap * tanh(x / cap), in place, on float32 [rows, size].
+
+    Raises: ShapeError; ConfigError (cap, isa); UnsupportedError (isa).
     """
 
 def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '') -> None:

@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError, UnsupportedError
@@ -84,6 +85,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """The CPUs that it computes on; empty: all that are allowed."""
+    num_siblings: Annotated[int, Meta(ge=1)] = 1
+    """Instances that share the machine's memory, this one included."""
     model: ModelConfig
     engine: EngineConfig
     rpc: RpcConfig
@@ -335,7 +338,13 @@ class Instance:
             )
             allocate = self._exchange.allocate
         built = build_engine(
-            self._spec.model, self._spec.engine, clock, show, tiers=tiers, allocate=allocate
+            self._spec.model,
+            self._spec.engine,
+            clock,
+            show,
+            tiers=tiers,
+            allocate=allocate,
+            num_siblings=self._spec.num_siblings,
         )
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)

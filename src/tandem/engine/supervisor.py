@@ -83,6 +83,11 @@ class InstanceSupervisor:
         """Process id of the instance, if one runs."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the present process answers."""
+        return self._session is not None and self._session.is_connected
+
     async def wait_ready(self) -> InstanceInfo:
         """Wait until the instance serves for the first time.
 
@@ -98,7 +103,7 @@ class InstanceSupervisor:
 
         Raises: PeerLostError (the instance is starting or being replaced).
         """
-        if self._session is None or not self._session.is_connected:
+        if self._session is None or not self.is_connected:
             raise PeerLostError(
                 "engine.call", f"the instance is {self._stage.stage}: try again in a moment"
             )

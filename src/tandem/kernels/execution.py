@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.kernels.cpu.execution import CpuExecution
 from tandem.kernels.native import NATIVE_DTYPES, Buffer
+from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Execution(Protocol):
         self,
         batch: "PagedBatch",
         cache: "PagedKvCache",
-        rope: "Rope",
+        ropes: "tuple[Rope, ...]",
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> Step:
@@ -89,18 +90,26 @@ class Execution(Protocol):
         Args:
             batch: the tokens; borrowed.
             cache: the block pool; the layers write this step's KV to it.
-            rope: gives the angles.
+            ropes: give the angles; layers choose by ``Attention.rope_idx``.
             dtype: the model's.
             on_layer: called with each layer's index once its KV of this step is in the blocks.
         """
         ...
 
-    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float) -> Tensor:
-        """Return ``x / sqrt(mean(x^2) + eps) * weight``, new; any leading dimensions."""
+    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
+        """Return ``x / sqrt(mean(x^2) + eps) * (offset + weight)``, new; any leading dimensions."""
         ...
 
-    def route(self, logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts by softmax; of equals, the lower id.
+    def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
+        """Make float32 ``x`` to ``cap * tanh(x / cap)``, in place."""
+        ...
+
+    def route(
+        self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts; of equals, the lower id.
+
+        ``bias_E``, float32, counts for the choice and not for the weights.
 
         Returns: (weights [T, top_k] of the logits' dtype, expert ids int64 [T, top_k]).
         """

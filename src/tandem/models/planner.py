@@ -22,10 +22,10 @@ from tandem.core.model_plan import (
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
+from tandem.models.builders import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.injection import apply_rules, load_rules
-from tandem.models.operators import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.precision import (
     FormatChoices,
     choose_dtype,

@@ -21,13 +21,38 @@ if TYPE_CHECKING:
 __all__ = ["TorchStep"]
 
 
+def _compute_angles(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin as ``apply_rope_`` takes it), each [T, 1, r]."""
+    cos, sin = rope.compute(positions, dtype)
+    half = sin.shape[-1] // 2
+    signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
+    return cos[:, None], signed[:, None]
+
+
+def _norm_heads(attention: "Attention", qk_THd: Tensor) -> Tensor:
+    """Return queries and keys after their norm, new; themselves where there is none."""
+    if attention.held_q is None or attention.held_k is None:
+        return qk_THd
+    heads, offset = attention.num_heads, attention.qk_norm_offset
+    parts: list[Tensor] = []
+    for part, held in (
+        (qk_THd[:, :heads], attention.held_q),
+        (qk_THd[:, heads:], attention.held_k),
+    ):
+        weight = held.tensor.float() + offset if offset else held.tensor
+        rows = part.flatten(1) if attention.is_full_norm else part
+        normed = torch.rms_norm(rows, (rows.shape[-1],), None, attention.qk_norm_eps)
+        parts.append((normed * weight).to(part.dtype).view(part.shape))
+    return torch.cat(parts, 1)
+
+
 class TorchStep:
     """See ``Step``; built once a step.
 
     Args:
         batch: the tokens; borrowed.
         cache: the block pool.
-        rope: gives the angles.
+        ropes: give the angles.
         dtype: the model's.
         on_layer: called with each layer's index once its KV of this step is in the blocks.
     """
@@ -36,25 +61,30 @@ class TorchStep:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._cache = cache
         self._on_layer = on_layer
-        cos, sin = rope.compute(batch.positions, dtype)
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
-        self._cos_T1d, self._signed_sin_T1d = cos[:, None], signed[:, None]
+        self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
         self._decodes, self._prefills = plan_attention(batch, cache, dtype)
 
     def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
         """See ``Step``."""
-        first_norm, attention, second_norm, mlp = layer.parts
-        attention.output_matrix.add_into_(x_TD, self.mix(attention, first_norm(x_TD)))
-        mlp.add_into_(x_TD, second_norm(x_TD))
+        first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
+        mixed = self.mix(attention, x_TD if first_norm is None else first_norm(x_TD))
+        if attention_out_norm is None:
+            attention.output_matrix.add_into_(x_TD, mixed)
+        else:
+            x_TD += attention_out_norm(attention.output_matrix.forward(mixed, dtype=x_TD.dtype))
+        h = x_TD if second_norm is None else second_norm(x_TD)
+        if mlp_out_norm is None:
+            mlp.add_into_(x_TD, h)
+        else:
+            x_TD += mlp_out_norm(mlp(h))
 
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``: nothing is left over."""
@@ -64,13 +94,12 @@ class TorchStep:
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + kv_heads]
-        normed = qk
-        if attention.qk_weight is not None:
-            q_weight, k_weight = attention.qk_weight
-            normed = torch.rms_norm(qk, (d,), None, attention.qk_norm_eps)
-            normed[:, :heads] *= q_weight
-            normed[:, heads:] *= k_weight
-        apply_rope_(qk, normed, self._cos_T1d, self._signed_sin_T1d)
+        normed = _norm_heads(attention, qk)
+        cos, signed_sin = self._angles[attention.rope_idx]
+        size = cos.shape[-1]
+        if normed is not qk:
+            qk[..., size:] = normed[..., size:]
+        apply_rope_(qk[..., :size], normed[..., :size], cos, signed_sin)
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]

@@ -39,8 +39,19 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="llama"),
+        Family(model_type="mistral"),
+        Family(model_type="qwen2"),
         Family(model_type="qwen3"),
+        Family(model_type="gemma2"),
+        Family(model_type="gemma3_text"),
+        Family(model_type="phi3"),
+        Family(model_type="glm4"),
+        Family(model_type="mixtral", is_moe=True),
+        Family(model_type="qwen2_moe", is_moe=True),
         Family(model_type="qwen3_moe", is_moe=True),
+        Family(model_type="olmoe", is_moe=True),
+        Family(model_type="glm4_moe", is_moe=True),
+        Family(model_type="minimax_m2", is_moe=True),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
