@@ -8,14 +8,16 @@ written here, with the place where it stands there.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import GgufTensor, Value
 
-__all__ = ["ARCHITECTURES", "make_config"]
+__all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
 
 Config = dict[str, Any]
 
@@ -121,6 +123,16 @@ def make_config(
     return _list_common(facts) | special(facts)
 
 
+def read_gguf_config(path: Path) -> Config:
+    """Return the configuration of a GGUF file, of which a split model has several.
+
+    Raises: as ``make_config`` and ``GgufFiles.open``.
+    """
+    files = GgufFiles.open(path)
+    factors = files.read_floats(ROPE_FACTORS) if ROPE_FACTORS in files.tensors else None
+    return make_config(files.metadata, files.tensors, factors)
+
+
 def _list_common(facts: Facts) -> Config:
     embedding = facts.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -184,8 +196,9 @@ def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Conf
     wanted = 1 / ((1 - smooth) / factor + smooth)
     if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
         raise UnsupportedError(
-            WHERE, f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
-            "model's config.json beside the GGUF file"
+            WHERE,
+            f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
+            "model's config.json beside the GGUF file",
         )
     return {
         "rope_type": "llama3",
@@ -258,7 +271,7 @@ def _gemma2(facts: Facts) -> Config:
 
 
 def _gemma3(facts: Facts) -> Config:
-    # src/models/gemma3.cpp: as above, of 62 layers; windows turn by the frequencies of freq_base_swa.
+    # src/models/gemma3.cpp: as above, of 62 layers; windows turn by freq_base_swa.
     is_27b = facts.count("block_count") == 62
     per_head = facts.count("embedding_length") // facts.count("attention.head_count")
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
