@@ -112,7 +112,9 @@ def rename(architecture: str, config: Any, state: dict[str, torch.Tensor]) -> An
         if ".experts.gate_up_proj" in name:
             yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
             continue
-        new = next((re.sub(p, r, name) for p, r in EXTRA_NAMES.items() if re.fullmatch(p, name)), None)
+        new = next(
+            (re.sub(p, r, name) for p, r in EXTRA_NAMES.items() if re.fullmatch(p, name)), None
+        )
         if new is None:
             module, _, ending = name.rpartition(".")
             if ending not in ("weight", "bias"):
@@ -122,7 +124,11 @@ def rename(architecture: str, config: Any, state: dict[str, torch.Tensor]) -> An
             new = f"{new}.{ending}"
         if architecture == "llama" and re.search(r"\.(q|k)_proj\.", name):
             heads = w.shape[0] // config.head_dim
-            w = w.reshape(heads, 2, config.head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+            w = (
+                w.reshape(heads, 2, config.head_dim // 2, *w.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(w.shape)
+            )
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             w = w + 1
         if architecture == "gpt-oss" and name.endswith("experts.down_proj"):
@@ -169,14 +175,20 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     rotated = get("rotary_dim") or int(head_dim * factor)
     writer.add_rope_dimension_count(rotated)
     if rope.get("rope_type") in ("linear", "yarn"):
-        kind = gguf.RopeScalingType.LINEAR if rope["rope_type"] == "linear" else gguf.RopeScalingType.YARN
+        kind = (
+            gguf.RopeScalingType.LINEAR
+            if rope["rope_type"] == "linear"
+            else gguf.RopeScalingType.YARN
+        )
         writer.add_rope_scaling_type(kind)
         writer.add_rope_scaling_factor(rope["factor"])
         if rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
-    experts = next((get(n) for n in ("num_experts", "num_local_experts", "n_routed_experts") if get(n)), 0)
+    experts = next(
+        (get(n) for n in ("num_experts", "num_local_experts", "n_routed_experts") if get(n)), 0
+    )
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -1,20 +1,17 @@
 """Goal: a model in GGUF is the model it was made of: same configuration, same weights.
 
 Method: a tiny random model of each family, with every switch away from its default where the file
-can say so, is saved by transformers and written as GGUF by ``gguf_writing``, whose table of names is
-the ``gguf`` package's. Both are loaded here; configurations must agree field by field, and logits
+can say so, is saved by transformers and written as GGUF by ``gguf_writing``, whose table of names
+is the ``gguf`` package's. Both are loaded here; configurations must agree field by field, logits
 bit by bit. (Gemma's norms lose a rounding on the way through ``1 + weight``.)
 """
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-pytest.importorskip("gguf", reason="the oracle is the `gguf` package")
-
 from gguf_writing import write_model
 from loading import load_checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.models.families import open_checkpoint
 from tandem.models.identity import list_config_values
@@ -53,6 +50,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -61,13 +59,16 @@ MODELS = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama 3.1": ("llama", {"rope_parameters": LLAMA3}),
-    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama linear": ("llama", {"rope_parameters": LINEAR}),
     "llama bias": ("llama", {"attention_bias": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
     "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
-    "gemma3": ("gemma3_text", {"sliding_window": 20, "query_pre_attn_scalar": 32, "rope_parameters": GEMMA3_ROPE}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 20, "query_pre_attn_scalar": 32, "rope_parameters": GEMMA3_ROPE},
+    ),
     "phi3": ("phi3", {"sliding_window": 24}),
     "glm4": ("glm4", {"rope_parameters": PARTIAL}),
     "mixtral": ("mixtral", MIXTRAL),
@@ -83,7 +84,10 @@ MODELS = {
         },
     ),
     "minimax_m2": ("minimax_m2", MIXTRAL | {"rotary_dim": 16, "rope_parameters": PARTIAL}),
-    "gpt_oss": ("gpt_oss", MIXTRAL | {"sliding_window": 20, "rope_parameters": YARN | {"truncate": False}}),
+    "gpt_oss": (
+        "gpt_oss",
+        MIXTRAL | {"sliding_window": 20, "rope_parameters": YARN | {"truncate": False}},
+    ),
 }  # fmt: skip
 
 

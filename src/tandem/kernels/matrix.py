@@ -52,11 +52,11 @@ class MatrixSettings:
 
     weight_format: WeightFormat | None = None
     """None: tensors of the model's dtype."""
+    pool: ThreadPool | None = None
+    """Runs the kernels of a format; borrowed for the life of the matrices."""
     keeps_codes: bool = False
     """Whether a matrix that the checkpoint has in codes keeps them, in the smallest format that
     holds those of all its parts, whatever ``weight_format`` is."""
-    pool: ThreadPool | None = None
-    """Runs the kernels of a format; borrowed for the life of the matrices."""
 
 
 TENSORS = MatrixSettings()

@@ -91,7 +91,7 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     file = find_gguf(path)
     if file is None:
         return path, read_json(config), {}
-    return file, read_gguf_config(file), {}
+    return file, *read_gguf_config(file)
 
 
 def read_json(path: Path) -> dict[str, Any]:

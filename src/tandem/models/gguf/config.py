@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.tokenizer import find_end_tokens
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import GgufTensor, Value
 
@@ -123,14 +124,15 @@ def make_config(
     return _list_common(facts) | special(facts)
 
 
-def read_gguf_config(path: Path) -> Config:
-    """Return the configuration of a GGUF file, of which a split model has several.
+def read_gguf_config(path: Path) -> tuple[Config, Config]:
+    """Return what a GGUF file says in the place of config.json and generation_config.json.
 
     Raises: as ``make_config`` and ``GgufFiles.open``.
     """
     files = GgufFiles.open(path)
     factors = files.read_floats(ROPE_FACTORS) if ROPE_FACTORS in files.tensors else None
-    return make_config(files.metadata, files.tensors, factors)
+    ends = find_end_tokens(files.metadata, files.architecture)
+    return make_config(files.metadata, files.tensors, factors), {"eos_token_id": ends}
 
 
 def _list_common(facts: Facts) -> Config:

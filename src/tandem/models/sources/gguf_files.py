@@ -21,7 +21,7 @@ from tandem.models.sources.gguf_header import (
     read_gguf_header,
 )
 
-__all__ = ["GgufFiles", "find_gguf"]
+__all__ = ["GgufFiles", "find_gguf", "list_parts"]
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -52,8 +52,11 @@ def find_gguf(path: Path) -> Path | None:
     return next(iter(models.values()), None)
 
 
-def _list_parts(path: Path) -> list[Path]:
-    """Return all parts of the model that a file belongs to."""
+def list_parts(path: Path) -> list[Path]:
+    """Return all parts of the model that a file belongs to.
+
+    Raises: ConfigError (a name that is none of a part); NotFoundError (a part is missing).
+    """
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -88,7 +91,7 @@ class GgufFiles:
             ConfigError: parts that do not belong together.
             CorruptionError, UnsupportedError: as ``read_gguf_header``.
         """
-        headers = [_read_cached(part, _read_state(part)) for part in _list_parts(path)]
+        headers = [_read_cached(part, _read_state(part)) for part in list_parts(path)]
         tensors: dict[str, GgufTensor] = {}
         paths: dict[str, Path] = {}
         for i, header in enumerate(headers):
