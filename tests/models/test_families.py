@@ -92,7 +92,11 @@ REFUSED = {
         "architectures",
     ),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder", "is_encoder_decoder"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq", "quantization_config"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "spqr"}},
+        "spqr",
+        "quantization_config.quant_method",
+    ),
     "activation": ({"hidden_act": "gelu"}, "gelu", "hidden_act"),
     "longrope": (
         {

@@ -200,7 +200,7 @@ def load_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, hasher, caches = open_weights(plan, pool, progress, stack)
+        source, hasher, caches = open_weights(checkpoint, plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
         _load_weights(model, checkpoint, source)
@@ -217,18 +217,29 @@ def load_model(
 
 
 def open_weights(
-    plan: ModelPlan, pool: ThreadPool, progress: Progress | None, stack: ExitStack
+    checkpoint: Checkpoint,
+    plan: ModelPlan,
+    pool: ThreadPool,
+    progress: Progress | None,
+    stack: ExitStack,
 ) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
     """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
 
     Args:
+        checkpoint: says how its weights are coded.
         plan: names the folder, the dtype and the cache.
         pool: as many threads hash.
         progress: see ``load_model``.
         stack: closes all three.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
-    source = open_source(folder, dtype=dtype, device=plan.device, progress=progress)
+    source = open_source(
+        folder,
+        dtype=dtype,
+        device=plan.device,
+        progress=progress,
+        quantization=checkpoint.quantization,
+    )
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)

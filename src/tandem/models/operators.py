@@ -6,7 +6,7 @@ the KTransformers documents use resolve to the operator here that does the same 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,7 @@ from tandem.kernels.torch.experts import Experts
 from tandem.models.families import head_dim_of
 from tandem.models.packed_cache import PackedCaches
 from tandem.models.precision import choose_expert_parts
+from tandem.models.stored import StoredModel
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = [
@@ -80,6 +81,8 @@ class WeightSettings:
     """Where packed experts are kept between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    stored: StoredModel = field(default_factory=StoredModel)
+    """What of the checkpoint may keep the format that it is stored in."""
 
     @classmethod
     def of_choices(
@@ -91,6 +94,7 @@ class WeightSettings:
         *,
         caches: PackedCaches | None = None,
         expert_parts: int = 0,
+        stored: StoredModel | None = None,
     ) -> "WeightSettings":
         """Return the settings that a plan's choices come to."""
         return cls(
@@ -100,6 +104,7 @@ class WeightSettings:
             router=parse_format(router.weight_format),
             caches=caches,
             expert_parts=expert_parts,
+            stored=stored or StoredModel(),
         )
 
 
@@ -124,11 +129,16 @@ class BuildContext:
     settings: WeightSettings
 
     def choose_format(self, default: WeightFormat | None) -> WeightFormat | None:
-        """Return the format that the rule asks for, or the default."""
+        """Return the format that the rule asks for, that of the checkpoint, or the default."""
         wish = self.kwargs.get(FORMAT_KWARG)
         if wish is None:
-            return default
+            return self.settings.stored.find_format(self.name) or default
         return parse_format(wish)
+
+    def choose_router_format(self) -> WeightFormat | None:
+        """Return the format of a router's scores: never the checkpoint's, which may lose some."""
+        wish = self.kwargs.get(FORMAT_KWARG)
+        return self.settings.router if wish is None else parse_format(wish)
 
     def choose_matrix(self) -> MatrixSettings:
         """Return how a linear operator stores its matrices."""
@@ -282,9 +292,7 @@ def _build_router(module: Any, context: BuildContext) -> Router:
         # gpt-oss's softmax is over the chosen.
         is_normalised=is_gpt_oss or bool(module.norm_topk_prob),
         has_bias=_has_bias(module),
-        settings=MatrixSettings(
-            context.choose_format(context.settings.router), context.settings.pool
-        ),
+        settings=MatrixSettings(context.choose_router_format(), context.settings.pool),
     )
 
 

@@ -31,6 +31,8 @@ HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
 class Mxfp4Codec:
     """See the module, and ``tandem.models.codecs.codec.Codec``."""
 
+    is_exact: bool = True
+
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
