@@ -85,7 +85,7 @@ def render_models() -> str:
             *lines,
             "",
             f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}, or coded as said below.",
-            f"- `rope_type`: {', '.join(ROPE_TYPES)}; whole heads are rotated.",
+            f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
             f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
             "",

@@ -269,7 +269,9 @@ class Engine:
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
             self._timelines.open(request, lookup)
-            self.counters.prompt_tokens += request.prompt_len
+            if not (request.output_ids or request.awaits_continuation):
+                # Of one that goes on here, another instance has counted the prompt.
+                self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
 
     def continue_request(self, message: ContinueRequest) -> bool:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from tandem.core.errors import NotFoundError
 from tandem.kernels.experts import list_expert_weights
 from tandem.kernels.formats import BLOCK_ROWS, WeightFormat
+from tandem.kernels.operator import WeightReader
 from tandem.models.families import Checkpoint
+from tandem.models.families.names import rename_reader
 from tandem.models.quantization import Quantization
 from tandem.models.roles import RawMatrix
 from tandem.models.sources.containers import open_source
@@ -62,24 +64,32 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     except NotFoundError:
         return StoredModel({m.module: _foresee(quantization, m) for m in raw})
     with source:
-        found = {m.module: _look_up(source, quantization, m) for m in raw}
+        reader = rename_reader(source, source.entries)
+        found = {m.module: _look_up(reader, m) for m in raw}
         return StoredModel(found, _count_bytes(source, {matrix.module for matrix in raw}))
 
 
-def _look_up(source: WeightSource, quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
+def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
+    """Return how a matrix is stored."""
     names = [f"{matrix.module}.weight"]
     if matrix.role == "experts":
-        names = list_expert_weights(source, matrix.module, matrix.shape[0])
-    if not any(source.is_coded(name) for name in names):
+        names = list_expert_weights(reader, matrix.module, matrix.shape[0])
+    storage = {reader.find_storage(name) for name in names} - {""}
+    if not storage:
         return StoredMatrix()
-    formats = {source.find_format(name) for name in names}
+    formats = {reader.find_format(name) for name in names}
     held = formats.pop() if len(formats) == 1 else None
-    scheme = quantization.find_scheme(names[0].removesuffix(".weight"))
-    return StoredMatrix(str(scheme), held if _fits(matrix, held) else None)
+    words = " and ".join(sorted(storage))
+    return StoredMatrix(words, held if _fits(matrix, held) else None)
 
 
 def _fits(matrix: RawMatrix, held: WeightFormat | None) -> bool:
-    """Whether codes can be taken over where a product stacks this matrix with others."""
+    """Whether codes can be taken over where a product stacks this matrix with others.
+
+    Latent attention puts rows of its matrices in another order and takes its heads apart: values.
+    """
+    if matrix.role in ("q_up", "head_matrices"):
+        return False
     is_block = held is not None and held.is_float and held.bits == 8
     return not (is_block and matrix.role in ("qkv", "gate_up") and matrix.shape[0] % BLOCK_ROWS)
 

@@ -33,6 +33,10 @@ class AwqCodec:
         """Whether there is a ``qweight``."""
         return f"{split_name(name)}.qweight" in stored.entries
 
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode a weight [N, K]."""
         self._read(stored, name, tuple(out.shape)).read_into(out)

@@ -39,6 +39,10 @@ class Codec(Protocol):
         """Whether ``name`` is stored in this format; marks nothing as used."""
         ...
 
+    def tell(self, name: str) -> str:
+        """Return in words how a weight that is held is coded."""
+        ...
+
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode a weight into ``out``; see ``tandem.kernels.operator.WeightReader``."""
         ...

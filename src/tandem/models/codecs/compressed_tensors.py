@@ -39,6 +39,10 @@ class CompressedTensorsCodec:
         entry = stored.entries.get(name)
         return entry is not None and (entry.dtype in SIGNED or entry.dtype in E4M3)
 
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode a weight [N, K]."""
         scheme = find_scheme(self._quantization, name)

@@ -37,6 +37,11 @@ class Mxfp4Codec:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
 
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        del name
+        return "mxfp4"
+
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode experts [E, K, N], exactly in float32 and bfloat16."""
         count, inputs, outputs = out.shape

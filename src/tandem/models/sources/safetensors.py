@@ -241,9 +241,10 @@ class SafetensorsSource:
         """Whether the checkpoint holds ``name``, as it is or coded."""
         return name in self.entries or self._find_codec(name) is not None
 
-    def is_coded(self, name: str) -> bool:
-        """Whether a weight is stored as codes; see ``WeightSource``."""
-        return self._find_codec(name) is not None
+    def find_storage(self, name: str) -> str:
+        """Return how a weight is coded; see ``WeightReader``."""
+        codec = self._find_codec(name)
+        return "" if codec is None else codec.tell(name)
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Copy or decode a tensor into ``out``; see ``WeightReader``."""

@@ -82,10 +82,6 @@ class WeightSource(WeightReader, Protocol):
         """All tensors as they are stored; their bytes are what the weights' digest is of."""
         ...
 
-    def is_coded(self, name: str) -> bool:
-        """Whether the checkpoint has a weight as codes; marks nothing as used."""
-        ...
-
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors that nobody read.
 
