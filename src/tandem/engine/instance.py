@@ -165,7 +165,8 @@ class Instance:
             raise
         return Empty()
 
-    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+    async def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        # A coroutine like ``_add``, which may have come in the same turn: it begins first.
         if self._owners.get(request.request_id) is not peer:
             return False
         return self._require_engine().continue_request(request)
@@ -190,6 +191,10 @@ class Instance:
         return missing.num_cached + lookup.found_blocks, lookup
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        # The ``_add`` that it is about may have come in the same turn and begin in the next one.
+        asyncio.get_running_loop().call_soon(self._handle_event, peer, event)
+
+    def _handle_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         if self._engine is None:
             return
         if isinstance(event, ReleaseHold):
