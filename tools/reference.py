@@ -85,7 +85,7 @@ def render_models() -> str:
             "",
             f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}; but for the formats above, a",
             "  checkpoint with a `quantization_config` is refused.",
-            f"- `rope_type`: {', '.join(ROPE_TYPES)}; whole heads are rotated.",
+            f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
             f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
             "",

@@ -33,7 +33,17 @@ NO_FORMAT = "none"
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 MatrixRole = Literal[
-    "embedding", "head", "qkv", "attention_out", "gate_up", "down", "router", "experts", "other"
+    "embedding",
+    "head",
+    "qkv",
+    "q_up",
+    "head_matrices",
+    "attention_out",
+    "gate_up",
+    "down",
+    "router",
+    "experts",
+    "other",
 ]
 
 
@@ -45,6 +55,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     """Of a key; of MLA without and with rotation together."""
+    kv_lora_rank: NonNegativeInt = 0
+    """Of MLA: items of the latent that keys and values are made of."""
+    rope_dim: NonNegativeInt = 0
+    """Of MLA: items of a key that are rotated, the same for all heads."""
     window: NonNegativeInt = 0
     """Tokens that a token sees, itself included; 0 is all."""
     has_sinks: bool = False
@@ -117,7 +131,8 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The module that holds it, after the rules."""
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]."""
+    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
+    each head has one of [H, N, K]."""
     weight_format: str
     size_bytes: NonNegativeInt
     """As stored, scales and padding included; 0 where it is another matrix's memory."""

@@ -165,7 +165,7 @@ def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
     )
 
 
-def select_rows(matrix: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
+def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> QuantizedMatrix:
     """Return some outputs of a matrix whose outputs have scales of their own; contiguous.
 
     Raises: ShapeError (fp8, where blocks of outputs share one).

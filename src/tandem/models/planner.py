@@ -22,10 +22,11 @@ from tandem.core.model_plan import (
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
+from tandem.kernels.head_matrix import choose_head_format, count_head_bytes
+from tandem.models.builders import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.injection import apply_rules, load_rules
-from tandem.models.operators import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.precision import (
     FormatChoices,
     choose_dtype,
@@ -150,29 +151,46 @@ def _plan_matrices(
             module=holder,
             role=role,
             shape=shape,
-            weight_format=module.weight_format,
+            weight_format=_find_format(role, shape, module.weight_format),
             size_bytes=0 if is_view else _count_bytes(role, shape, module.weight_format, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_give_reason(module, role, choices, asked, is_view=is_view),
         )
 
 
+def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
+    if role != "head_matrices" or weight_format == NO_FORMAT:
+        return weight_format
+    chosen = choose_head_format(parse_format(weight_format), shape[2])
+    assert chosen is not None, weight_format
+    return chosen.name
+
+
 def _group_by_holder(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan]
 ) -> Iterator[tuple[str, list[RawMatrix]]]:
     """Yield (the module that holds them, matrices that it stacks into one)."""
-    group: list[RawMatrix] = []
+    run: list[RawMatrix] = []
     holder = ""
     for matrix in raw:
         owner = by_name[matrix.module].owner
-        if group and owner and owner == holder and matrix.role == group[0].role:
-            group.append(matrix)
-            continue
-        if group:
-            yield holder, group
-        holder, group = owner or matrix.module, [matrix]
-    if group:
+        if not (run and owner and owner == holder):
+            for group in _group_by_role(run):
+                yield holder, group
+            run = []
+        holder = owner or matrix.module
+        run.append(matrix)
+    for group in _group_by_role(run):
         yield holder, group
+
+
+def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
+    """Return which matrices of one holder become one; those of heads stay apart."""
+    groups: dict[tuple[MatrixRole, tuple[int, ...]], list[RawMatrix]] = {}
+    for matrix in run:
+        shape = matrix.shape if matrix.role == "head_matrices" else ()
+        groups.setdefault((matrix.role, shape), []).append(matrix)
+    return list(groups.values())
 
 
 def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
@@ -182,6 +200,8 @@ def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, p
     if role == "experts":
         count, rows, hidden = shape
         return native_experts.count_bytes(packed, count, hidden, rows // 3)
+    if role == "head_matrices":
+        return count_head_bytes(packed, shape[0], shape[2], shape[1])
     return native_linear.count_bytes(packed, shape[1], shape[0])
 
 

@@ -34,7 +34,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -185,13 +185,14 @@ def _check_config(config: Any, family: Family) -> None:
         raise _refuse(problem[1], problem[0])
     _check_bounds(config)
     window = getattr(config, "sliding_window", None)
-    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+    layer_types: list[str] = getattr(config, "layer_types", None) or []
+    is_used = not layer_types or "sliding_attention" in layer_types
+    if is_used and window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
         raise ConfigError(
             "models.check_config",
             f"sliding_window is {window!r}: need a number of tokens",
             field="sliding_window",
         )
-    layer_types = getattr(config, "layer_types", None) or ()
     unknown = sorted(set(layer_types) - set(LAYER_TYPES))
     if unknown:
         raise _refuse(f"layer_types {unknown}: known are {', '.join(LAYER_TYPES)}", "layer_types")
@@ -201,20 +202,31 @@ def _check_config(config: Any, family: Family) -> None:
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
         )
-    if config.hidden_act not in ACTIVATIONS:
-        raise _refuse(f"hidden_act {config.hidden_act!r}: only silu runs here", "hidden_act")
-    rope = config.rope_parameters
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise _refuse(
-            f"rope_type {rope_type!r}: known are {', '.join(ROPE_TYPES)}",
-            "rope_parameters.rope_type",
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refuse(
-            f"partial_rotary_factor {rope['partial_rotary_factor']}: only whole heads are rotated",
-            "rope_parameters.partial_rotary_factor",
-        )
+    _check_activation(config)
+    _check_rope(config)
+
+
+def _check_activation(config: Any) -> None:
+    field = "hidden_act" if hasattr(config, "hidden_act") else "hidden_activation"
+    name = getattr(config, field, None)
+    if name not in ACTIVATIONS:
+        raise _refuse(f"{field} {name!r}: known are {', '.join(ACTIVATIONS)}", field)
+
+
+def _check_rope(config: Any) -> None:
+    ropes: dict[str, Any] = config.rope_parameters
+    is_layered = any(isinstance(value, dict) for value in ropes.values())
+    for name, rope in ropes.items() if is_layered else [("", ropes)]:
+        where = f"rope_parameters.{name}." if name else "rope_parameters."
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise _refuse(
+                f"rope_type {rope_type!r}: known are {', '.join(ROPE_TYPES)}", f"{where}rope_type"
+            )
+        share = rope.get("partial_rotary_factor")
+        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+            field = f"{where}partial_rotary_factor"
+            raise ConfigError("models.check_config", f"{field} {share!r}: need 0 to 1", field=field)
 
 
 def _check_bounds(config: Any) -> None:
@@ -249,10 +261,13 @@ def _check_bounds(config: Any) -> None:
             f"{heads} heads over {kv_heads} KV heads: the first must be a multiple of the second",
             field="num_key_value_heads",
         )
-    if getattr(config, "num_experts_per_tok", 1) > getattr(config, "num_experts", 1):
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    num_experts = next((count for count in counts if isinstance(count, int)), None)
+    top_k = getattr(config, "num_experts_per_tok", 1)
+    if num_experts is not None and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
-            f"{config.num_experts_per_tok} of {config.num_experts} experts per token",
+            f"{top_k} of {num_experts} experts per token",
             field="num_experts_per_tok",
         )
 
@@ -286,9 +301,15 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rope_type=config.rope_parameters.get("rope_type", "default"),
+        rope_type=_name_rope(config.rope_parameters),
         checkpoint_dtype=stored,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,
     )
+
+
+def _name_rope(ropes: dict[str, Any]) -> str:
+    """Return the type of a model's RoPE; of several, all different ones."""
+    places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
+    return " and ".join(dict.fromkeys(place.get("rope_type", "default") for place in places))

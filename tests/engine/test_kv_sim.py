@@ -5,7 +5,7 @@ staging slot or transfer is left over. A failing seed prints itself; run it alon
 """
 
 import pytest
-from tier_world import TierWorld, draw_settings
+from kv_world import TierWorld, draw_settings
 
 from tandem.engine.engine import Engine
 from tandem.engine.loads import BlockLoads
