@@ -24,7 +24,6 @@ from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.instance import InstanceRole, InstanceSpec
 from tandem.engine.launcher import Launcher, ProcessLauncher
-from tandem.engine.launcher import Launcher
 from tandem.engine.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig

@@ -12,7 +12,6 @@ from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.instance import InstanceSpec
 from tandem.engine.launcher import Launcher
-from tandem.engine.launcher import Launcher
 from tandem.engine.supervisor import InstanceSupervisor
 
 __all__ = ["ClusterMember"]
