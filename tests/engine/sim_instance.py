@@ -192,6 +192,8 @@ class SimInstance:
 
     def list_kept(self) -> list[str]:
         """What an idle instance should have given back."""
+        if self.peer is not None:
+            self.listener.announcer.note_progress()  # Forgets questions that nobody waits for.
         stats, loads = self.engine.get_stats(), self.scheduler._loads
         kept = {
             "used blocks": stats.num_used_blocks,
@@ -203,7 +205,7 @@ class SimInstance:
             "owned": self.api.num_owned,
             "staging": self.world.tiers.staging_blocks - self.tier._staging.num_free,
             "tier tasks": len(self.tier._tasks),
-            "dropped loads": len(self.tier._dropped),
+            "loads": len(self.tier._loading) + len(self.tier._dropped),
             "reads": 0 if self.reader is None else self.reader.num_in_transfer,
             "questions": self.listener.announcer.num_waiting if self.peer is not None else 0,
         }
