@@ -97,10 +97,11 @@ class GgufSource:
         """Whether the file holds all of a weight."""
         return name in self._recipes
 
-    def find_tensors(self, name: str) -> list[GgufTensor]:
-        """Return the tensors that a weight is made of; none if it is not there."""
+    def find_storage(self, name: str) -> str:
+        """Return a weight's types; empty for values. See ``WeightReader``."""
         recipe = self._recipes.get(name)
-        return [] if recipe is None else [self.files.tensors[t] for t in recipe.tensors]
+        kinds = [] if recipe is None else [self.files.tensors[t].kind for t in recipe.tensors]
+        return " and ".join(sorted(set(kinds) & BLOCK_TYPES.keys()))
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Decode a weight into ``out``; see ``WeightReader``."""
@@ -161,6 +162,13 @@ class GgufSource:
             if name.startswith(prefix):
                 for tensor in recipe.tensors:
                     self._ledger.mark(tensor)
+
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each weight; see ``WeightSource``."""
+        return {
+            name: sum(t.end - t.begin for t in (self.files.tensors[n] for n in recipe.tensors))
+            for name, recipe in self._recipes.items()
+        }
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
