@@ -52,9 +52,9 @@ class StoredModel:
         return formats.pop() if len(formats) == 1 else None
 
     def is_mixed(self, name: str) -> bool:
-        """Whether a module has matrices in codes, and not all in one format."""
+        """Whether all matrices of a module are in codes, and not all in one format."""
         formats = {matrix.weight_format for matrix in self.find(name)}
-        return len(formats) > 1
+        return len(formats) > 1 and None not in formats
 
 
 def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
