@@ -88,6 +88,11 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
 
     Raises: UnsupportedError (a layer has no attention or no MLP that we know).
     """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise UnsupportedError(
+            "models.read_layers", f"{type(model).__name__} has no list of layers where it should be"
+        )
     attentions = observe_attentions(model)
     return tuple(
         LayerSpec(
@@ -96,7 +101,7 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
             rope=_read_rope(model.config, layer),
             mlp=_read_mlp(layer, index, model.config.hidden_size),
         )
-        for index, layer in enumerate(model.model.layers)
+        for index, layer in enumerate(layers)
     )
 
 

@@ -146,6 +146,10 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
         return _prove_with_seeds(proof, config, with_flips=with_flips)
     except TandemError as error:
         return _refuse(proof, error.what)
+    except Exception as error:
+        # Whatever code of transformers raises: an architecture that it cannot build is not proved.
+        text = " ".join(str(error).split())
+        return _refuse(proof, f"transformers fails: {type(error).__name__}: {text[:300]}")
     finally:
         torch.set_num_threads(num_threads)
 

@@ -3,10 +3,15 @@
 Sizes shrink; what they are in relation to each other stays: heads that share KV, groups of experts,
 layers with and without a window, the share of a head that is rotated. Windows and the lengths at
 which a RoPE changes shrink below the lengths that the proof runs, and so do caps and limits, to
-what random activations reach. Every switch is left as it is.
+what random activations reach; epsilons grow until they matter. Every switch is left as it is.
 """
 
 from typing import Any
+
+from torch import nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.models.skeleton import build_skeleton
 
 __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 
@@ -15,7 +20,7 @@ NUM_TOKENS = 52
 WINDOW = 11
 TRAINED_CONTEXT = 24
 """In place of the length that a RoPE's scaling starts from."""
-MAX_LAYERS = 6
+MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
@@ -33,23 +38,63 @@ Values = dict[str, Any]
 
 
 def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
-    """Return a tiny configuration of the same class.
+    """Return a tiny configuration of the same class, with every kind of layer that it makes.
 
     Args:
         config: transformers' configuration of a model.
         is_true_head: keep the sizes of heads, and of latents, and have as few layers as there are
             kinds of them.
+
+    Raises: UnsupportedError (kinds of layers come too late to be had by a tiny model).
     """
+    wanted = _find_kinds(config)
+    first = max(2, len(wanted)) + (0 if is_true_head else 1)
+    for count in range(first, max(first, MAX_LAYERS) + 1):
+        made = _shrink_to(config, count, is_true_head=is_true_head)
+        if wanted <= _find_kinds(made):
+            return made
+    raise UnsupportedError(
+        "models.shrink_config",
+        f"{len(wanted)} kinds of layers are not all among the first {MAX_LAYERS}",
+        field="num_hidden_layers",
+    )
+
+
+def _find_kinds(config: Any) -> set[object]:
+    """Return what layers of a model differ by, whatever their sizes: classes and switches."""
+    model: Any = build_skeleton(config)
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    return set() if layers is None else {_describe_layer(layer) for layer in layers}
+
+
+def _describe_layer(layer: nn.Module) -> object:
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple(sorted((key, _describe(value)) for key, value in vars(module).items())),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _describe(value: object) -> str:
+    """Return a switch as it is; of a size, whether there is one; of other things nothing."""
+    if isinstance(value, (bool, str)):
+        return repr(value)
+    return "size" if isinstance(value, (int, float)) else "none" if value is None else ""
+
+
+def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
     values: Values = config.to_dict()
     for name in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
     values.pop("quantization_config", None)
-    num_layers = _shrink_layers(values, extra=0 if is_true_head else 1)
-    _shrink_heads(values, config, is_true_head=is_true_head)
+    _shrink_layers(values, num_layers)
+    _shrink_heads(values, is_true_head=is_true_head)
     _shrink_experts(values)
     _shrink_rope(values)
-    _shrink_scales(values, config)
-    values["num_hidden_layers"] = num_layers
+    _shrink_scales(values)
     values["vocab_size"] = 131
     values["max_position_embeddings"] = 4 * NUM_TOKENS
     if _has_rope_type(values, "dynamic"):
@@ -57,40 +102,32 @@ def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
     for name, value in TOKEN_IDS.items():
         if values.get(name) is not None:
             values[name] = value
-    made = type(config).from_dict(values)
-    # What a class derives from sizes that are given beside it.
-    made.architectures = None
-    return made
+    return type(config).from_dict(values)
 
 
-def _shrink_layers(values: Values, extra: int) -> int:
-    """Choose the layers: each kind once, in its order, and ``extra`` more of the first."""
-    kinds = list(values.get("layer_types") or ())
-    dense = values.get("first_k_dense_replace")
-    count = max(2, len(set(kinds)))
-    if isinstance(dense, int) and dense > 0:
+def _shrink_layers(values: Values, count: int) -> None:
+    """Choose ``count`` layers: those that begin a new kind by the lists of layers, then the first.
+
+    A list with an item for each layer, such as ``layer_types``, keeps the chosen ones' items.
+    """
+    total = values["num_hidden_layers"]
+    lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
+    rows = [repr([values[name][i] for name in lists]) for i in range(total)]
+    begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
+    others = [i for i in range(total) if i not in begins]
+    chosen = (begins + others * count + begins * count)[:count]
+    for name in lists:
+        values[name] = [values[name][i] for i in chosen]
+    values["num_hidden_layers"] = count
+    if (values.get("first_k_dense_replace") or 0) > 1:
         values["first_k_dense_replace"] = 1
-        count = max(count, 3)
-    step = values.get("decoder_sparse_step")
-    if isinstance(step, int) and step > 1:
-        values["decoder_sparse_step"] = 2
-        count = max(count, 4)
-    count = min(count + extra, MAX_LAYERS)
-    if kinds:
-        distinct = list(dict.fromkeys(kinds))
-        values["layer_types"] = [distinct[i % len(distinct)] for i in range(count)]
-    moe_kinds = list(values.get("mlp_layer_types") or ())
-    if moe_kinds:
-        distinct = list(dict.fromkeys(moe_kinds))
-        values["mlp_layer_types"] = [distinct[min(i, len(distinct) - 1)] for i in range(count)]
     if values.get("mlp_only_layers"):
-        values["mlp_only_layers"] = [0]
+        values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
         values["max_window_layers"] = min(values["max_window_layers"], 1)
-    return count
 
 
-def _shrink_heads(values: Values, config: Any, *, is_true_head: bool) -> None:
+def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     heads = values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
     stated = values.get("head_dim")
@@ -173,13 +210,14 @@ def _shrink_rope(values: Values) -> None:
         values["original_max_position_embeddings"] = TRAINED_CONTEXT
 
 
-def _shrink_scales(values: Values, config: Any) -> None:
+def _shrink_scales(values: Values) -> None:
     """Bring windows, caps and limits to what the tiny model reaches."""
-    del config
     if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
         values["sliding_window"] = WINDOW
     for name, value in values.items():
-        if name.endswith("softcapping") and isinstance(value, (int, float)) and value:
+        if name.endswith(("_eps", "epsilon")) and isinstance(value, float):
+            values[name] = max(value, 1e-3)
+        elif name.endswith("softcapping") and isinstance(value, (int, float)) and value:
             values[name] = value / 10
     if isinstance(values.get("swiglu_limit"), (int, float)):
         values["swiglu_limit"] = values["swiglu_limit"] / 7
