@@ -983,6 +983,17 @@ class PackedMatrix:
         Raises: ShapeError (`out` is then untouched).
         """
 
+    def forward_heads(self, pool: ThreadPool, x: TensorView, out: TensorView) -> None:
+        """
+        out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.
+
+        Args:
+            pool: threads.
+            x: [rows, heads, in_features]; any strides of rows and heads.
+            out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.
+        The matrix has no bias. Raises: ShapeError (`out` is then untouched).
+        """
+
     def read_weights(self, pool: ThreadPool) -> None:
         """Read the packed bytes: a ceiling for benchmarks."""
 
@@ -1108,6 +1119,20 @@ def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: i
     their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
+def place_latents(q: TensorView, kv: TensorView, weight: TensorView, eps: float, cos: TensorView, sin: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    Write what multi-head latent attention attends with, but for the absorbed parts.
+
+    Args:
+        q: [rows, heads, head_dim]; the last `rotated` items of each head are read.
+        kv: [rows, rank + rotated]; rank is the size of `weight`.
+        weight: [rank], of the RMSNorm of the latent, with `eps`.
+        cos, sin: [rows, rotated]; rotate halves by halves; the first half is read.
+        out: [rows, heads + 1, rank + rotated]. Of each query only the rotated end is
+            written; behind the queries comes the key: normed latent, rotated end.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
 def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
     """
     out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
@@ -1123,7 +1148,7 @@ def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str
     Raises: ShapeError; ConfigError (cap, isa); UnsupportedError (isa).
     """
 
-def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '', num_group_choices: int = 2) -> None:
     """
     Choose each row's top experts, best first; of equals the lower id.
 
@@ -1134,8 +1159,9 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.
         bias: float32 [experts] added for the choice, not to the weights.
         num_groups: equal groups of experts, of which only the `num_top_groups` with the
-            largest sum of their two best count.
+            largest sum of their best choices count.
         weight_scale: on the weights.
+        num_group_choices: how many of a group's best are summed, 1 or 2.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 

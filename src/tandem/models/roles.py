@@ -59,6 +59,9 @@ none. Which names a layer has says which of these it is."""
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
     "q_proj": "qkv",
+    "q_a_proj": "qkv",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
     "o_proj": "attention_out",
@@ -78,7 +81,7 @@ class RawMatrix:
     module: str
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], of experts [E, 3 F, D]."""
+    """[N, K], of experts [E, 3 F, D], of matrices that each head has one of [H, N, K]."""
     is_shared: bool = False
     """Whether another module holds the same tensor, and is listed before."""
 
@@ -110,12 +113,18 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     matrices: list[RawMatrix] = []
     num_vector_weights = 0
     seen: set[int] = set()
+    heads_of: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if _is_experts(module):
             count, hidden, inner = _expert_sizes(module, model.config.hidden_size)
             matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
             own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+        if hasattr(module, "kv_b_proj"):
+            heads_of[f"{name}.kv_b_proj"] = module
+        if name in heads_of:
+            matrices += _list_head_matrices(name, heads_of[name])
+            own.clear()
         for key, parameter in own.items():
             if key.endswith("bias") or parameter.dim() < 2:
                 num_vector_weights += parameter.numel()
@@ -127,6 +136,15 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     return matrices, num_vector_weights
 
 
+def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
+    """Return what latent attention makes of its up-projection: it is absorbed, head by head."""
+    heads, rank = attention.num_heads, attention.kv_lora_rank
+    return [
+        RawMatrix(name, "head_matrices", (heads, rank, attention.qk_nope_head_dim)),
+        RawMatrix(name, "head_matrices", (heads, attention.v_head_dim, rank)),
+    ]
+
+
 def complete_spec(
     spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
 ) -> ModelSpec:
@@ -134,6 +152,15 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
+    attention = layers[0].attention
+    if attention.kind == "mla":
+        spec = msgspec.structs.replace(
+            spec,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            kv_lora_rank=attention.kv_lora_rank,
+            rope_dim=attention.rope_dim,
+        )
     return msgspec.structs.replace(
         spec,
         num_experts=first.num_experts if first else 0,
@@ -171,7 +198,9 @@ def _read_attention(
                 num_heads=part.num_heads,
                 num_kv_heads=1,
                 head_dim=part.qk_head_dim,
-                has_bias=part.kv_b_proj.bias is not None,
+                kv_lora_rank=part.kv_lora_rank,
+                rope_dim=part.qk_rope_head_dim,
+                has_bias=part.kv_a_proj_with_mqa.bias is not None,
             )
         projections = find_projections(part)
         if projections:

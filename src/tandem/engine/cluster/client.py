@@ -23,6 +23,7 @@ from tandem.engine.cluster.selection import LeastLoadedPolicy, Policy
 from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.instance import InstanceRole, InstanceSpec
+from tandem.engine.launcher import Launcher, ProcessLauncher
 from tandem.engine.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig
@@ -94,6 +95,7 @@ class ClusterClient:
         on_stage: called with every change of stage and every step of progress of any instance.
         is_staggered: start the first instance alone until it serves, so that the file of packed
             weights that it writes is mapped by the others, who would each pack their own.
+        make_launcher: of what starts an instance, one for each.
     """
 
     def __init__(
@@ -104,11 +106,17 @@ class ClusterClient:
         policy: Policy | None = None,
         on_stage: Callable[[StageChanged], None] | None = None,
         is_staggered: bool = False,
+        make_launcher: Callable[[], Launcher] = ProcessLauncher,
     ) -> None:
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
         self._members = [
-            ClusterMember(spec, on_change=self._note_change, on_stage=self._show_stage)
+            ClusterMember(
+                spec,
+                on_change=self._note_change,
+                on_stage=self._show_stage,
+                launcher=make_launcher(),
+            )
             for spec in specs
         ]
         self._dispatcher = Dispatcher(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.models.families import gpt_oss
+from tandem.models.families import deepseek, gpt_oss
 
 __all__ = ["FAMILIES", "PROVED_WITH", "Family", "find_family"]
 
@@ -52,6 +52,14 @@ FAMILIES = {
         Family(model_type="olmoe", is_moe=True),
         Family(model_type="glm4_moe", is_moe=True),
         Family(model_type="minimax_m2", is_moe=True),
+        Family(model_type="deepseek_v2", is_moe=True, find_problem=deepseek.find_problem),
+        Family(model_type="deepseek_v3", is_moe=True, find_problem=deepseek.find_problem),
+        Family(
+            model_type="kimi_k2",
+            config_type="deepseek_v3",
+            is_moe=True,
+            find_problem=deepseek.find_problem,
+        ),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
