@@ -1,4 +1,4 @@
-"""Models that are refused by name: what their requests keep is not KV alone, or they are no decoder.
+"""Models that are refused by name: requests keep more than KV, or the model is no text decoder.
 
 A prefix cache that hands out KV without the state beside it would give wrong tokens, so such a
 model does not run until its state is kept with its blocks.

@@ -30,8 +30,9 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 """Fields that transformers reads and that may change nothing, and when.
 
-Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up in
-``layer_types``, which a saved configuration has; ``truncate`` may round to the same dimensions."""
+Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up
+in ``layer_types``, which a saved configuration has; ``truncate`` may round to the same dimensions.
+"""
 
 OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -45,7 +46,7 @@ def _slides(values: dict[str, Any]) -> bool:
 
 
 def list_changes(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (field, what becomes of it, all values), for each field and each change worth trying."""
+    """Yield (field, what becomes of it, all values) for each change worth trying."""
     values: dict[str, Any] = config.to_dict()
     for field, value in sorted(values.items()):
         if field in IGNORED_CONFIG or field in NOT_FLIPPED:
@@ -90,7 +91,12 @@ def _list_values(field: str, value: Any) -> list[Any]:
 
 
 def flip_fields(
-    config: Any, state: dict[str, Tensor], tokens: Tensor, reference: Reference, *, is_stepwise: bool
+    config: Any,
+    state: dict[str, Tensor],
+    tokens: Tensor,
+    reference: Reference,
+    *,
+    is_stepwise: bool,
 ) -> tuple[Flip, ...]:
     """Change each field of a tiny configuration and run eager with the same weights.
 
@@ -139,7 +145,7 @@ def _try_change(
                 experts_implementation="eager",
                 dtype=torch.float32,
             ).eval()
-    except Exception:
+    except Exception:  # noqa: BLE001 - transformers raises anything
         # What transformers itself refuses cannot go unnoticed.
         return "structural"
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

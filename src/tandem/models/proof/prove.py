@@ -23,11 +23,9 @@ from tandem.models.proof.locate import locate_difference
 from tandem.models.proof.result import Check, Proof
 from tandem.models.proof.shrink import NUM_TOKENS, WINDOW, shrink_config
 from tandem.models.proof.tiny import (
-    Reference,
     make_reference,
     make_tiny,
     make_tokens,
-    run_eager,
     save_tiny,
 )
 
@@ -146,7 +144,7 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
         return _prove_with_seeds(proof, config, with_flips=with_flips)
     except TandemError as error:
         return _refuse(proof, error.what)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - as its code may raise anything
         # Whatever code of transformers raises: an architecture that it cannot build is not proved.
         text = " ".join(str(error).split())
         return _refuse(proof, f"transformers fails: {type(error).__name__}: {text[:300]}")

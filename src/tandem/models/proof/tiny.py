@@ -1,4 +1,4 @@
-"""The tiny model of a proof: transformers' eager code with random weights, saved as a checkpoint."""
+"""The tiny model of a proof: transformers' eager code with random weights, and its checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
