@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,8 +59,7 @@ class _Runner:
 
     def run_pieces(self, tokens: list[int], cuts: list[int]) -> Tensor:
         cache, table = self.make_cache(), [5, 0, 3, 9]
-        bounds = [0, *cuts, len(tokens)]
-        pieces = zip(bounds[:-1], bounds[1:], strict=True)
+        pieces = pairwise([0, *cuts, len(tokens)])
         return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
 
     def run_reusing(self, tokens: list[int]) -> Tensor:
