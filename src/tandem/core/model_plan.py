@@ -139,6 +139,8 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     plain_bytes: NonNegativeInt
     """The same in the model's dtype."""
     reason: str
+    stored_bytes: NonNegativeInt = 0
+    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +173,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
     packed_cache: str
     """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    notes: tuple[str, ...] = ()
+    """What of the checkpoint is not used, and why."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
