@@ -13,6 +13,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.models.families.refused import find_refusal
 from tandem.models.families.registry import FAMILIES, Family, find_family
 from tandem.models.hub import resolve_folder
 from tandem.models.quantization import Quantization, read_quantization
@@ -75,7 +76,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     family = _check_family(raw)
     quantization = _check_quantization(raw, family)
     config = _build_config(raw, family)
-    _check_config(config, family)
+    _check_config(config, family, raw)
     is_local = Path(path_or_id).expanduser().exists()
     name = folder.resolve().name.removesuffix(".gguf") if is_local else str(path_or_id)
     spec = _make_spec(name, config, family, generation)
@@ -146,11 +147,9 @@ def _check_family(raw: dict[str, Any]) -> Family:
         )
     nearest = _find_nearest(model_type, raw)
     hint = f"the nearest supported family is {nearest.model_type} ({nearest.architecture})"
-    if raw.get("is_encoder_decoder"):
-        raise _refuse(
-            f"{model_type} is an encoder-decoder: only decoders run here, {hint}",
-            "is_encoder_decoder",
-        )
+    refusal = find_refusal(raw)
+    if refusal is not None:
+        raise _refuse(f"{refusal[1]}; {hint}", refusal[0])
     family = find_family(model_type)
     if family is None:
         raise _refuse(f"model_type {model_type!r} is not supported: {hint}", "model_type")
@@ -201,7 +200,34 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
         raise ConfigError("models.check_config", f"config.json is not valid: {text}") from error
 
 
-def _check_config(config: Any, family: Family) -> None:
+REQUIRED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+"""What the configuration of a decoder with rotary positions and grouped heads states."""
+
+
+def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
+    # A file may hold fields that its class does not have: those say nothing about its modules.
+    known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
+    missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    if missing and family.model_type not in FAMILIES:
+        nearest = _find_nearest(family.model_type, raw)
+        raise _refuse(
+            f"model_type {family.model_type!r} is not supported, its configuration has no "
+            f"{', '.join(missing)}: the nearest supported family is {nearest.model_type} "
+            f"({nearest.architecture})",
+            "model_type",
+        )
+
+
+def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
+    _require_decoder(config, family, raw)
     problem = None if family.find_problem is None else family.find_problem(config)
     if problem is not None:
         raise _refuse(problem[1], problem[0])
