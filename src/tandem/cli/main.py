@@ -12,6 +12,7 @@ from tandem.cli import (
     convert,
     doctor,
     explain,
+    finetune,
     generate,
     plan,
     pull,
@@ -38,6 +39,7 @@ app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
+app.command("finetune")(finetune.finetune)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)

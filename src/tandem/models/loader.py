@@ -37,7 +37,15 @@ from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 
-__all__ = ["CausalModel", "load_model", "make_kv_layout", "make_settings", "open_weights"]
+__all__ = [
+    "CausalModel",
+    "list_harmless",
+    "load_model",
+    "load_weights",
+    "make_kv_layout",
+    "make_settings",
+    "open_weights",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +211,8 @@ def load_model(
         source, hasher, caches = open_weights(plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
-        _load_weights(model, checkpoint, source)
-        ignored = source.check_all_used(_list_harmless(checkpoint))
+        load_weights(model, checkpoint, source)
+        ignored = source.check_all_used(list_harmless(checkpoint))
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
     require_no_meta(model)
@@ -281,14 +289,20 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     )
 
 
-def _list_harmless(checkpoint: Checkpoint) -> dict[str, str]:
+def list_harmless(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return {name: why} of tensors that a checkpoint may hold though nothing reads them."""
     if checkpoint.config.tie_word_embeddings:
         return {"lm_head.weight": "the model ties it to the embedding"}
     return {}
 
 
-def _load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """Give every module its weights, in the order of the model, one operator at a time."""
+def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """Give every module of a skeleton its weights, in the order of the model, one at a time.
+
+    Operators load themselves; modules that are transformers' own get frozen parameters.
+
+    Raises: what ``WeightReader.read_into`` raises.
+    """
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)
