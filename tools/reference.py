@@ -12,6 +12,7 @@ from tandem.core.errors import ERROR_CODES
 from tandem.core.spec import DTYPE_BYTES
 from tandem.models.families import FAMILIES
 from tandem.models.families.gate import ACTIVATIONS, LAYER_TYPES, ROPE_TYPES
+from tandem.models.quantization import METHODS
 from tandem.server.metrics import METRICS
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
@@ -83,11 +84,22 @@ def render_models() -> str:
         [
             *lines,
             "",
-            f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}; but for the formats above, a",
-            "  checkpoint with a `quantization_config` is refused.",
-            f"- `rope_type`: {', '.join(ROPE_TYPES)}; whole heads are rotated.",
+            f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}, or coded as said below.",
+            f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
             f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
+            "",
+            "| `quant_method` | what of it runs |",
+            "|---|---|",
+            *(f"| `{name}` | {what} |" for name, what in METHODS.items()),
+            "",
+            "Codes that a weight format holds (`tandem.kernels.formats`) are taken over as they",
+            "are, to the fp16 rounding of scales and minima, unless `model.expert_format` or",
+            "`model.linear_format` asks for another. Others are decoded, a matrix at a time, into",
+            "the model's dtype or the format that is asked for: fp8 with a scale for each output",
+            "or in blocks smaller than 128 x 128, and GPTQ with `desc_act`. `tandem plan` says",
+            "which and why, with the bytes that each matrix takes and those that are stored. Any",
+            "other method, and experts that KTransformers packed, are refused by name.",
             "",
         ]
     )

@@ -1,5 +1,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -73,6 +75,22 @@ void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput&
   const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
   const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
   // A negative id wraps to one that no bank has.
+  const auto id = static_cast<size_t>(expert_id);
+  run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
+}
+
+// Codes, scales and minima.
+using Codes = std::tuple<nb::object, nb::object, nb::object>;
+
+void pack_codes(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Codes& gate,
+                const Codes& up, const Codes& down) {
+  const auto view = [&](const Codes& codes, const char* name, size_t rows, size_t columns) {
+    return view_codes(bank.format(), std::get<0>(codes), std::get<1>(codes), std::get<2>(codes),
+                      "kernels.pack_codes", name, rows, columns);
+  };
+  const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
+  const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
+  const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
   const auto id = static_cast<size_t>(expert_id);
   run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
@@ -218,6 +236,14 @@ void bind_kernels(nb::module_& module) {
       .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
                    "Packed bytes of one expert, scales included.")
       // Any array of DLPack is taken, not numpy's alone, as the generated signature would have it.
+      .def("pack_codes", &pack_codes, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
+           nb::sig("def pack_codes(self, pool: ThreadPool, expert_id: int, gate: tuple[object, "
+                   "object, object | None], up: tuple[object, object, object | None], down: "
+                   "tuple[object, object, object | None]) -> None"),
+           "Lay out the codes of one expert: of each matrix codes, scales and minima; see\n"
+           "`tandem.kernels.formats.QuantizedMatrix`.\n\n"
+           "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
+           "    UnsupportedError (what is no code of the format, or a scale that is not finite).")
       .def("pack", &pack, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
            nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
                    "down: object) -> None"),

@@ -52,6 +52,13 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   run_released([&] { return matrix.pack(pool, static_cast<size_t>(first_row), view); });
 }
 
+void pack_matrix_codes(PackedMatrix& matrix, ThreadPool& pool, const nb::object& codes,
+                       const nb::object& scales, const nb::object& minima) {
+  const MatrixView view = view_codes(matrix.format(), codes, scales, minima, "kernels.pack_codes",
+                                     "codes", matrix.out_features(), matrix.in_features());
+  run_released([&] { return matrix.pack(pool, 0, view); });
+}
+
 void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
   run_released([&] { return matrix.forward(pool, batch); });
 }
@@ -93,6 +100,41 @@ void run_matrix_back(const PackedMatrix& matrix, ThreadPool& pool, const AnyInpu
   });
 }
 
+void run_heads_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
+                     const TensorView& out) {
+  constexpr const char* kWhere = "kernels.run_heads";
+  if (x.num_dims() != 3 || !x.is_float() || !x.is_dense_from(2) ||
+      x.shape(2) != matrix.in_features())
+    refuse_view(kWhere, "x", x,
+                "give [rows, heads, " + std::to_string(matrix.in_features()) +
+                    "] of float32 or bfloat16 with dense heads");
+  PackedMatrix::HeadsBatch batch;
+  batch.num_rows = x.shape(0);
+  batch.num_heads = x.shape(1);
+  const size_t num_panels = count_panels(matrix.out_features());
+  const size_t share = batch.num_heads == 0 ? 0 : num_panels / batch.num_heads * kPanelColumns;
+  if (out.num_dims() != 3 || !out.is_float() || !out.is_dense_from(2) ||
+      out.shape(0) != batch.num_rows || out.shape(1) != batch.num_heads || share == 0 ||
+      num_panels % batch.num_heads != 0 || out.shape(2) > share ||
+      out.shape(2) + kPanelColumns <= share ||
+      (batch.num_heads > 1 && matrix.out_features() % kPanelColumns != 0))
+    refuse_view(kWhere, "out", out,
+                "give [rows, heads, columns] of float32 or bfloat16 with dense heads: as many rows "
+                "and heads as x, which share " +
+                    std::to_string(matrix.out_features()) + " outputs in whole panels of " +
+                    std::to_string(kPanelColumns));
+  batch.x = x.data();
+  batch.is_bf16 = x.is_bfloat16();
+  batch.x_stride = x.stride(0);
+  batch.x_head_stride = x.stride(1);
+  batch.out = out.data();
+  batch.is_out_bf16 = out.is_bfloat16();
+  batch.head_columns = out.shape(2);
+  batch.out_stride = out.stride(0);
+  batch.out_head_stride = out.stride(1);
+  run_released([&] { return matrix.forward_heads(pool, batch); });
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& module) {
@@ -127,6 +169,12 @@ void bind_linear(nb::module_& module) {
       .def_prop_ro("isa",
                    [](const PackedMatrix& matrix) { return std::string(isa_name(matrix.isa())); })
       .def_prop_ro("size_bytes", &PackedMatrix::size_bytes, "Packed bytes, scales included.")
+      .def("pack_codes", &pack_matrix_codes, "pool"_a, "codes"_a, "scales"_a, "minima"_a.none(),
+           nb::sig("def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: "
+                   "object | None) -> None"),
+           "Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.\n\n"
+           "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no\n"
+           "    code of the format, or a scale that is not finite).")
       .def("pack", &pack_matrix, "pool"_a, "weights"_a, "first_row"_a = 0,
            nb::sig("def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None"),
            "Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last."
@@ -151,6 +199,13 @@ void bind_linear(nb::module_& module) {
            nb::sig("def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None"),
            "Write d_out W, the gradient with respect to x, to `d_x`; both float32.\n\n"
            "Raises: ShapeError (`d_x` is then untouched).")
+      .def("forward_heads", &run_heads_views, "pool"_a, "x"_a, "out"_a,
+           "out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.\n\n"
+           "Args:\n"
+           "    pool: threads.\n"
+           "    x: [rows, heads, in_features]; any strides of rows and heads.\n"
+           "    out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.\n"
+           "The matrix has no bias. Raises: ShapeError (`out` is then untouched).")
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {

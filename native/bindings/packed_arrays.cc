@@ -11,6 +11,11 @@ struct ArrayStorage final : WeightStorage {
   nb::object owner;
 };
 
+bool is_fp16(const nb::dlpack::dtype& dtype) {
+  return dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && dtype.bits == 16 &&
+         dtype.lanes == 1;
+}
+
 }  // namespace
 
 MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
@@ -18,6 +23,33 @@ MatrixView view_matrix(const AnyInput& array, const char* where, const char* nam
   const bool has_dtype = is_float(array.dtype()) || is_bf16(array.dtype());
   check_matrix(array, where, name, has_dtype, "float32 or bfloat16", rows, columns);
   return {array.data(), is_bf16(array.dtype()), rows, columns};
+}
+
+MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const nb::object& scales,
+                      const nb::object& minima, const char* where, const char* name, size_t rows,
+                      size_t columns) {
+  constexpr size_t kBlockRows = 128;
+  if (format.bits == 16)
+    raise({Code::kUnsupported, where, "bf16 has no codes: give the weights themselves", name});
+  const std::string text = name;
+  const auto code_array = nb::cast<AnyInput>(codes);
+  check_matrix(code_array, where, name, code_array.dtype() == nb::dtype<uint8_t>(), "uint8", rows,
+               columns);
+  const auto size = static_cast<size_t>(format.group_size);
+  const size_t groups = size == 0 ? 1 : (columns + size - 1) / size;
+  const bool is_block = format.is_float && format.bits == 8;
+  const auto scale_array = nb::cast<AnyInput>(scales);
+  check_matrix(scale_array, where, (text + ".scales").c_str(),
+               format.is_float ? is_float(scale_array.dtype()) : is_fp16(scale_array.dtype()),
+               format.is_float ? "float32" : "float16",
+               is_block ? (rows + kBlockRows - 1) / kBlockRows : rows, groups);
+  MatrixView view{code_array.data(), false, rows, columns, scale_array.data()};
+  if (!format.has_minimum) return view;
+  const auto minimum_array = nb::cast<AnyInput>(minima);
+  check_matrix(minimum_array, where, (text + ".minima").c_str(), is_fp16(minimum_array.dtype()),
+               "float16", rows, groups);
+  view.minima = static_cast<const uint16_t*>(minimum_array.data());
+  return view;
 }
 
 const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size) {

@@ -65,6 +65,12 @@ inline bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype
 MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
                        size_t columns);
 
+// Codes [rows, columns], uint8, with scales and minima as MatrixView wants them for the format;
+// raises ShapeError otherwise.
+MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const nb::object& scales,
+                      const nb::object& minima, const char* where, const char* name, size_t rows,
+                      size_t columns);
+
 // A contiguous fp32 vector; raises ShapeError otherwise.
 const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size);
 

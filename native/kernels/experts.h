@@ -83,7 +83,7 @@ class ExpertBank {
   // Bytes of storage that create() needs for this configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
 
-  // Codes one expert. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
+  // Codes one expert, or takes its codes. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
   // cannot hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate, const MatrixView& up,
               const MatrixView& down);

@@ -50,13 +50,29 @@ class PackedMatrix {
     bool is_added = false;  // To what `out` holds; otherwise it is overwritten.
   };
 
+  // One matrix a head: head h of every row is multiplied with the h-th of `num_heads` equal shares of
+  // the outputs, each whole panels, of which `head_columns` are wanted. Strides count items.
+  struct HeadsBatch {
+    const void* x = nullptr;  // [num_rows][num_heads][in_features], fp32 or bf16.
+    bool is_bf16 = false;
+    size_t num_rows = 0;
+    size_t num_heads = 1;
+    size_t x_stride = 0;
+    size_t x_head_stride = 0;
+    void* out = nullptr;  // [num_rows][num_heads][head_columns], fp32 or bf16.
+    bool is_out_bf16 = false;
+    size_t head_columns = 0;
+    size_t out_stride = 0;
+    size_t out_head_stride = 0;
+  };
+
   // Errors: kUnsupported (format, ISA not here), kShape (in_features that are not whole groups),
   // kConfig (ISA name, a size of 0, nodes for storage), kCapacity (memory), kNotFound (node).
   static Result<PackedMatrix> create(const Config& config);
   // Bytes of storage that create() needs for this configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
 
-  // Codes rows [first_row, first_row + matrix.rows) of W. Errors: kShape (columns; a first row that
+  // Codes rows [first_row, first_row + matrix.rows) of W, or takes their codes. Errors: kShape (columns; a first row that
   // does not start a block of 128; rows that end inside one, but for the last), kUnsupported
   // (weights that the format cannot hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t first_row, const MatrixView& matrix);
@@ -68,6 +84,8 @@ class PackedMatrix {
   // d_x[num_rows, in_features] = d_out[num_rows, out_features] W in fp32, with W dequantized: the
   // gradient with respect to x. Errors: kCapacity, those of ThreadPool.
   Status backward(ThreadPool& pool, const float* d_out, size_t num_rows, float* d_x) const;
+  // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
+  Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
 
   // As of ExpertBank.
   Status read_weights(ThreadPool& pool) const;
@@ -76,6 +94,7 @@ class PackedMatrix {
   Isa isa() const { return isa_; }
   size_t in_features() const { return in_features_; }
   size_t out_features() const { return out_features_; }
+  const WeightFormat& format() const { return format_; }
   size_t size_bytes() const { return count_panels(out_features_) * panel_bytes_; }
   uint8_t* data() const { return data_; }
   bool is_writable() const { return !storage_ || storage_->is_writable; }

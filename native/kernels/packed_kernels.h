@@ -27,12 +27,16 @@ struct Operand {
 
 struct PrepareTask {
   WeightFormat format;
-  const void* x;  // [tokens][size], contiguous.
+  const void* x;  // [tokens][size], contiguous, unless there are heads.
   bool is_bf16;   // Otherwise fp32.
   size_t size;
   size_t first_row;
   size_t last_row;
   Operand out;
+  // With heads, row h * head_rows + t is head h of token t; strides count items. 0: no heads.
+  size_t head_rows = 0;
+  size_t head_stride = 0;
+  size_t token_stride = 0;
 };
 
 // What stands between gate, up and down: h = f(g) * (u + up_offset), where g = min(gate, limit),

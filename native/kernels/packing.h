@@ -23,12 +23,17 @@ constexpr size_t round_up(size_t size, size_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// A row-major matrix [rows, columns], fp32 or bf16, borrowed.
+// A row-major matrix [rows, columns], borrowed: fp32 or bf16 values, or, where there are scales, the
+// codes of a format, one a byte.
 struct MatrixView {
   const void* data = nullptr;
   bool is_bf16 = false;
   size_t rows = 0;
   size_t columns = 0;
+  // Of codes. Integer formats: fp16 [rows, groups]. e4m3: fp32, a row for 128 rows. e2m1: fp32
+  // powers of two, [rows, groups].
+  const void* scales = nullptr;
+  const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum.
 };
 
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
@@ -69,8 +74,12 @@ struct PanelSource {
   size_t last_k;
 };
 
-// Codes one panel. Errors: kUnsupported (a weight is not finite, or beyond what a scale can hold);
-// `panel` is then undefined.
+// Lays out codes that are there already; code_layout.cc. Errors: kUnsupported (what is no code of
+// the format, a scale that is not finite); `panel` is then undefined.
+Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint8_t* panel);
+
+// Codes one panel, or lays out its codes. Errors: kUnsupported (a weight is not finite, or beyond
+// what a scale can hold); `panel` is then undefined.
 Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
                   const PanelSource& source, uint8_t* panel);
 

@@ -17,6 +17,8 @@ namespace {
 
 #include "kernels/vec_float-inl.h"
 
+#include "kernels/gelu-inl.h"
+
 constexpr size_t kBlock = 64;
 
 // Reads `count` items as floats into a buffer completed by zeros.
@@ -50,12 +52,14 @@ inline float inverse_rms(const T* x, size_t size, float eps) {
 }
 
 template <class T>
-inline void scale_row(T* out, const T* x, float factor, const T* weight, size_t size) {
-  const F32 factors = set_f32(factor);
+inline void scale_row(T* out, const T* x, float factor, const T* weight, float offset,
+                      size_t size) {
+  const F32 factors = set_f32(factor), offsets = set_f32(offset);
   size_t i = 0;
   for (; i + kLanes <= size; i += kLanes)
-    store_narrow(out + i, load_wide(x + i) * factors * load_wide(weight + i));
-  for (; i < size; ++i) narrow_one(out + i, widen_one(x[i]) * factor * widen_one(weight[i]));
+    store_narrow(out + i, load_wide(x + i) * factors * (load_wide(weight + i) + offsets));
+  for (; i < size; ++i)
+    narrow_one(out + i, widen_one(x[i]) * factor * (widen_one(weight[i]) + offset));
 }
 
 template <class T, class X>
@@ -82,7 +86,7 @@ void norm_rows(const NormTask& task, size_t begin, size_t end) {
       x = residual;
     }
     T* out = static_cast<T*>(task.out) + row * task.out_stride;
-    scale_row(out, x, inverse_rms(x, task.size, task.eps), weight, task.size);
+    scale_row(out, x, inverse_rms(x, task.size, task.eps), weight, task.weight_offset, task.size);
   }
 }
 
@@ -126,10 +130,12 @@ void head_rows(const HeadsTask& task, size_t begin, size_t end) {
         // The norm is not rounded to the type before the rotation.
         const T* weight = static_cast<const T*>(weights);
         const F32 factors = set_f32(inverse_rms(x, size, task.eps));
+        const F32 offsets = set_f32(task.weight_offset);
         size_t i = 0;
         for (; i + kLanes <= size; i += kLanes)
-          store_f32(scaled + i, load_wide(x + i) * factors * load_wide(weight + i));
-        for (; i < size; ++i) scaled[i] = widen_one(x[i]) * factors[0] * widen_one(weight[i]);
+          store_f32(scaled + i, load_wide(x + i) * factors * (load_wide(weight + i) + offsets));
+        for (; i < size; ++i)
+          scaled[i] = widen_one(x[i]) * factors[0] * (widen_one(weight[i]) + task.weight_offset);
       } else {
         size_t i = 0;
         for (; i + kLanes <= size; i += kLanes) store_f32(scaled + i, load_wide(x + i));
@@ -145,30 +151,65 @@ void heads(const HeadsTask& task, size_t begin, size_t end) {
   head_rows<uint16_t>(task, begin, end);
 }
 
-template <class T>
-void swiglu_rows(const SwigluTask& task, size_t begin, size_t end) {
+#include "kernels/latents-inl.h"
+
+template <GateKind kKind>
+TANDEM_INLINE inline F32 activate(F32 x) {
+  if constexpr (kKind == GateKind::kSilu) return x * sigmoid(x);
+  if constexpr (kKind == GateKind::kGeluTanh) return gelu_tanh(x);
+  return gelu_erf(x);
+}
+
+template <GateKind kKind, class T>
+void gate_rows(const GateTask& task, size_t begin, size_t end) {
   for (size_t row = begin; row < end; ++row) {
     const T* gate = static_cast<const T*>(task.gate_up) + row * task.gate_up_stride;
     const T* up = gate + task.size;
     T* out = static_cast<T*>(task.out) + row * task.out_stride;
+    F32 scale = set_f32(1.0f);
+    if (task.row_gate != nullptr)
+      scale = sigmoid(set_f32(
+          widen_one(static_cast<const T*>(task.row_gate)[row * task.row_gate_stride])));
     size_t i = 0;
+    // A factor of 1 changes no bit.
     for (; i + kLanes <= task.size; i += kLanes) {
       const F32 x = load_wide(gate + i);
-      store_narrow(out + i, x * sigmoid(x) * load_wide(up + i));
+      store_narrow(out + i, activate<kKind>(x) * load_wide(up + i) * scale);
     }
     if (i == task.size) continue;
     float x[kLanes], y[kLanes];
     load_tail(x, gate + i, task.size - i, kLanes);
     load_tail(y, up + i, task.size - i, kLanes);
-    const F32 v = load_f32(x);
-    store_f32(x, v * sigmoid(v) * load_f32(y));
+    store_f32(x, activate<kKind>(load_f32(x)) * load_f32(y) * scale);
     for (size_t j = 0; i + j < task.size; ++j) narrow_one(out + i + j, x[j]);
   }
 }
 
-void swiglu(const SwigluTask& task, size_t begin, size_t end) {
-  if (task.type == FloatType::kFloat32) return swiglu_rows<float>(task, begin, end);
-  swiglu_rows<uint16_t>(task, begin, end);
+template <GateKind kKind>
+void gate_typed(const GateTask& task, size_t begin, size_t end) {
+  if (task.type == FloatType::kFloat32) return gate_rows<kKind, float>(task, begin, end);
+  gate_rows<kKind, uint16_t>(task, begin, end);
+}
+
+void gate(const GateTask& task, size_t begin, size_t end) {
+  if (task.kind == GateKind::kSilu) return gate_typed<GateKind::kSilu>(task, begin, end);
+  if (task.kind == GateKind::kGeluTanh) return gate_typed<GateKind::kGeluTanh>(task, begin, end);
+  gate_typed<GateKind::kGeluErf>(task, begin, end);
+}
+
+void soft_cap(const SoftCapTask& task, size_t begin, size_t end) {
+  const F32 cap = set_f32(task.cap);
+  for (size_t row = begin; row < end; ++row) {
+    float* x = task.x + row * task.stride;
+    size_t i = 0;
+    for (; i + kLanes <= task.size; i += kLanes)
+      store_f32(x + i, tanh_of(load_f32(x + i) / cap) * cap);
+    if (i == task.size) continue;
+    float tail[kLanes];
+    load_tail(tail, x + i, task.size - i, kLanes);
+    store_f32(tail, tanh_of(load_f32(tail) / cap) * cap);
+    for (size_t j = 0; i + j < task.size; ++j) x[i + j] = tail[j];
+  }
 }
 
 // Scores of a row, completed to whole blocks by -inf.
@@ -202,7 +243,8 @@ inline size_t choose_groups(const RouterTask& task, const float* choices, int64_
   float sums[kMaxRouterExperts];
   for (size_t g = 0; g < task.num_groups; ++g) {
     int64_t best[2] = {};
-    const size_t found = keep_best(choices, g * size, (g + 1) * size, best, 0, 2);
+    const size_t found =
+        keep_best(choices, g * size, (g + 1) * size, best, 0, task.num_group_choices);
     sums[g] = choices[best[0]] + (found > 1 ? choices[best[1]] : 0.0f);
   }
   int64_t best[kMaxRouterExperts];
@@ -321,6 +363,6 @@ void route(const RouterTask& task, size_t begin, size_t end) {
 }  // namespace
 
 extern const RowKernels TANDEM_ROW_KERNELS;
-const RowKernels TANDEM_ROW_KERNELS = {norm, heads, swiglu, route};
+const RowKernels TANDEM_ROW_KERNELS = {norm, heads, latents, gate, soft_cap, route};
 
 }  // namespace tandem

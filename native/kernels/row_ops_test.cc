@@ -64,17 +64,54 @@ std::vector<T> run_all(FloatType type, Isa isa, size_t size) {
   CHECK(run_heads(kernels, nullptr, rotation).is_ok());
   all.insert(all.end(), heads.begin(), heads.end());
 
+  std::vector<T> queries = make<T>(2 * 3 * (size + 4)), kv = make<T>(2 * (size + 2));
+  std::vector<T> latents(2 * 4 * (size + 2));
+  LatentsTask latent;
+  latent.q = queries.data();
+  latent.q_stride = 3 * (size + 4);
+  latent.kv = kv.data();
+  latent.kv_stride = size + 2;
+  latent.weight = weight.data();
+  latent.eps = 1e-6f;
+  latent.cos = kv.data();
+  latent.sin = queries.data();
+  latent.angle_stride = 2;
+  latent.out = latents.data();
+  latent.out_stride = 4 * (size + 2);
+  latent.type = type;
+  latent.num_rows = 2;
+  latent.num_heads = 3;
+  latent.head_dim = size + 4;
+  latent.rank = size;
+  latent.rotary_size = 2;
+  CHECK(run_latents(kernels, nullptr, latent).is_ok());
+  all.insert(all.end(), latents.begin(), latents.end());
+
   std::vector<T> gate_up = make<T>(2 * 2 * size), product(2 * size);
-  SwigluTask swiglu;
-  swiglu.gate_up = gate_up.data();
-  swiglu.gate_up_stride = 2 * size;
-  swiglu.out = product.data();
-  swiglu.out_stride = size;
-  swiglu.type = type;
-  swiglu.num_rows = 2;
-  swiglu.size = size;
-  CHECK(run_swiglu(kernels, nullptr, swiglu).is_ok());
-  all.insert(all.end(), product.begin(), product.end());
+  std::vector<T> row_gate = make<T>(2);
+  for (GateKind kind : {GateKind::kSilu, GateKind::kGeluErf, GateKind::kGeluTanh}) {
+    GateTask gate;
+    gate.gate_up = gate_up.data();
+    gate.gate_up_stride = 2 * size;
+    gate.out = product.data();
+    gate.out_stride = size;
+    gate.type = type;
+    gate.num_rows = 2;
+    gate.size = size;
+    gate.kind = kind;
+    CHECK(run_gate(kernels, nullptr, gate).is_ok());
+    all.insert(all.end(), product.begin(), product.end());
+    gate.row_gate = row_gate.data();
+    gate.row_gate_stride = 1;
+    CHECK(run_gate(kernels, nullptr, gate).is_ok());
+    all.insert(all.end(), product.begin(), product.end());
+  }
+  if constexpr (sizeof(T) == 4) {
+    std::vector<float> capped = make<float>(2 * size);
+    SoftCapTask cap{capped.data(), size, 2, size, 0.5f};
+    CHECK(run_soft_cap(kernels, nullptr, cap).is_ok());
+    all.insert(all.end(), capped.begin(), capped.end());
+  }
 
   std::vector<T> logits = make<T>(2 * size), weights(2 * ((size + 3) / 4));
   std::vector<int64_t> ids(weights.size());

@@ -62,7 +62,7 @@ class Case:
         ]
         batch = PagedBatch.build(chunks, self.block_size)
         execution = choose_execution(self.cache.device, self.dtype)
-        plan = execution.begin_step(batch, self.cache, self.rope, self.dtype)
+        plan = execution.begin_step(batch, self.cache, (self.rope,), self.dtype)
         rows = [(s, *part) for s, part in enumerate(parts) if part[1] > part[0]]
         q = torch.cat([self.q[s][a:b] for s, a, b in rows])
         kv = torch.cat([self.kv[s][a:b] for s, a, b in rows])

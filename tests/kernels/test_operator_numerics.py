@@ -15,6 +15,7 @@ from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.rope import Rope, RopeParameters, apply_rope_
+from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -169,7 +170,7 @@ def test_mlp(dtype, draw, wide, make_reader, count_outside):
 @pytest.mark.parametrize("is_normalised", [True, False])
 def test_router(dtype, is_normalised, draw, wide, make_reader, count_outside):
     weight, x = draw(8, 32, dtype=dtype), draw(40, 32, dtype=dtype)
-    router = Router(32, 8, 3, is_normalised=is_normalised)
+    router = Router(32, 8, 3, rule=RoutingRule(is_normalised=is_normalised))
     router.load(make_reader({"g.weight": weight}, dtype), "g")
     logits, weights, ids = router(x)
     expected, expected_ids = reference.router(wide(x), wide(weight), 3, is_normalised=is_normalised)
@@ -301,7 +302,7 @@ def test_moe_block(draw, wide, make_reader, count_outside):
     dtype = torch.float32
     experts, gate_up, down = load_experts(dtype, draw, make_reader)
     gate = draw(6, 24, dtype=dtype)
-    router = Router(24, 6, 2, is_normalised=True)
+    router = Router(24, 6, 2, rule=RoutingRule(is_normalised=True))
     router.load(make_reader({"g.weight": gate}, dtype), "g")
     x = draw(2, 5, 24, dtype=dtype)
     flat = wide(x).reshape(10, 24)

@@ -182,11 +182,11 @@ def test_rotate_heads(isa, dtype, size, rotary, normed, draw, wide, count_outsid
 @every_isa
 @both_dtypes
 @pytest.mark.parametrize("size", [1, 16, 37, 768])
-def test_swiglu(isa, dtype, size, draw, wide, count_outside):
+def test_gate_of_silu(isa, dtype, size, draw, wide, count_outside):
     gate_up = draw(3, 2 * size, dtype=dtype, scale=3.0)
     gate_up[0, 0], gate_up[1, 0] = 90.0, -90.0
     out = torch.full((3, size), math.nan, dtype=dtype)
-    _native.swiglu(view(gate_up), view(out), isa=isa)
+    _native.gate(view(gate_up), view(out), isa=isa)
     gate, up = np.split(wide(gate_up), 2, -1)
     expected = reference.silu(gate) * up
     relative = (tolerance.EXP_ULPS + 4) * tolerance.ACCUMULATE_EPS + tolerance.UNIT_ROUNDOFF[dtype]
@@ -194,7 +194,7 @@ def test_swiglu(isa, dtype, size, draw, wide, count_outside):
     bound = relative * np.abs(expected) + 1e-35
     assert count_outside(out, expected, bound) == 0
     gate_up[:, 0] *= 1.03
-    _native.swiglu(view(gate_up), view(out), isa=isa)
+    _native.gate(view(gate_up), view(out), isa=isa)
     assert count_outside(out, expected, bound) > 0
 
 
@@ -357,7 +357,7 @@ def test_routes_are_bitwise_independent(draw):
 def test_empty_batches():
     assert norm(torch.empty(0, 8), torch.ones(8)).shape == (0, 8)
     assert route(torch.empty(0, 8), 2, "softmax")[1].shape == (0, 2)
-    _native.swiglu(view(torch.empty(0, 8)), view(torch.empty(0, 4)))
+    _native.gate(view(torch.empty(0, 8)), view(torch.empty(0, 4)))
     empty = torch.empty(0, 4)
     _native.rotate_heads(view(torch.empty(0, 2, 4)), view(empty), view(empty), 1, 1)
 
@@ -396,7 +396,7 @@ def test_what_would_read_out_of_bounds_is_refused():
     with pytest.raises(ShapeError):
         _native.rotate_heads(*(view(t) for t in (heads, cos, cos)), 1, 1, view(weight[:4]))
     with pytest.raises(ShapeError):
-        _native.swiglu(view(torch.ones(2, 7)), view(torch.ones(2, 4)))
+        _native.gate(view(torch.ones(2, 7)), view(torch.ones(2, 4)))
     logits = torch.ones(2, 8)
     for top_k, options in (
         (9, {}),

@@ -92,8 +92,12 @@ REFUSED = {
         "architectures",
     ),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder", "is_encoder_decoder"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq", "quantization_config"),
-    "activation": ({"hidden_act": "gelu"}, "gelu", "hidden_act"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "spqr"}},
+        "spqr",
+        "quantization_config.quant_method",
+    ),
+    "activation": ({"hidden_act": "relu2"}, "relu2", "hidden_act"),
     "longrope": (
         {
             "rope_parameters": {
@@ -106,17 +110,6 @@ REFUSED = {
         },
         "longrope",
         "rope_parameters.rope_type",
-    ),
-    "partial rotation": (
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            }
-        },
-        "0.5",
-        "rope_parameters.partial_rotary_factor",
     ),
     "float8 weights": ({"dtype": "float8_e4m3fn"}, "float8", "dtype"),
 }
@@ -215,13 +208,12 @@ def test_unknown_dtype_setting(checkpoint):
 @pytest.mark.parametrize(
     ("raw", "nearest"),
     [
-        ({"model_type": "qwen2"}, "qwen3 (Qwen3ForCausalLM)"),
-        ({"model_type": "qwen2_moe", "num_experts": 60}, "qwen3_moe (Qwen3MoeForCausalLM)"),
-        ({"model_type": "mistral"}, "llama (LlamaForCausalLM)"),
+        ({"model_type": "qwen31"}, "qwen3 (Qwen3ForCausalLM)"),
+        ({"model_type": "qwen31_moe", "num_experts": 60}, "qwen3_moe (Qwen3MoeForCausalLM)"),
+        ({"model_type": "mistral9"}, "mistral (MistralForCausalLM)"),
         ({"model_type": "gpt_neox"}, "llama (LlamaForCausalLM)"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "qwen3_moe (Qwen3MoeForCausalLM)"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "qwen3_moe"),
-        ({"model_type": "kimi", "text_config": {"n_routed_experts": 384}}, "qwen3_moe"),
+        ({"model_type": "jetmoe", "num_local_experts": 8}, "qwen3_moe (Qwen3MoeForCausalLM)"),
+        ({"model_type": "kimi", "text_config": {"n_routed_experts": 384}}, "kimi_k2"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "llama"),
         ({"model_type": ""}, "llama"),
     ],

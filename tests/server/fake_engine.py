@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -78,6 +79,11 @@ class FakeEngine:
     more_stats: dict = field(default_factory=dict)
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def instances(self) -> list[InstanceStatus]:
+        return [InstanceStatus(name="instance-0", role="unified", stage=self.stage, pid=1)]
 
     def reset(self) -> None:
         """Turn all knobs back and forget what happened; nothing may be held."""

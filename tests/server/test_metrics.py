@@ -32,7 +32,10 @@ def test_the_reference_lists_every_metric_and_no_other():
 def test_every_metric_of_the_table_is_on_the_page(serve_text):
     live = serve_text()
     # A label without a value has no sample.
-    live.engine.more_stats = {"load_failures": {"timeout": 1}, "store_failures": {"timeout": 1}}
+    live.engine.more_stats = {
+        name: {"timeout": 1} for name in ("load_failures", "store_failures", "peer_read_failures")
+    }
+    live.engine.fallbacks = {"prefill_peer_lost": 1}
     assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
     names = {key[0] for key in scrape(live)}
     for metric in METRICS:

@@ -826,6 +826,15 @@ class ExpertBank:
     def expert_bytes(self) -> int:
         """Packed bytes of one expert, scales included."""
 
+    def pack_codes(self, pool: ThreadPool, expert_id: int, gate: tuple[object, object, object | None], up: tuple[object, object, object | None], down: tuple[object, object, object | None]) -> None:
+        """
+        Lay out the codes of one expert: of each matrix codes, scales and minima; see
+        `tandem.kernels.formats.QuantizedMatrix`.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
+            UnsupportedError (what is no code of the format, or a scale that is not finite).
+        """
+
     def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
@@ -945,6 +954,14 @@ class PackedMatrix:
     def size_bytes(self) -> int:
         """Packed bytes, scales included."""
 
+    def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: object | None) -> None:
+        """
+        Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.
+
+        Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no
+            code of the format, or a scale that is not finite).
+        """
+
     def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None:
         """
         Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last.
@@ -979,6 +996,17 @@ class PackedMatrix:
         Write d_out W, the gradient with respect to x, to `d_x`; both float32.
 
         Raises: ShapeError (`d_x` is then untouched).
+        """
+
+    def forward_heads(self, pool: ThreadPool, x: TensorView, out: TensorView) -> None:
+        """
+        out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.
+
+        Args:
+            pool: threads.
+            x: [rows, heads, in_features]; any strides of rows and heads.
+            out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.
+        The matrix has no bias. Raises: ShapeError (`out` is then untouched).
         """
 
     def read_weights(self, pool: ThreadPool) -> None:
@@ -1088,32 +1116,54 @@ class TensorView:
     def __init__(self, tensor: object) -> None:
         """View a tensor of any shape, strides and type. Raises: TypeError."""
 
-def rms_norm(x: TensorView, weight: TensorView, out: TensorView, eps: float, residual: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+def rms_norm(x: TensorView, weight: TensorView, out: TensorView, eps: float, residual: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '', weight_offset: float = 0.0) -> None:
     """
-    out = x / sqrt(mean(x^2) + eps) * weight, per row of [rows, size].
+    out = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), per row of [rows, size].
 
     With `residual`, first `residual += x` in place, and the sum is normed; `x` may then
     have another type. `out` may be `x`. Bitwise the same alone and in company.
     Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: int, num_k_heads: int, q_weight: TensorView | None = None, k_weight: TensorView | None = None, eps: float = 0.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: int, num_k_heads: int, q_weight: TensorView | None = None, k_weight: TensorView | None = None, eps: float = 0.0, pool: ThreadPool | None = None, isa: str = '', weight_offset: float = 0.0) -> None:
     """
     Norm and rotate the first heads of `x` [rows, heads, head_dim], in place.
 
-    Query heads come first, then key heads; a weight [head_dim] norms them, None does
-    not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only
+    Query heads come first, then key heads; a weight [head_dim], to which
+    `weight_offset` is added, norms them, None does not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only
     their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def swiglu(gate_up: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+def place_latents(q: TensorView, kv: TensorView, weight: TensorView, eps: float, cos: TensorView, sin: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
     """
-    out = silu(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
+    Write what multi-head latent attention attends with, but for the absorbed parts.
 
+    Args:
+        q: [rows, heads, head_dim]; the last `rotated` items of each head are read.
+        kv: [rows, rank + rotated]; rank is the size of `weight`.
+        weight: [rank], of the RMSNorm of the latent, with `eps`.
+        cos, sin: [rows, rotated]; rotate halves by halves; the first half is read.
+        out: [rows, heads + 1, rank + rotated]. Of each query only the rotated end is
+            written; behind the queries comes the key: normed latent, rotated end.
     Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
+
+    `activation` is silu, gelu (erf) or gelu_tanh. `row_gate` [rows, 1] multiplies each
+    row by its sigmoid. Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
+def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    x = cap * tanh(x / cap), in place, on float32 [rows, size].
+
+    Raises: ShapeError; ConfigError (cap, isa); UnsupportedError (isa).
+    """
+
+def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '', num_group_choices: int = 2) -> None:
     """
     Choose each row's top experts, best first; of equals the lower id.
 
@@ -1124,8 +1174,9 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.
         bias: float32 [experts] added for the choice, not to the weights.
         num_groups: equal groups of experts, of which only the `num_top_groups` with the
-            largest sum of their two best count.
+            largest sum of their best choices count.
         weight_scale: on the weights.
+        num_group_choices: how many of a group's best are summed, 1 or 2.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 

@@ -24,6 +24,7 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
+from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
@@ -46,6 +47,9 @@ SHORT_NAMES = {
     "server.api_key": "--api-key",
     "server.served_model_name": "--served-model-name",
     "engine.max_model_len": "--max-model-len",
+    "cluster.prefill": "--prefill",
+    "cluster.decode": "--decode",
+    "cluster.unified": "--unified",
     "store.election.backend": "--election",
     "store.election.endpoints": "--etcd-endpoints",
 }
@@ -63,6 +67,9 @@ SERVE_SETTINGS = frozenset(
         "server.port",
         "server.api_key",
         "server.served_model_name",
+        "cluster.prefill",
+        "cluster.decode",
+        "cluster.unified",
         "store.memory",
         "store.ssd_dir",
         "store.master",
@@ -95,6 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
     store: StoreConfig = msgspec.field(default_factory=StoreConfig)
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)

@@ -61,11 +61,12 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 
 
 async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
-    from tandem.engine.client import InstanceClient
+    from tandem.engine.cluster.client import ClusterClient, make_specs
     from tandem.engine.instance import InstanceSpec
     from tandem.engine.store_child import StoreChild
     from tandem.models.families import read_json
     from tandem.models.hub import resolve_folder
+    from tandem.models.packed_cache import may_write_cache
     from tandem.server.app import build_app
     from tandem.server.run import RunningServer, run_server
     from tandem.server.sampling import load_sampling_defaults
@@ -81,7 +82,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 store = (await opened.enter_async_context(child)).store
             elif settings.store.master:
                 store = settings.store
-            spec = InstanceSpec(
+            common = InstanceSpec(
                 model=settings.model,
                 engine=settings.engine,
                 rpc=settings.rpc,
@@ -90,7 +91,13 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 kv_events=settings.kv_events,
                 log_level=log_level,
             )
-            engine = await opened.enter_async_context(InstanceClient(spec, on_stage=on_stage))
+            cluster = ClusterClient(
+                make_specs(settings.cluster, common),
+                settings.cluster,
+                on_stage=on_stage,
+                is_staggered=may_write_cache(settings.model.packed_cache, folder),
+            )
+            engine = await opened.enter_async_context(cluster)
             app = build_app(
                 settings.server,
                 engine,

@@ -115,8 +115,15 @@ class BuiltEngine(NamedTuple):
     """Decides about loads; None without tiers."""
 
 
-def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> EnginePlan:
+def plan_engine(
+    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
+) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
+
+    Args:
+        model_config: what to load.
+        engine_config: 0 where the value is to be decided here.
+        num_siblings: instances that share the free memory, this one included.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -149,7 +156,8 @@ def plan_engine(model_config: ModelConfig, engine_config: EngineConfig) -> Engin
         engine_config,
         block_bytes=layout.bytes_per_block,
         max_model_len=max_model_len,
-        available_bytes=_count_available(topology) - model.weight_bytes,
+        # Weights are mapped by all instances, so they count once.
+        available_bytes=(_count_available(topology) - model.weight_bytes) // num_siblings,
     )
     return EnginePlan(
         model=model,
@@ -206,6 +214,7 @@ def build_engine(
     *,
     tiers: TierConfig | None = None,
     allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
 
@@ -217,10 +226,11 @@ def build_engine(
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: ordinary memory.
+        num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
-    plan = plan_engine(model_config, engine_config)
+    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings)
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)

@@ -35,7 +35,14 @@ from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
 from tandem.engine.scheduler import ScheduledSequence, Scheduler, SchedulerStats, StepPlan
 from tandem.engine.timelines import TimelineLog
 
-__all__ = ["Engine", "EngineCounters", "MissingBlocks", "PrefillView", "StepObserver"]
+__all__ = [
+    "Engine",
+    "EngineCounters",
+    "EngineStep",
+    "MissingBlocks",
+    "PrefillView",
+    "StepObserver",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +112,20 @@ class PrefillView(NamedTuple):
     num_blocks: int
     """Leading blocks with ``num_layers`` layers, at least ``num_complete``."""
     num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """A step that was planned and is to be run; see ``Engine.begin_step``."""
+
+    plan: StepPlan
+    begin_s: float
+    outputs: list[RequestOutput]
+    """What is known before it runs."""
+    states: Mapping[str, SamplerState]
+    """By request id."""
+    on_layer: Callable[[int], None] | None
+    """To be called as each layer's KV is in the blocks; None: nobody waits for that."""
 
 
 class StepObserver(Protocol):
@@ -248,7 +269,9 @@ class Engine:
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
             self._timelines.open(request, lookup)
-            self.counters.prompt_tokens += request.prompt_len
+            if not (request.output_ids or request.awaits_continuation):
+                # Of one that goes on here, another instance has counted the prompt.
+                self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
 
     def continue_request(self, message: ContinueRequest) -> bool:
@@ -354,6 +377,25 @@ class Engine:
         A failure of the runner ends the requests of that step with ``ERROR`` and leaves the
         others as they were.
         """
+        step = self.begin_step()
+        if step.plan.is_empty:
+            return step.outputs
+        try:
+            if step.on_layer is None:
+                results = self._runner.run(step.plan, step.states)
+            else:
+                results = self._runner.run(step.plan, step.states, step.on_layer)
+        except Exception as error:  # A process edge: requests must end, whatever the model did.
+            logger.exception("step failed, its %d requests end", len(step.plan.sequences))
+            return self.fail_step(step, error)
+        return self.end_step(step, results)
+
+    def begin_step(self) -> EngineStep:
+        """Plan a step and begin its transfers; ``step`` without the runner, for a simulator.
+
+        One with an empty plan has its outputs and is over. Any other must be run, and ended by
+        ``end_step`` or ``fail_step`` before the next one.
+        """
         with self._lock:
             outputs, self._pending = self._pending, []
             begin_s = self._clock.now_s()
@@ -365,34 +407,37 @@ class Engine:
             self._transfers.begin(plan)
         if plan.is_empty:
             self._tell_listener()  # Leases may have ended.
-            return outputs
-        try:
-            if on_layer is None:
-                results = self._runner.run(plan, self._states)
-            else:
-                results = self._runner.run(plan, self._states, on_layer)
-        except Exception as error:  # A process edge: requests must end, whatever the model did.
-            logger.exception("step failed, its %d requests end", len(plan.sequences))
-            cause = error.what if isinstance(error, TandemError) else error
-            failure = InternalError("engine.step", f"the model failed: {cause}")
-            with self._lock:
-                self._prefilling = {}
-                ended = self._scheduler.abandon(plan, self._clock.now_s())
-                outputs += [self._end(self._live[request.request_id], failure) for request in ended]
-            self._tell_listener()
-            return outputs
+        return EngineStep(plan, begin_s, outputs, self._states, on_layer)
+
+    def end_step(
+        self, step: EngineStep, results: Mapping[str, SequenceResult]
+    ) -> list[RequestOutput]:
+        """Record what a step computed; return its outputs, those of its beginning included."""
+        plan = step.plan
         with self._lock:
             end_s = self._clock.now_s()
+            seconds = end_s - step.begin_s
             self.counters.num_steps += 1
-            self.counters.step_seconds += end_s - begin_s
+            self.counters.step_seconds += seconds
             if self._observer is not None:
                 num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
-                self._observer.note_step(num_prefilled, plan.num_tokens, end_s - begin_s)
-            self._timelines.note_step(plan, end_s - begin_s)
+                self._observer.note_step(num_prefilled, plan.num_tokens, seconds)
+            self._timelines.note_step(plan, seconds)
             self._prefilling = {}
-            outputs += self._record(plan, results, end_s)
+            outputs = step.outputs + self._record(plan, results, end_s)
         self._tell_listener()
         return outputs
+
+    def fail_step(self, step: EngineStep, error: Exception) -> list[RequestOutput]:
+        """End the requests of a step whose runner failed; return as ``end_step``."""
+        cause = error.what if isinstance(error, TandemError) else error
+        failure = InternalError("engine.step", f"the model failed: {cause}")
+        with self._lock:
+            self._prefilling = {}
+            ended = self._scheduler.abandon(step.plan, self._clock.now_s())
+            failed = [self._end(self._live[request.request_id], failure) for request in ended]
+        self._tell_listener()
+        return step.outputs + failed
 
     def _watch_prefills(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Return what hears of the layers of a step, if another instance may wait for them."""

@@ -1,13 +1,14 @@
 """One session with an instance process: its requests, its answers, its end.
 
-Owns the connection and one queue of outputs per live request; knows nothing of processes. A session
-that is lost gives every waiting request a last output that says so. All of it runs on one event
-loop.
+Owns the connection and knows who gets the outputs of each live request; knows nothing of processes.
+A session that is lost gives every waiting request a last output that says so. All of it runs on one
+event loop.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -29,79 +30,67 @@ from tandem.core.wire import (
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.instance import SERVER_ROLE, compat_facts
-from tandem.rpc import Auth, Peer, RpcClient, RpcConfig, make_identity
+from tandem.rpc import Peer
 
-__all__ = ["InstanceSession", "OutputStream"]
+__all__ = ["InstanceSession", "SessionClient"]
 
-CONNECT_TIMEOUT_S = 120.0
-"""From the start of the process to its socket; loading comes after. Python on a cold, busy disk
-has been seen to take half a minute to import torch."""
 CALL_TIMEOUT_S = 30.0
+T = TypeVar("T")
 
 
-class OutputStream:
-    """Outputs of one request, in order; see ``tandem.server.engine.RequestStream``."""
+class SessionClient(Protocol):
+    """The control channel to one instance; ``tandem.rpc.RpcClient`` says what each part does."""
 
-    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
-        self._request_id = request_id
-        self._cancel = cancel
-        self._queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        self._has_ended = False
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls reach it."""
+        ...
 
-    def put(self, output: RequestOutput) -> None:
-        """Append an output; the last one has a finish reason."""
-        self._queue.put_nowait(output)
+    def on_event(self, callback: Callable[[Peer, Any], None], event_type: Any) -> None:
+        """Name who takes its events; before it connects."""
+        ...
 
-    async def cancel(self) -> None:
-        """Tell the instance to stop; at once, idempotent, harmless after the end."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._cancel(self._request_id)
-            self._queue.put_nowait(None)
+    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
+        """Name who hears of the loss; before it connects."""
+        ...
 
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
+    async def __aenter__(self) -> Self: ...
 
-    async def __anext__(self) -> RequestOutput:
-        if self._has_ended:
-            raise StopAsyncIteration
-        output = await self._queue.get()
-        if output is None:
-            raise StopAsyncIteration
-        self._has_ended = output.finish_reason is not None
-        return output
+    async def __aexit__(self, *details: object) -> None: ...
+
+    async def call(
+        self, method: str, request: Any, response_type: type[T], *, timeout_s: float | None = None
+    ) -> T:
+        """Call a method of the instance."""
+        ...
+
+    def push(self, event: msgspec.Struct) -> None:
+        """Send an event."""
+        ...
 
 
 class InstanceSession:
     """Speaks to one instance process, from its start to its loss.
 
     Args:
-        endpoint: where the instance serves its control channel.
-        rpc: the control channel's settings.
+        client: the control channel, not connected yet. Owned.
         on_stage: called with every change of stage but the last, and every step of progress.
         on_ready: called once, when the instance serves, with what runs.
     """
 
     def __init__(
         self,
-        endpoint: str,
-        rpc: RpcConfig,
+        client: SessionClient,
         *,
         on_stage: Callable[[StageChanged], None],
         on_ready: Callable[[InstanceInfo], None],
     ) -> None:
         self._on_stage = on_stage
         self._on_ready = on_ready
-        self._streams: dict[str, OutputStream] = {}
+        self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         self._ready = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._client = RpcClient(
-            endpoint,
-            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
-            config=msgspec.structs.replace(rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)),
-        )
+        self._client = client
         self._client.on_event(self._take_event, StepOutputs | StageChanged)
         self._client.on_peer_lost(self._note_loss)
 
@@ -118,26 +107,37 @@ class InstanceSession:
         except TandemError as error:
             return error.what
         finally:
-            self._fail_streams("the instance is gone: try again")
+            self._fail_sinks("the instance is gone: try again")
 
     @property
     def is_connected(self) -> bool:
         """Whether calls reach the instance."""
         return self._client.is_connected
 
-    async def submit(self, request: AddRequest) -> OutputStream:
-        """Queue a request; see ``tandem.server.engine.EngineClient.submit``."""
+    async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
+        """Queue a request; see ``tandem.server.engine.EngineClient.submit`` for the errors.
+
+        Args:
+            request: with an id that is not live here.
+            put: called with each output, the last one with a finish reason, none after ``cancel``.
+                The first may come before this returns.
+        """
         request_id = request.request_id
-        stream = self._streams[request_id] = OutputStream(request_id, self._cancel)
+        self._sinks[request_id] = put
         try:
             await self._client.call("add", request, Empty, timeout_s=CALL_TIMEOUT_S)
         except BaseException as error:
             # Given up or cancelled, it may have been accepted all the same.
             if not isinstance(error, TandemError) or isinstance(error, DeadlineError):
-                self._cancel(request_id)
-            self._streams.pop(request_id, None)
+                self.cancel(request_id)
+            self._sinks.pop(request_id, None)
             raise
-        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Let the instance stop a request; no output of it is passed on any more."""
+        self._sinks.pop(request_id, None)
+        with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
+            self._client.push(CancelRequest(request_id=request_id))
 
     async def continue_request(self, message: ContinueRequest) -> bool:
         """Give a request that awaits it its continuation; see ``ContinueRequest``."""
@@ -175,11 +175,6 @@ class InstanceSession:
         """Forget cached prefixes; returns the blocks freed."""
         return await self._client.call("flush_cache", Empty(), int, timeout_s=CALL_TIMEOUT_S)
 
-    def _cancel(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
-            self._client.push(CancelRequest(request_id=request_id))
-
     def _note_loss(self, _: Peer, error: TandemError) -> None:
         if not self._lost.done():
             self._lost.set_result(error.what)
@@ -187,12 +182,12 @@ class InstanceSession:
     def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
         if isinstance(event, StepOutputs):
             for output in event.outputs:
-                stream = self._streams.get(output.request_id)
-                if stream is None:
+                put = self._sinks.get(output.request_id)
+                if put is None:
                     continue  # Cancelled; its last output comes too late to matter.
-                stream.put(output)
                 if output.finish_reason is not None:
-                    del self._streams[output.request_id]
+                    del self._sinks[output.request_id]
+                put(output)
         elif event.stage is InstanceStage.READY:
             self._ready.set()  # We are ready when we know what runs.
         else:
@@ -200,11 +195,12 @@ class InstanceSession:
             if event.stage is InstanceStage.FAILED and not self._lost.done():
                 self._lost.set_result(event.detail)
 
-    def _fail_streams(self, text: str) -> None:
+    def _fail_sinks(self, text: str) -> None:
         """Tell everybody who waits; silence would leave them waiting for ever."""
         error = PeerLostError("engine.run", text)
-        for request_id, stream in self._streams.items():
-            stream.put(
+        sinks, self._sinks = self._sinks, {}
+        for request_id, put in sinks.items():
+            put(
                 RequestOutput(
                     request_id=request_id,
                     token_ids=[],
@@ -213,4 +209,3 @@ class InstanceSession:
                     error_text=error.what,
                 )
             )
-        self._streams.clear()

@@ -17,7 +17,7 @@ from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.operator import Operator
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.injection import require_no_meta
-from tandem.models.loader import list_harmless, load_weights
+from tandem.models.loader import load_weights
 from tandem.models.operators import OPERATORS, BuildContext, UnfitModuleError, WeightSettings
 from tandem.models.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
@@ -111,9 +111,10 @@ def load_frozen(
             old = model.get_submodule(name)
             model.set_submodule(name, FrozenLinear.of_shape(old, linear, pool))
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    with open_source(checkpoint.folder, dtype=dtype, progress=progress) as source:
+    with open_source(
+        checkpoint.folder, dtype=dtype, progress=progress, quantization=checkpoint.quantization
+    ) as source:
         load_weights(model, checkpoint, source)
-        source.check_all_used(list_harmless(checkpoint))
     require_no_meta(model)
     model.requires_grad_(False)
     model.config.use_cache = False

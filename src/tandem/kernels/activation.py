@@ -1,4 +1,4 @@
-"""What stands between gate, up and down of an expert, as data. Shapes: F intermediate."""
+"""What stands between gate, up and down of an MLP or an expert, as data. Shapes: F intermediate."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from tandem.kernels.mlp import swiglu
 
 __all__ = ["SILU", "Activation"]
 
@@ -27,11 +25,16 @@ class Activation:
     """The gate is at most this, up at most this far from zero; positive."""
     up_offset: float = 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is ``f(g) * u``, which dense MLPs run."""
+        return self == Activation(self.name)
+
     def apply(self, gate_up: Tensor) -> Tensor:
         """Return the activation of [..., 2 F] whose first half is the gate; [..., F], new."""
-        if self == SILU:
-            return swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
+        if self == SILU:
+            return functional.silu(gate).mul_(up)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.name == "silu":
             gate = gate * torch.sigmoid(self.alpha * gate)

@@ -5,15 +5,18 @@ The operator holds weights and shapes; a ``Step`` writes the KV and attends.
 Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.execution import Step
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
+
+if TYPE_CHECKING:
+    from tandem.kernels.execution import Step
 
 __all__ = ["PLAIN", "Attention", "AttentionRule"]
 
@@ -39,7 +42,7 @@ PLAIN = AttentionRule()
 
 
 class Attention(Operator):
-    """Grouped-query attention over paged KV, with optional RMSNorm of each head of q and k.
+    """Grouped-query attention over paged KV, with optional RMSNorm of q and k.
 
     Args:
         hidden_size: D.
@@ -51,7 +54,14 @@ class Attention(Operator):
         has_qkv_bias: q, k and v projections have a bias.
         has_o_bias: so has the output projection.
         qk_norm_eps: epsilon of the norms of q and k; None is no such norms.
+        qk_norm_offset: added to their weights.
+        is_full_norm: they are over all heads together, not over each.
+        qkv_names: the checkpoint's: q, k and v, or one matrix that holds them.
+        rope_idx: which of the model's RoPEs rotates q and k.
+        interleaved_size: items of a head that the checkpoint rotates as neighbours, from the first
+            on; their rows are loaded in the order that rotates halves, which changes no product.
         window: tokens that a token sees, itself included; 0 is all.
+        soft_cap: a score becomes cap * tanh(score / cap); 0 is none.
         has_sinks: each head has a logit that takes weight and adds nothing.
         settings: how the projections are stored and run.
     """
@@ -68,7 +78,13 @@ class Attention(Operator):
         has_qkv_bias: bool = False,
         has_o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        qk_norm_offset: float = 0.0,
+        is_full_norm: bool = False,
+        qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        rope_idx: int = 0,
+        interleaved_size: int = 0,
         window: int = 0,
+        soft_cap: float = 0.0,
         has_sinks: bool = False,
         settings: MatrixSettings = TENSORS,
     ) -> None:
@@ -82,19 +98,33 @@ class Attention(Operator):
         self.has_qkv_bias = has_qkv_bias
         self.has_o_bias = has_o_bias
         self.qk_norm_eps = qk_norm_eps
+        self.qk_norm_offset = qk_norm_offset
+        self.is_full_norm = is_full_norm
+        self.qkv_names = qkv_names
+        self.rope_idx = rope_idx
+        self.interleaved_size = interleaved_size
         self.has_sinks = has_sinks
-        self.rule = AttentionRule(window)
+        self.rule = AttentionRule(window, soft_cap)
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``{q,k,v,o}_proj`` and, where there are such, ``{q,k}_norm`` and ``sinks``."""
+        """Read the projections and, where there are such, ``{q,k}_norm`` and ``sinks``."""
         d, heads, kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
-        sizes = [("q_proj", heads * d), ("k_proj", kv_heads * d), ("v_proj", kv_heads * d)]
-        qkv = [(f"{name}.{part}", rows) for part, rows in sizes]
+        sizes = (heads * d, kv_heads * d, kv_heads * d)
+        if len(self.qkv_names) == 1:
+            sizes = (sum(sizes),)
+        qkv = [(f"{name}.{part}", n) for part, n in zip(self.qkv_names, sizes, strict=True)]
         output = [(f"{name}.o_proj", self.hidden_size)]
         settings, qkv_bias, o_bias = self.settings, self.has_qkv_bias, self.has_o_bias
         self.qkv_matrix = read_matrix(
-            self, "qkv_", reader, settings, qkv, self.hidden_size, has_bias=qkv_bias
+            self,
+            "qkv_",
+            reader,
+            settings,
+            qkv,
+            self.hidden_size,
+            has_bias=qkv_bias,
+            order=self._order_rows(),
         )
         self.output_matrix = read_matrix(
             self, "o_", reader, settings, output, heads * d, has_bias=o_bias
@@ -103,18 +133,31 @@ class Attention(Operator):
             sinks = torch.empty(heads, dtype=torch.float32, device=reader.device)
             reader.read_into(f"{name}.sinks", sinks)
             self.sinks = freeze(sinks)
-            self.rule = AttentionRule(self.rule.window, sinks=Buffer(sinks))
-        self.qk_weight = None
+            self.rule = replace(self.rule, sinks=Buffer(sinks))
         self.held_q: Buffer | None = None
         self.held_k: Buffer | None = None
         if self.qk_norm_eps is None:
             return
-        names = [(f"{name}.q_norm.weight", d), (f"{name}.k_norm.weight", d)]
-        self.qk_weight = freeze(read_rows(reader, names).view(2, d))
-        self.held_q, self.held_k = Buffer(self.qk_weight[0]), Buffer(self.qk_weight[1])
+        q_size, k_size = (heads * d, kv_heads * d) if self.is_full_norm else (d, d)
+        names = [(f"{name}.q_norm.weight", q_size), (f"{name}.k_norm.weight", k_size)]
+        self.qk_weight = freeze(read_rows(reader, names))
+        q_weight, k_weight = self.qk_weight.split((q_size, k_size))
+        self.held_q, self.held_k = Buffer(q_weight), Buffer(k_weight)
+
+    def _order_rows(self) -> Tensor | None:
+        """Which row of the checkpoint's q, k and v comes where; None: in their order."""
+        size = self.interleaved_size
+        if size == 0:
+            return None
+        items = torch.arange(self.head_dim)
+        head = torch.cat((items[0:size:2], items[1:size:2], items[size:]))
+        num_rotated = (self.num_heads + self.num_kv_heads) * self.head_dim
+        firsts = torch.arange(0, num_rotated, self.head_dim)
+        values = torch.arange(num_rotated, num_rotated + self.num_kv_heads * self.head_dim)
+        return torch.cat(((firsts[:, None] + head).flatten(), values))
 
     def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
+        self, hidden_states: Tensor, *_: object, tandem_step: "Step", **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = tandem_step.mix(self, hidden_states[0])

@@ -1,40 +1,52 @@
 """A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from tandem.kernels.attention import Attention
 from tandem.kernels.execution import Step
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.operator import Operator, WeightReader
 
-__all__ = ["DecoderLayer"]
+__all__ = ["DecoderLayer", "LayerParts"]
+
+
+class LayerParts(NamedTuple):
+    """What a layer runs, in order: two branches of the residual stream, each normed or not.
+
+    x += norm(attention(norm(x))), then x += norm(mlp(norm(x))).
+    """
+
+    attention_norm: RmsNorm | None
+    attention: Attention | MlaAttention
+    attention_out_norm: RmsNorm | None
+    mlp_norm: RmsNorm | None
+    mlp: Mlp | MoeBlock
+    mlp_out_norm: RmsNorm | None
 
 
 class DecoderLayer(Operator):
-    """norm, attention, residual, norm, MLP or MoE, residual; the parts keep their names.
+    """norm, attention, norm, residual, norm, MLP or MoE, norm, residual.
 
     Module calls, keyword handling and temporaries between the parts are what a layer of the
     skeleton spends most of its time on when the batch is small; here the parts are called
     directly and add into the residual stream in place. How, is the business of the ``Step``.
+
+    Args:
+        parts: the operators; which norms there are depends on the family.
+        names: what the checkpoint calls each of them.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layernorm: RmsNorm,
-        self_attn: Attention,
-        post_attention_layernorm: RmsNorm,
-        mlp: Mlp | MoeBlock,
-    ) -> None:
+    def __init__(self, parts: LayerParts, names: dict[str, Operator]) -> None:
         super().__init__()
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
+        for name, module in names.items():
+            self.add_module(name, module)
         # Where no module has to search for them: that takes longer than some of the calls.
-        self.parts = (input_layernorm, self_attn, post_attention_layernorm, mlp)
+        self.parts = parts
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the parts, being modules of their own, are loaded by name."""

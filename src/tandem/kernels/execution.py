@@ -12,11 +12,13 @@ from torch import Tensor
 
 from tandem.kernels.cpu.execution import CpuExecution
 from tandem.kernels.native import NATIVE_DTYPES, Buffer
+from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 if TYPE_CHECKING:
     from tandem.kernels.attention import Attention, AttentionRule
     from tandem.kernels.decoder_layer import DecoderLayer
+    from tandem.kernels.mla import MlaAttention
     from tandem.kernels.paged import PagedBatch, PagedKvCache
     from tandem.kernels.rope import Rope
 
@@ -40,10 +42,10 @@ class Step(Protocol):
         """Add what the last layer left to a next one, if it did, to the residual stream."""
         ...
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
-        """Return the attended heads [T, H * d] before the output projection; writes the KV.
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
+        """Return the attended heads before the output projection; writes the KV.
 
-        Valid until the next layer's.
+        [T, H * size of a head's value], valid until the next layer's.
         """
         ...
 
@@ -80,7 +82,7 @@ class Execution(Protocol):
         self,
         batch: "PagedBatch",
         cache: "PagedKvCache",
-        rope: "Rope",
+        ropes: "tuple[Rope, ...]",
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> Step:
@@ -89,18 +91,26 @@ class Execution(Protocol):
         Args:
             batch: the tokens; borrowed.
             cache: the block pool; the layers write this step's KV to it.
-            rope: gives the angles.
+            ropes: give the angles; layers choose by ``Attention.rope_idx``.
             dtype: the model's.
             on_layer: called with each layer's index once its KV of this step is in the blocks.
         """
         ...
 
-    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float) -> Tensor:
-        """Return ``x / sqrt(mean(x^2) + eps) * weight``, new; any leading dimensions."""
+    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
+        """Return ``x / sqrt(mean(x^2) + eps) * (offset + weight)``, new; any leading dimensions."""
         ...
 
-    def route(self, logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts by softmax; of equals, the lower id.
+    def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
+        """Make float32 ``x`` to ``cap * tanh(x / cap)``, in place."""
+        ...
+
+    def route(
+        self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts; of equals, the lower id.
+
+        ``bias_E``, float32, counts for the choice and not for the weights.
 
         Returns: (weights [T, top_k] of the logits' dtype, expert ids int64 [T, top_k]).
         """

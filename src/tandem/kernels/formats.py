@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
 
 __all__ = [
+    "BLOCK_ROWS",
     "WEIGHT_FORMATS",
     "QuantizedMatrix",
     "WeightFormat",
@@ -24,6 +25,8 @@ __all__ = [
     "list_floats",
     "quantize",
     "round_to_bf16",
+    "select_rows",
+    "stack",
 ]
 
 FloatArray = NDArray[np.float64]
@@ -136,8 +139,46 @@ class QuantizedMatrix:
 
     weight_format: WeightFormat
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float16] | NDArray[np.float32]
+    scales: NDArray[np.float16 | np.float32]
     minima: NDArray[np.float16] | None
+
+    @property
+    def arrays(self) -> tuple[object, object, object]:
+        """Codes, scales and minima, as the native core takes them."""
+        return self.codes, self.scales, self.minima
+
+
+def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
+    """Return matrices of one format and width as one, outputs after outputs.
+
+    REQUIRES: all but the last of fp8 are whole blocks of outputs.
+    """
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    minima = [matrix.minima for matrix in matrices if matrix.minima is not None]
+    return QuantizedMatrix(
+        first.weight_format,
+        np.concatenate([matrix.codes for matrix in matrices]),
+        np.concatenate([matrix.scales for matrix in matrices]),
+        np.concatenate(minima) if minima else None,
+    )
+
+
+def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> QuantizedMatrix:
+    """Return some outputs of a matrix whose outputs have scales of their own; contiguous.
+
+    Raises: ShapeError (fp8, where blocks of outputs share one).
+    """
+    if matrix.weight_format.is_float and matrix.weight_format.bits == 8:
+        raise ShapeError("kernels.select_rows", "outputs of fp8 share scales: take all of them")
+    scales, minima = matrix.scales[rows], matrix.minima
+    return QuantizedMatrix(
+        matrix.weight_format,
+        np.ascontiguousarray(matrix.codes[rows]),
+        np.ascontiguousarray(scales),
+        None if minima is None else np.ascontiguousarray(minima[rows]),
+    )
 
 
 def round_to_bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem._native import ThreadPool
+from tandem.core.errors import ShapeError
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, select_rows, stack
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
@@ -103,6 +104,7 @@ def read_matrix(
     in_features: int,
     *,
     has_bias: bool = False,
+    order: Tensor | None = None,
 ) -> Matrix:
     """Read the matrix whose outputs are those of ``parts``, one after the other.
 
@@ -114,14 +116,20 @@ def read_matrix(
         parts: (checkpoint name of the linear module, outputs).
         in_features: K.
         has_bias: of all parts alike.
+        order: int64 [N]: which output of the checkpoint becomes which of the matrix.
 
     Raises: what the reader raises; as ``PackedLinear``.
     """
     weights = [(f"{part}.weight", rows) for part, rows in parts]
     biases = [(f"{part}.bias", rows) for part, rows in parts]
     is_packed = settings.weight_format is not None
+    codes = _read_codes(reader, settings, weights, in_features, order)
+    if codes is not None:
+        bias = _read_bias(reader, biases, order) if has_bias else None
+        return _keep_packed(owner, settings, codes, bias)
     weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
-    bias = read_rows(reader, biases) if has_bias else None
+    weight = weight if order is None else weight[order]
+    bias = _read_bias(reader, biases, order) if has_bias else None
     return make_matrix(owner, name, settings, weight, bias)
 
 
@@ -135,11 +143,55 @@ def make_matrix(
         setattr(owner, f"{name}weight", weight)
         setattr(owner, f"{name}bias", bias)
         return TensorMatrix(weight, bias)
+    return _keep_packed(owner, settings, weight_NK.detach(), bias_N)
+
+
+def _read_bias(reader: WeightReader, parts: list[tuple[str, int]], order: Tensor | None) -> Tensor:
+    bias = read_rows(reader, parts)
+    return bias if order is None else bias[order]
+
+
+def _read_codes(
+    reader: WeightReader,
+    settings: MatrixSettings,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    order: Tensor | None,
+) -> QuantizedMatrix | None:
+    """Return the stacked codes of parts that are all stored in the wanted format."""
+    wanted = settings.weight_format
+    if wanted is None or any(reader.find_format(name) != wanted for name, _ in parts):
+        return None
+    is_block = wanted.is_float and wanted.bits == 8
+    if is_block and (order is not None or any(rows % BLOCK_ROWS for _, rows in parts[:-1])):
+        return None
+    matrices = [reader.read_packed(name) for name, _ in parts]
+    for (name, rows), matrix in zip(parts, matrices, strict=True):
+        if matrix.codes.shape != (rows, in_features):
+            raise ShapeError(
+                "kernels.read_matrix",
+                f"tensor {name!r} has codes of shape {list(matrix.codes.shape)}: the "
+                f"configuration needs {[rows, in_features]}",
+            )
+    stacked = stack(matrices)
+    return stacked if order is None else select_rows(stacked, order.numpy())
+
+
+def _keep_packed(
+    owner: Operator,
+    settings: MatrixSettings,
+    weight: Tensor | QuantizedMatrix,
+    bias_N: Tensor | None,
+) -> PackedLinear:
     assert settings.pool is not None, "a weight format needs a pool"
-    is_bound = len(settings.pool.node_ids) > 1
-    packed = PackedLinear.pack(
-        settings.weight_format, weight_NK.detach(), bias_N, pool=settings.pool, is_bound=is_bound
-    )
+    assert settings.weight_format is not None, "tensors are not packed"
+    pool, is_bound = settings.pool, len(settings.pool.node_ids) > 1
+    if isinstance(weight, QuantizedMatrix):
+        packed = PackedLinear.from_codes(weight, bias_N, pool=pool, is_bound=is_bound)
+    else:
+        packed = PackedLinear.pack(
+            settings.weight_format, weight, bias_N, pool=pool, is_bound=is_bound
+        )
     owner.packed_bytes += packed.size_bytes
     owner.is_misplaced |= is_bound and not packed.is_bound
     return packed

@@ -1,22 +1,26 @@
-"""The dense SwiGLU block. Shapes: T tokens, D hidden, F intermediate."""
+"""The dense gated block. Shapes: T tokens, D hidden, F intermediate."""
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
+from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.operator import Operator, WeightReader
 
-__all__ = ["Mlp", "swiglu"]
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of [..., 2 F] whose first half is the gate; [..., F], new."""
-    gate, up = gate_up.chunk(2, -1)
-    return functional.silu(gate).mul_(up)
+__all__ = ["Mlp"]
 
 
 class Mlp(Operator):
-    """``down(silu(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202)."""
+    """``down(f(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202).
+
+    Args:
+        hidden_size: D.
+        intermediate_size: F.
+        has_bias: whether the projections have biases.
+        activation: f; a plain one.
+        gate_up_names: the checkpoint's: gate and up, or one matrix that holds both.
+        settings: how the matrices are stored and run.
+    """
 
     def __init__(
         self,
@@ -24,18 +28,23 @@ class Mlp(Operator):
         intermediate_size: int,
         *,
         has_bias: bool = False,
+        activation: Activation = SILU,
+        gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
         settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.has_bias = has_bias
+        self.activation = activation
+        self.gate_up_names = gate_up_names
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``{gate,up,down}_proj``."""
+        """Read gate, up and ``down_proj``."""
         size, bias = self.intermediate_size, self.has_bias
-        gate_up = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
+        rows = 2 * size // len(self.gate_up_names)
+        gate_up = [(f"{name}.{part}", rows) for part in self.gate_up_names]
         down = [(f"{name}.down_proj", self.hidden_size)]
         settings = self.settings
         # Where no module has to search for them.
@@ -49,9 +58,16 @@ class Mlp(Operator):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
         gate_up, down = self.matrices
-        return down.forward(swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)), dtype=x_TD.dtype)
+        hidden = self.activation.apply(gate_up.forward(x_TD, dtype=x_TD.dtype))
+        return down.forward(hidden, dtype=x_TD.dtype)
 
-    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, gate_T1: Tensor | None = None) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
+
+        ``gate_T1``: its sigmoid multiplies each token's output.
+        """
         gate_up, down = self.matrices
-        down.add_into_(residual_TD, swiglu(gate_up.forward(x_TD, dtype=x_TD.dtype)))
+        hidden = self.activation.apply(gate_up.forward(x_TD, dtype=x_TD.dtype))
+        if gate_T1 is not None:
+            hidden *= torch.sigmoid(gate_T1)
+        down.add_into_(residual_TD, hidden)

@@ -10,15 +10,16 @@ __all__ = ["RmsNorm"]
 
 
 class RmsNorm(Operator):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension, in float32.
 
-    Source: arXiv:1910.07467.
+    Source: arXiv:1910.07467; the offset of 1 is Gemma's.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
+        self.offset = offset
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``."""
@@ -28,4 +29,4 @@ class RmsNorm(Operator):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
-        return self._execution.norm(x_TD, self.held, self.eps)
+        return self._execution.norm(x_TD, self.held, self.eps, self.offset)

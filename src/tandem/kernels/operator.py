@@ -33,6 +33,10 @@ class WeightReader(Protocol):
         """
         ...
 
+    def find_storage(self, name: str) -> str:
+        """Return in words how ``name`` is coded; empty for values. Marks nothing as used."""
+        ...
+
     def find_format(self, name: str) -> WeightFormat | None:
         """Return the format in which ``read_packed`` gives ``name``; marks nothing as used.
 

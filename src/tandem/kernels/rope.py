@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies of the known scalings, and the rotation itself.
 
-Shapes: T tokens, N heads (queries and keys together), d head_dim. Heads are stored as two halves
+Shapes: T tokens, N heads (queries and keys together), d head_dim, r rotated items of a head, which
+come first and are all of them unless the rotation is partial. Heads are stored as two halves
 (the "rotate half" convention of transformers), so rotating swaps halves.
 
 Invariant: a token's angles depend on its position alone, never on the batch, on the chunk or on
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from tandem.kernels.operator import Operator, WeightReader
 
-__all__ = ["Rope", "RopeParameters", "apply_rope_"]
+__all__ = ["LayeredRope", "Rope", "RopeParameters", "apply_rope_"]
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What determines the angles; names as in a checkpoint's ``rope_parameters``."""
 
     head_dim: Annotated[int, Meta(ge=2)]
+    """Items that are rotated: r."""
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: Annotated[int, Meta(ge=1)] = 2048
@@ -123,7 +125,7 @@ class Rope(Operator):
         self.inv_freq = self.inv_freq.to(reader.device)
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin), each [T, d] of ``dtype``; both halves of d carry the same angles.
+        """Return (cos, sin), each [T, r] of ``dtype``; both halves of r carry the same angles.
 
         Args:
             positions: int64 [T] or [1, T].
@@ -156,12 +158,33 @@ class Rope(Operator):
         return cos, sin
 
 
+class LayeredRope(Operator):
+    """Several RoPEs, by type of layer.
+
+    Args:
+        ropes: by ``layer_types`` of the configuration.
+    """
+
+    def __init__(self, ropes: dict[str, Rope]) -> None:
+        super().__init__()
+        for name, rope in ropes.items():
+            self.add_module(name, rope)
+        self._ropes = ropes
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Do nothing: the RoPEs, being modules of their own, are loaded by name."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        """The face of transformers' rotary embedding."""
+        return self._ropes[layer_type](x, position_ids)
+
+
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:
     """Write the rotated heads of ``x_TNd`` into ``out``, which may be ``x_TNd`` itself.
 
     Args:
-        out: [T, N, d], any strides with a dense last dimension.
-        x_TNd: heads before rotation.
+        out: [T, N, r], any strides with a dense last dimension.
+        x_TNd: [T, N, r], heads before rotation.
         cos_T1d: cosines.
         sin_T1d: sines with the first half negated, which turns "rotate half" into a plain swap.
     """

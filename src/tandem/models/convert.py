@@ -11,6 +11,7 @@ from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model_plan import NO_FORMAT
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.families import open_checkpoint
+from tandem.models.families.names import rename_reader
 from tandem.models.injection import apply_plan
 from tandem.models.loader import make_settings, open_weights
 from tandem.models.packed_cache import PackedCaches, choose_root
@@ -82,7 +83,8 @@ def convert_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, _, caches = open_weights(plan, pool, progress, stack)
+        source, _, caches = open_weights(checkpoint, plan, pool, progress, stack)
+        reader = rename_reader(source, source.entries)
         apply_plan(model, checkpoint.config, plan, make_settings(plan, pool, caches))
         modules = model.named_modules()
         operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}
@@ -93,7 +95,7 @@ def convert_model(
             )
         had = {name for name, op in operators.items() if _is_packed(caches, name, op)}
         for name, operator in operators.items():
-            operator.load(source, name)
+            operator.load(reader, name)
             if not _is_packed(caches, name, operator):
                 raise CapacityError(
                     "models.convert",

@@ -12,16 +12,10 @@ from tandem.core.model_plan import NO_FORMAT, ModelPlan, ModulePlan
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.matrix import MatrixSettings
-from tandem.models.operators import (
-    DEVICE_KWARGS,
-    FORMAT_KWARG,
-    OPERATORS,
-    BuildContext,
-    OperatorEntry,
-    UnfitModuleError,
-    WeightSettings,
-    resolve_operator,
-)
+from tandem.models.builders import FORMAT_KWARG, BuildContext, UnfitModuleError, WeightSettings
+from tandem.models.operators import DEVICE_KWARGS, OPERATORS, OperatorEntry, resolve_operator
+from tandem.models.probes import AttentionCall
+from tandem.models.roles import observe_attentions
 from tandem.models.skeleton import list_modules
 from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_rules, parse_rules
 
@@ -74,11 +68,12 @@ def apply_rules(
     entries = [resolve_operator(rule) for rule in rules]
     table = assign_rules(list_modules(model), rules)
     plans: dict[str, ModulePlan] = {}
+    attentions = observe_attentions(model)
     for assignment in reversed(table.assignments):
         plans[assignment.module.name] = _apply_one(
-            model, config, assignment, rules, entries, device=device, settings=settings
+            model, config, assignment, rules, entries, attentions, device=device, settings=settings
         )
-    owners = dict(_find_absorbed(table, plans, entries))
+    owners = dict(_find_absorbed(table, plans))
     ordered = [plans[assignment.module.name] for assignment in table.assignments]
     return table, tuple(
         ModulePlan(
@@ -108,12 +103,13 @@ def apply_plan(model: nn.Module, config: Any, plan: ModelPlan, settings: WeightS
     """
     for problem in (module.problem for module in plan.modules if module.problem):
         raise UnsupportedError("models.apply_rules", problem)
+    attentions = observe_attentions(model)
     for planned in reversed(plan.modules):
         if planned.operator == DEFAULT:
             continue
         entry = OPERATORS.resolve(planned.operator, where="models.apply_plan", field="operator")
         kwargs = {FORMAT_KWARG: planned.weight_format}
-        context = BuildContext(planned.module, model, config, kwargs, settings)
+        context = BuildContext(planned.module, model, config, kwargs, settings, attentions)
         try:
             built = entry.build(model.get_submodule(planned.module), context)
         except UnfitModuleError as error:
@@ -129,6 +125,7 @@ def _apply_one(
     assignment: Assignment,
     rules: tuple[Rule, ...],
     entries: list[OperatorEntry | None],
+    attentions: dict[str, AttentionCall | str],
     *,
     device: str,
     settings: WeightSettings,
@@ -149,8 +146,11 @@ def _apply_one(
         problem = _tell_problem(rule, rule.operator, name, "the operator is not here")
         return msgspec.structs.replace(kept, note="no operator here", problem=problem)
     module = model.get_submodule(name)
+    if entry.choose is not None:
+        entry = OPERATORS.resolve(entry.choose(module), where=rule.place, field="replace.class")
     try:
-        built = entry.build(module, BuildContext(name, model, config, rule.kwargs, settings))
+        context = BuildContext(name, model, config, rule.kwargs, settings, attentions)
+        built = entry.build(module, context)
     except UnfitModuleError as error:
         if entry.is_optional:
             return msgspec.structs.replace(kept, note=f"not fused: {error}")
@@ -184,9 +184,7 @@ def _note_devices(rule: Rule, device: str) -> str:
     return f"asked for {', '.join(others)}, runs on {device}" if others else ""
 
 
-def _find_absorbed(
-    table: RuleTable, plans: dict[str, ModulePlan], entries: list[OperatorEntry | None]
-) -> "Iterator[tuple[str, str]]":
+def _find_absorbed(table: RuleTable, plans: dict[str, ModulePlan]) -> "Iterator[tuple[str, str]]":
     """Yield (module, the operator above it that took its weights)."""
     owner = None
     for assignment in table.assignments:
@@ -194,9 +192,9 @@ def _find_absorbed(
         if owner is not None and name.startswith(f"{owner}."):
             yield name, owner
             continue
-        entry = None if assignment.rule is None else entries[assignment.rule]
-        took = entry is not None and plans[name].operator == entry.name
-        owner = name if took and entry is not None and entry.absorbs else None
+        operator = plans[name].operator
+        entry = OPERATORS.resolve(operator, where="models.apply_rules", field="operator")
+        owner = name if entry.absorbs else None
 
 
 def require_no_meta(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from tandem.core.spec import (
     KvIdentity,
     KVLayout,
     KvSharing,
+    MlaLayout,
     ModelSpec,
 )
 from tandem.kernels.decoder_layer import DecoderLayer
@@ -27,10 +28,11 @@ from tandem.kernels.experts import read_experts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.models.builders import WeightSettings, list_rope_parameters
 from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.injection import apply_plan, require_no_meta
-from tandem.models.operators import WeightSettings, make_rope_parameters
 from tandem.models.packed_cache import PackedCaches, choose_root
 from tandem.models.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
@@ -39,7 +41,6 @@ from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_s
 
 __all__ = [
     "CausalModel",
-    "list_harmless",
     "load_model",
     "load_weights",
     "make_kv_layout",
@@ -74,8 +75,9 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self._rope = Rope(make_rope_parameters(skeleton.config))
-        self._rope.inv_freq = self._rope.inv_freq.to(device)
+        self._ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self._ropes:
+            rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
@@ -160,7 +162,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = self._execution.begin_step(batch, kv_cache, self._rope, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self._ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -208,11 +210,10 @@ def load_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, hasher, caches = open_weights(plan, pool, progress, stack)
+        source, hasher, caches = open_weights(checkpoint, plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
-        load_weights(model, checkpoint, source)
-        ignored = source.check_all_used(list_harmless(checkpoint))
+        ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
     require_no_meta(model)
@@ -225,18 +226,29 @@ def load_model(
 
 
 def open_weights(
-    plan: ModelPlan, pool: ThreadPool, progress: Progress | None, stack: ExitStack
+    checkpoint: Checkpoint,
+    plan: ModelPlan,
+    pool: ThreadPool,
+    progress: Progress | None,
+    stack: ExitStack,
 ) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
     """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
 
     Args:
+        checkpoint: says how its weights are coded.
         plan: names the folder, the dtype and the cache.
         pool: as many threads hash.
         progress: see ``load_model``.
         stack: closes all three.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
-    source = open_source(folder, dtype=dtype, device=plan.device, progress=progress)
+    source = open_source(
+        folder,
+        dtype=dtype,
+        device=plan.device,
+        progress=progress,
+        quantization=checkpoint.quantization,
+    )
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
@@ -280,6 +292,14 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
+    if spec.kv_lora_rank:
+        return MlaLayout(
+            num_layers=spec.num_layers,
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.rope_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
     return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -289,25 +309,39 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     )
 
 
-def list_harmless(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return {name: why} of tensors that a checkpoint may hold though nothing reads them."""
+def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    harmless: dict[str, str] = {}
     if checkpoint.config.tie_word_embeddings:
-        return {"lm_head.weight": "the model ties it to the embedding"}
-    return {}
+        harmless["lm_head.weight"] = "the model ties it to the embedding"
+    num_extra = getattr(checkpoint.config, "num_nextn_predict_layers", None) or 0
+    first = checkpoint.config.num_hidden_layers
+    prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
+    why = "of a layer that predicts tokens further ahead"
+    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """Give every module of a skeleton its weights, in the order of the model, one at a time.
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, source: WeightSource
+) -> dict[str, str]:
+    """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
 
     Operators load themselves; modules that are transformers' own get frozen parameters.
 
-    Raises: what ``WeightReader.read_into`` raises.
+    Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
     """
+    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    return source.check_all_used(_list_harmless(checkpoint, source))
+
+
+def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """In the order of the model, one operator at a time."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)
         elif module._parameters:
             _load_plain(model, module, name, checkpoint, source)
+        elif _list_stored_buffers(module):
+            _read_buffers(module, name, source)
         elif module._buffers:
             _rebuild_buffers(model, module, name, checkpoint)
 
@@ -331,6 +365,21 @@ def _load_plain(
             source.read_into(f"{name}.{key}", weight)
     for key, weight in weights.items():
         setattr(module, key, freeze(weight))
+    _read_buffers(module, name, source)
+
+
+def _list_stored_buffers(module: nn.Module) -> list[str]:
+    return [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+
+
+def _read_buffers(module: nn.Module, name: str, source: WeightReader) -> None:
+    """Read the buffers that checkpoints hold, in the dtype that the skeleton gives them."""
+    for key in _list_stored_buffers(module):
+        buffer = module._buffers[key]
+        assert buffer is not None, key
+        value = torch.empty(buffer.shape, dtype=buffer.dtype, device=source.device)
+        source.read_into(f"{name}.{key}", value)
+        module._buffers[key] = value
 
 
 def _rebuild_buffers(

@@ -37,6 +37,7 @@ __all__ = [
     "PackedManifest",
     "choose_root",
     "find_risk",
+    "may_write_cache",
 ]
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,16 @@ def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
     # Two checkpoints of one name live in two places; a changed one replaces its own.
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     return root.expanduser() / f"{folder.name}-{place}"
+
+
+def may_write_cache(wish: str, folder: Path) -> bool:
+    """Whether loading a checkpoint may write packed weights; by the size of its files alone.
+
+    Args: as of ``choose_root``.
+    """
+    num_bytes = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    # Packing makes a half or a quarter of what a file has, so what is near the limit counts.
+    return choose_root(wish, folder, 2 * num_bytes) is not None
 
 
 class PackedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,14 +21,51 @@ from tandem.core.model_plan import (
     RopeSpec,
 )
 from tandem.core.spec import ModelSpec
+from tandem.kernels.linear import Linear
+from tandem.models.probes import AttentionCall, UnfitModuleError, observe_attention
 
-__all__ = ["RawMatrix", "complete_spec", "list_layers", "list_matrices"]
+__all__ = [
+    "LAYER_NORMS",
+    "RawMatrix",
+    "complete_spec",
+    "count_kv_heads",
+    "find_gate_up",
+    "find_projections",
+    "has_layered_rope",
+    "list_layers",
+    "list_matrices",
+    "observe_attentions",
+]
+
+LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+)
+"""Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
+none. Which names a layer has says which of these it is."""
 
 ROLES: dict[str, MatrixRole] = {
+    "qkv_proj": "qkv",
     "q_proj": "qkv",
+    "q_a_proj": "qkv",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
     "o_proj": "attention_out",
+    "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
@@ -44,7 +81,7 @@ class RawMatrix:
     module: str
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], of experts [E, 3 F, D]."""
+    """[N, K], of experts [E, 3 F, D], of matrices that each head has one of [H, N, K]."""
     is_shared: bool = False
     """Whether another module holds the same tensor, and is listed before."""
 
@@ -54,12 +91,11 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
 
     Raises: UnsupportedError (a layer has no attention or no MLP that we know).
     """
-    rope = _read_rope(model.config)
     return tuple(
         LayerSpec(
             index=index,
-            attention=_read_attention(layer, index),
-            rope=rope,
+            attention=_read_attention(model, layer, index),
+            rope=_read_rope(model.config, layer),
             mlp=_read_mlp(layer, index, model.config.hidden_size),
         )
         for index, layer in enumerate(model.model.layers)
@@ -71,12 +107,18 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     matrices: list[RawMatrix] = []
     num_vector_weights = 0
     seen: set[int] = set()
+    heads_of: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if _is_experts(module):
             count, hidden, inner = _expert_sizes(module, model.config.hidden_size)
             matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
             own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+        if hasattr(module, "kv_b_proj"):
+            heads_of[f"{name}.kv_b_proj"] = module
+        if name in heads_of:
+            matrices += _list_head_matrices(name, heads_of[name])
+            own.clear()
         for key, parameter in own.items():
             if key.endswith("bias") or parameter.dim() < 2:
                 num_vector_weights += parameter.numel()
@@ -88,6 +130,15 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     return matrices, num_vector_weights
 
 
+def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
+    """Return what latent attention makes of its up-projection: it is absorbed, head by head."""
+    heads, rank = attention.num_heads, attention.kv_lora_rank
+    return [
+        RawMatrix(name, "head_matrices", (heads, rank, attention.qk_nope_head_dim)),
+        RawMatrix(name, "head_matrices", (heads, attention.v_head_dim, rank)),
+    ]
+
+
 def complete_spec(
     spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
 ) -> ModelSpec:
@@ -95,6 +146,15 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
+    attention = layers[0].attention
+    if attention.kind == "mla":
+        spec = msgspec.structs.replace(
+            spec,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            kv_lora_rank=attention.kv_lora_rank,
+            rope_dim=attention.rope_dim,
+        )
     return msgspec.structs.replace(
         spec,
         num_experts=first.num_experts if first else 0,
@@ -121,7 +181,7 @@ def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
     )
 
 
-def _read_attention(layer: nn.Module, index: int) -> AttentionSpec:
+def _read_attention(model: Any, layer: nn.Module, index: int) -> AttentionSpec:
     for module in layer.children():
         part: Any = module
         if hasattr(part, "kv_b_proj"):
@@ -130,18 +190,27 @@ def _read_attention(layer: nn.Module, index: int) -> AttentionSpec:
                 num_heads=part.num_heads,
                 num_kv_heads=1,
                 head_dim=part.qk_head_dim,
-                has_bias=part.kv_b_proj.bias is not None,
+                kv_lora_rank=part.kv_lora_rank,
+                rope_dim=part.qk_rope_head_dim,
+                has_bias=part.kv_a_proj_with_mqa.bias is not None,
             )
-        if all(hasattr(part, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+        projections = find_projections(part)
+        if projections:
+            try:
+                call = observe_attention(model, part)
+            except UnfitModuleError as error:
+                raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+            first: Any = getattr(part, projections[0])
+            num_heads = part.o_proj.in_features // part.head_dim
             return AttentionSpec(
                 kind="gqa",
-                num_heads=part.q_proj.out_features // part.head_dim,
-                num_kv_heads=part.k_proj.out_features // part.head_dim,
+                num_heads=num_heads,
+                num_kv_heads=count_kv_heads(part, projections),
                 head_dim=part.head_dim,
-                window=getattr(part, "sliding_window", None) or 0,
-                has_sinks=hasattr(part, "sinks"),
+                window=call.rule.window,
+                has_sinks=call.rule.sinks is not None,
                 has_qk_norm=hasattr(part, "q_norm"),
-                has_bias=part.q_proj.bias is not None,
+                has_bias=first.bias is not None,
             )
     raise UnsupportedError(
         "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
@@ -151,13 +220,14 @@ def _read_attention(layer: nn.Module, index: int) -> AttentionSpec:
 def _read_mlp(layer: nn.Module, index: int, hidden_size: int) -> MlpSpec | MoeSpec:
     for module in layer.children():
         part: Any = module
-        if _is_mlp(part):
-            has_bias = part.gate_proj.bias is not None
-            return MlpSpec(intermediate_size=part.gate_proj.out_features, has_bias=has_bias)
+        if find_gate_up(part):
+            has_bias = part.down_proj.bias is not None
+            return MlpSpec(intermediate_size=part.down_proj.in_features, has_bias=has_bias)
         experts = getattr(part, "experts", None)
         if experts is not None and _is_experts(experts):
             count, _, inner = _expert_sizes(experts, hidden_size)
-            shared = [child.gate_proj.out_features for child in part.children() if _is_mlp(child)]
+            children: list[Any] = [child for child in part.children() if find_gate_up(child)]
+            shared = [child.down_proj.in_features for child in children]
             return MoeSpec(
                 num_experts=count,
                 top_k=_find_top_k(part),
@@ -178,13 +248,6 @@ def _find_top_k(block: nn.Module) -> int:
             return top_k
     raise UnsupportedError(
         "models.read_layers", f"{type(block).__name__} does not say how many experts a token uses"
-    )
-
-
-def _is_mlp(module: Any) -> bool:
-    return all(
-        isinstance(getattr(module, name, None), nn.Linear)
-        for name in ("gate_proj", "up_proj", "down_proj")
     )
 
 
@@ -211,10 +274,59 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
     return bool(model.config.tie_word_embeddings) and model.get_output_embeddings() is module
 
 
-def _read_rope(config: Any) -> RopeSpec:
-    raw = config.rope_parameters
+def _read_rope(config: Any, layer: nn.Module) -> RopeSpec:
+    raw: dict[str, Any] = config.rope_parameters
+    if has_layered_rope(config):
+        attention: Any = next(m for m in layer.children() if hasattr(m, "layer_type"))
+        raw = raw[attention.layer_type]
     return RopeSpec(
         rope_type=raw.get("rope_type", "default"),
         theta=float(raw.get("rope_theta", 10_000.0)),
         factor=float(raw.get("factor") or 1.0),
     )
+
+
+def has_layered_rope(config: Any) -> bool:
+    """Whether the RoPE depends on the type of the layer."""
+    return any(isinstance(value, dict) for value in config.rope_parameters.values())
+
+
+def find_projections(module: Any) -> tuple[str, ...]:
+    """Return the names of an attention's projections to q, k and v; empty: it is no attention."""
+    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
+        if all(hasattr(module, name) for name in (*names, "o_proj", "head_dim")):
+            return names
+    return ()
+
+
+def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
+    """Return what each attention of a skeleton does, by its path; why not, where it cannot be run.
+
+    Before any rule: the modules are run.
+    """
+    found: dict[str, AttentionCall | str] = {}
+    for name, module in model.named_modules():
+        if find_projections(module):
+            try:
+                found[name] = observe_attention(model, module)
+            except UnfitModuleError as error:
+                found[name] = str(error)
+    return found
+
+
+def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
+    """Return the KV heads of an attention with these projections."""
+    heads = attention.o_proj.in_features // attention.head_dim
+    if len(projections) == 1:
+        rows = getattr(attention, projections[0]).out_features // attention.head_dim
+        return (rows - heads) // 2
+    return attention.k_proj.out_features // attention.head_dim
+
+
+def find_gate_up(module: Any) -> tuple[str, ...]:
+    """Return the names of a dense MLP's gate and up; empty: it is no such MLP."""
+    if isinstance(getattr(module, "down_proj", None), (nn.Linear, Linear)):
+        for names in (("gate_proj", "up_proj"), ("gate_up_proj",)):
+            if all(isinstance(getattr(module, n, None), (nn.Linear, Linear)) for n in names):
+                return names
+    return ()

@@ -28,6 +28,7 @@ from tandem.server.connection import ClientGoneError
 from tandem.server.context import ServerContext
 from tandem.server.endpoints import list_endpoints
 from tandem.server.engine import EngineClient
+from tandem.server.explain import collect_timeline
 from tandem.server.hosts import HostGate
 from tandem.server.http_errors import HttpError, describe_error, error_response
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
@@ -39,6 +40,7 @@ from tandem.server.prompts import PromptEncoder
 from tandem.server.sampling import SamplingDefaults
 from tandem.server.timelines import TimelineRing
 from tandem.server.tokenizer import Tokenizer, TokenThreads
+from tandem.server.tracing import make_tracer
 
 __all__ = ["build_app"]
 
@@ -87,6 +89,9 @@ def build_app(
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
     )
+    context.tracer = make_tracer(
+        config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -99,6 +104,8 @@ def build_app(
             load_log.cancel()
             await asyncio.gather(load_log, return_exceptions=True)
         await warm_up
+        if context.tracer is not None:
+            await context.tracer.close()
         context.encoder.close()
 
     hosts = list(config.allowed_hosts)

@@ -100,6 +100,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Generations whose timelines the server remembers (tandem explain).",
         ),
     ] = 4096
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="OTLP/HTTP address, such as http://127.0.0.1:4318/v1/traces, that gets "
+            "OpenTelemetry spans of each request; needs tandem-llm[otel]. They tell times, counts "
+            "and ids, no prompt."
+        ),
+    ] = None
     load_log_s: Annotated[
         float,
         Meta(

@@ -41,6 +41,7 @@ from tandem.server.timelines import (
     digest_head,
     digest_text,
 )
+from tandem.server.tracing import RequestTracer
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
 
@@ -98,6 +99,7 @@ class ServerContext:
     metrics: ServerMetrics
     lifecycle: Lifecycle
     timelines: TimelineRing
+    tracer: RequestTracer | None = None
     has_keys: bool = False
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
@@ -197,7 +199,9 @@ class ServerContext:
             for index, plan in enumerate(plans)
         ]
         record = self._record(options, origin, generations)
-        group = GenerationGroup(options.name, generations, self.lifecycle, limit_s)
+        group = GenerationGroup(
+            options.name, generations, self.lifecycle, limit_s, lambda: self._trace(record)
+        )
         try:
             await group.submit(self.engine)
         except BaseException as error:
@@ -205,6 +209,10 @@ class ServerContext:
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
             raise
         return group
+
+    def _trace(self, record: RequestRecord) -> None:
+        if self.tracer is not None:
+            self.tracer.trace(record)
 
     def _record(
         self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]

@@ -7,6 +7,7 @@ runs; the promises are what handlers may rely on.
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -22,8 +23,9 @@ __all__ = ["EngineClient", "RequestStream"]
 class RequestStream(Protocol):
     """Outputs of one request, in order; used by one task.
 
-    Iteration ends after the output whose ``finish_reason`` is set. If the instance dies, that
-    output has ``FinishReason.ERROR`` and ``error_code`` "peer_lost". After ``cancel`` iteration
+    Iteration ends after the output whose ``finish_reason`` is set. If the instance dies and nobody
+    can go on with the request, that output has ``FinishReason.ERROR`` and ``error_code``
+    "peer_lost". After ``cancel`` iteration
     ends soon, with or without a last output.
     """
 
@@ -49,13 +51,23 @@ class EngineClient(Protocol):
         """The latest stage."""
         ...
 
+    @property
+    def instances(self) -> list[InstanceStatus]:
+        """Every instance and its state."""
+        ...
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How often requests went on elsewhere after a failure since start, by reason."""
+        ...
+
     async def submit(self, request: AddRequest) -> RequestStream:
         """Queue a request.
 
         Raises:
             CapacityError: the queue is full.
             ConfigError: a field is out of what this instance can do; ``field`` names it.
-            PeerLostError: the instance is down or restarting.
+            PeerLostError: the instance is down, and did not come back in time.
         """
         ...
 

@@ -7,7 +7,7 @@ the event loop, no locks.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
@@ -222,6 +222,7 @@ class GenerationGroup:
         name: the client's id of the request, or the server's.
         generations: owned; submitted by ``submit``.
         time_limit_s: what the engine was given; the server itself gives up a little later.
+        on_closed: called once, when all choices have ended.
     """
 
     def __init__(
@@ -230,12 +231,14 @@ class GenerationGroup:
         generations: Sequence[Generation],
         live: LiveGenerations,
         time_limit_s: float,
+        on_closed: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.generations = generations
         self._live = live
         self.time_limit_s = time_limit_s + _DEADLINE_GRACE_S
         self._pumps: list[asyncio.Task[None]] = []
+        self._on_closed = on_closed
 
     async def submit(self, engine: EngineClient) -> None:
         """Queue all choices, or none: what was queued is cancelled if one is refused."""
@@ -295,3 +298,6 @@ class GenerationGroup:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
         await asyncio.gather(*(generation.close() for generation in self.generations))
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed()

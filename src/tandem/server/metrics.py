@@ -5,7 +5,7 @@ engine's counters are read when the page is scraped; latencies are observed here
 them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test compares the two.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tandem.core.clock import Clock
+from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceStage, InstanceStats
 
 __all__ = ["METRICS", "MetricSpec", "RequestTimer", "ServerMetrics"]
@@ -38,8 +39,28 @@ class MetricSpec(NamedTuple):
 
 
 _MODEL = ("model_name",)
+_INSTANCE = ("model_name", "engine", "role")
+"""Prometheus itself uses the label ``instance`` for the address that it scrapes."""
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("tandem:engine_up", "gauge", _MODEL, "1 while the instance is ready."),
+    MetricSpec("tandem:engine_up", "gauge", _MODEL, "1 while an instance is ready."),
+    MetricSpec(
+        "tandem:engine_instance_up",
+        "gauge",
+        _INSTANCE,
+        "1 while this instance is ready; its role is unified, prefill or decode.",
+    ),
+    MetricSpec(
+        "tandem:engine_instance_restarts_total",
+        "counter",
+        _INSTANCE,
+        "Processes of this instance that were started after the first.",
+    ),
+    MetricSpec(
+        "tandem:request_fallbacks_total",
+        "counter",
+        ("model_name", "reason"),
+        "Requests that went on elsewhere after a failure, by reason.",
+    ),
     MetricSpec(
         "tandem:num_requests_running", "gauge", _MODEL, "Requests in the batch.", "num_running"
     ),
@@ -325,6 +346,8 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._stats: InstanceStats | None = None
+        self._instances: Sequence[InstanceStatus] = ()
+        self._fallbacks: dict[str, int] = {}
         self.num_in_flight = 0
         """Maintained by the admission gate; the loop is the only writer."""
         specs = {spec.name.removeprefix("tandem:"): spec for spec in METRICS}
@@ -358,15 +381,28 @@ class ServerMetrics:
         """Count an answer; ``route`` is a route's pattern, of which there are few."""
         self._http.labels(route, str(status)).inc()
 
-    def render(self, stats: InstanceStats | None) -> bytes:
-        """Return the page; ``stats`` is None while the instance is down."""
-        self._stats = stats
+    def render(
+        self,
+        stats: InstanceStats | None,
+        instances: Sequence[InstanceStatus] = (),
+        fallbacks: dict[str, int] | None = None,
+    ) -> bytes:
+        """Return the page.
+
+        Args:
+            stats: sums over the instances; None while all are down.
+            instances: all of them.
+            fallbacks: of requests, by reason.
+        """
+        self._stats, self._instances = stats, instances
+        self._fallbacks = {} if fallbacks is None else fallbacks
         return generate_latest(self.registry)
 
     def collect_engine(self) -> Iterator[Metric]:
         """Yield the metrics that are read rather than observed."""
         values: dict[str, float | dict[str, int]] = {
-            "tandem:http_requests_in_flight": self.num_in_flight
+            "tandem:http_requests_in_flight": self.num_in_flight,
+            "tandem:request_fallbacks_total": self._fallbacks,
         }
         stats = self._stats
         is_up = stats is not None and stats.stage == InstanceStage.READY
@@ -377,17 +413,23 @@ class ServerMetrics:
             used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
             values["tandem:kv_cache_usage_perc"] = used
         for spec in METRICS:
-            if spec.name not in values:
-                continue
-            make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            family = make(spec.name, spec.help, labels=spec.labels)
-            value = values[spec.name]
-            if isinstance(value, dict):
-                for label, amount in value.items():
-                    family.add_metric([self._model_name, label], amount)
-            else:
-                family.add_metric([self._model_name][: len(spec.labels)], value)
-            yield family
+            if spec.name in values or spec.labels == _INSTANCE:
+                yield self._make_family(spec, values.get(spec.name, 0.0))
+
+    def _make_family(self, spec: MetricSpec, value: float | dict[str, int]) -> Metric:
+        make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        family = make(spec.name, spec.help, labels=spec.labels)
+        if spec.labels == _INSTANCE:
+            for each in self._instances:
+                is_up = float(each.stage.stage is InstanceStage.READY)
+                amount = is_up if spec.kind == "gauge" else each.num_restarts
+                family.add_metric([self._model_name, each.name, each.role], amount)
+        elif isinstance(value, dict):
+            for label, amount in value.items():
+                family.add_metric([self._model_name, label], amount)
+        else:
+            family.add_metric([self._model_name][: len(spec.labels)], value)
+        return family
 
 
 def _split_hits(stats: InstanceStats) -> dict[str, int]:

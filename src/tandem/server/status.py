@@ -139,6 +139,7 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
             instance=info,
             stats=stats,
             stage=context.engine.stage,
+            instances=context.engine.instances,
             max_total_num_tokens=info.num_blocks * info.block_size if info is not None else 0,
         )
     )
@@ -147,7 +148,10 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
 async def get_metrics(context: ServerContext, _: Request) -> Response:
     """Return the Prometheus page."""
     stats = await context.read_stats()
-    return Response(context.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        context.metrics.render(stats, context.engine.instances, context.engine.fallbacks),
+        media_type=CONTENT_TYPE_LATEST,
+    )
 
 
 async def flush_cache(context: ServerContext, _: Request) -> Response:

@@ -7,6 +7,7 @@ Threads: calls come on the transfer engine's thread, progress on any, mostly the
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -30,21 +31,19 @@ from tandem.engine.disaggregation.messages import (
     decode_question,
     digest_prompt,
 )
+from tandem.engine.disaggregation.ports import IncomingCall
 from tandem.engine.engine import Engine, PrefillView
 from tandem.engine.request import Request
-from tandem.transfer import Call
 
 __all__ = ["PrefillAnnouncer"]
 
 MAX_WAITING = 4096
 """Questions; beyond it the oldest are answered, and asked again."""
-MAX_WAIT_S = 3600.0
-"""The longest lease: nobody waits for an answer any more."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    call: Call
+    call: IncomingCall
     question: KvQuestion
     until_s: float
 
@@ -74,7 +73,7 @@ class PrefillAnnouncer:
         """Questions that wait for their answer."""
         return len(self._waiting)
 
-    def handle_calls(self, calls: list[Call]) -> list[bytes | TandemError | None]:
+    def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
         """Take questions; see ``CallHandler``."""
         answers: list[bytes | TandemError | None] = []
         for call in calls:
@@ -104,13 +103,13 @@ class PrefillAnnouncer:
                     waiting.call.reply(msgspec.msgpack.encode(answer))
                     del self._waiting[key]
 
-    def _handle(self, call: Call) -> bytes | None:
+    def _handle(self, call: IncomingCall) -> bytes | None:
         question = decode_question(call.payload)
         if question.verify:
             # Without the lock, since it reads blocks and progress must not wait for that.
             return msgspec.msgpack.encode(self._verify(question))
         key = (call.peer, question.request_id)
-        until_s = self._clock.now_s() + MAX_WAIT_S
+        until_s = self._clock.now_s() + question.wait_s
         with self._lock:
             older = self._waiting.pop(key, None)
             if older is None and len(self._waiting) >= MAX_WAITING:

@@ -19,7 +19,8 @@ from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.combined import CombinedTransfers
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
-from tandem.engine.disaggregation.reader import PeerReader
+from tandem.engine.disaggregation.reader_service import ReaderService
+from tandem.engine.disaggregation.transfer_port import TransferPort
 from tandem.engine.engine import Engine
 from tandem.engine.runner import BlockTransfers
 from tandem.transfer import Buffer, TransferConfig, TransferEngine
@@ -53,7 +54,7 @@ class KvExchange:
         listen = config.listen if self._serves else ()
         self.transfer = TransferEngine(msgspec.structs.replace(config, name=name, listen=listen))
         self._buffer: Buffer | None = None
-        self.reader: PeerReader | None = None
+        self.reader: ReaderService | None = None
         """None: the instance reads from nobody."""
         self.announcer: PrefillAnnouncer | None = None
         """None: nobody reads its blocks."""
@@ -109,10 +110,9 @@ class KvExchange:
             self.transfer.serve_calls(self.announcer.handle_calls)
             engine.attach_listener(self.announcer)
         if self._reads:
-            target = ReadTarget(
-                self.transfer, self._buffer, memory, own, self._clock, PeerReadCounters()
-            )
-            self.reader = PeerReader(target, engine)
+            port = TransferPort(self.transfer, self._buffer)
+            target = ReadTarget(port, memory, own, self._clock, PeerReadCounters())
+            self.reader = ReaderService(target, engine)
             self.reader.start()
             engine.attach_transfers(CombinedTransfers(tiers, self.reader))
         elif tiers is not None:

@@ -28,9 +28,9 @@ from tandem.engine.disaggregation.messages import (
     digest_prompt,
 )
 from tandem.engine.disaggregation.peers import OpenPeer
+from tandem.engine.disaggregation.ports import PeerPort, PoolRange
 from tandem.engine.plan import BlockLoad
 from tandem.engine.request import Request
-from tandem.transfer import Buffer, Op, TransferEngine
 
 __all__ = ["HandOver", "ReadTarget"]
 
@@ -39,6 +39,8 @@ READ_BATCH_BYTES = 64 << 20
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Of one batch."""
+ASK_AGAIN_S = 5.0
+"""A question that nobody waits for any more is forgotten after this long."""
 CALL_DEADLINE_S = 5.0
 """Of a question that is answered at once."""
 
@@ -47,11 +49,10 @@ CALL_DEADLINE_S = 5.0
 class ReadTarget:
     """Where blocks are read to, and with what."""
 
-    transfer: TransferEngine
-    pool: Buffer
-    """All blocks of this instance, registered with ``transfer``."""
+    port: PeerPort
+    """Writes into ``memory``."""
     memory: npt.NDArray[np.uint8]
-    """The same bytes."""
+    """All blocks of this instance, one after the other."""
     own: KvPeer
     clock: Clock
     counters: PeerReadCounters
@@ -109,7 +110,7 @@ class HandOver:
             CorruptionError; ConflictError (another prompt); as the transfer engine.
         """
         while self._pending:
-            self._note(await self._ask(self._remaining_s()))
+            self._note(await self._ask_until_answered())
             for batch in self._list_batches():
                 await self._read(batch)
                 await self._verify(batch)
@@ -122,6 +123,14 @@ class HandOver:
             raise DeadlineError("kv_peer.read", "the lease of the blocks has ended")
         return remaining_s
 
+    async def _ask_until_answered(self) -> KvAnswer:
+        """Ask how far the prefill is, again and again until there is something new."""
+        while True:
+            try:
+                return await self._ask(min(ASK_AGAIN_S, self._remaining_s()))
+            except DeadlineError:
+                self._remaining_s()
+
     async def _ask(self, deadline_s: float, verify: tuple[int, ...] = ()) -> KvAnswer:
         own = self._target.own
         question = KvQuestion(
@@ -131,13 +140,12 @@ class HandOver:
             num_known=len(self._block_ids),
             seen=(self._answer.num_complete, self._answer.num_layers),
             verify=verify,
+            wait_s=deadline_s,
             layout=own.layout,
             first_head=own.first_head,
         )
         payload = msgspec.msgpack.encode(question)
-        answer = await self._target.transfer.call_async(
-            self._peer.segment, payload, deadline_s=deadline_s
-        )
+        answer = await self._target.port.call(self._peer.pool, payload, deadline_s=deadline_s)
         return decode_answer(answer)
 
     def _note(self, answer: KvAnswer) -> None:
@@ -183,15 +191,15 @@ class HandOver:
     async def _read(self, batch: Sequence[_Pending]) -> None:
         target, peer = self._target, self._peer
         size, their_size = target.own.block_bytes, peer.facts.block_bytes
-        ranges: list[tuple[Buffer, int, int, int]] = []
+        ranges: list[PoolRange] = []
         for pending in batch:
             source_id = self._block_ids[pending.load.position]
             if source_id != pending.source_id:
                 pending.source_id, pending.num_layers = source_id, 0
-            ours, theirs = pending.load.block_id * size, peer.start + source_id * their_size
+            ours, theirs = pending.load.block_id * size, source_id * their_size
             layers = range(pending.num_layers, self._count_readable(pending))
             ranges += [
-                (target.pool, ours + each.target, theirs + each.source, each.length)
+                PoolRange(ours + each.target, theirs + each.source, each.length)
                 for each in peer.list_ranges(layers)
             ]
         if not ranges:
@@ -199,9 +207,9 @@ class HandOver:
         is_hidden = not self._answer.is_held
         begin_s = target.clock.now_s()
         deadline_s = min(READ_DEADLINE_S, self._remaining_s())
-        await target.transfer.submit_ranges(Op.READ, peer.segment, ranges, deadline_s=deadline_s)
+        await target.port.read(peer.pool, ranges, deadline_s=deadline_s)
         seconds = target.clock.now_s() - begin_s
-        target.counters.read_bytes += sum(each[3] for each in ranges)
+        target.counters.read_bytes += sum(each.length for each in ranges)
         if is_hidden:
             target.counters.hidden_seconds += seconds
         else:

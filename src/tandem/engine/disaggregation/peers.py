@@ -1,10 +1,9 @@
 """The instances whose blocks may be read from here, opened and checked.
 
-All of it runs on one event loop; connecting itself waits on another thread.
+All of it runs on one event loop.
 """
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from tandem.core.errors import (
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.compat import check_peer
 from tandem.engine.disaggregation.head_slices import ByteRange, HeldHeads, map_blocks
-from tandem.transfer import Segment, TransferEngine
+from tandem.engine.disaggregation.ports import PeerPort, RemotePool
 
 __all__ = ["KvPeers", "OpenPeer"]
 
@@ -33,9 +32,7 @@ class OpenPeer:
     """An instance that can be read."""
 
     facts: KvPeer
-    segment: Segment
-    start: int
-    """Where its blocks begin in the segment's address space."""
+    pool: RemotePool
     layer_ranges: list[list[ByteRange]]
     """By layer: which bytes of its block fill which of ours."""
     is_lost: bool = False
@@ -59,12 +56,12 @@ class KvPeers:
     """Opened instances by name.
 
     Args:
-        transfer: that connects; borrowed.
+        port: that connects; borrowed.
         own: what our blocks hold.
     """
 
-    def __init__(self, transfer: TransferEngine, own: KvPeer) -> None:
-        self._transfer = transfer
+    def __init__(self, port: PeerPort, own: KvPeer) -> None:
+        self._port = port
         self._own = own
         self._peers: dict[str, OpenPeer] = {}
         self._lock = asyncio.Lock()
@@ -108,65 +105,50 @@ class KvPeers:
         known = self._peers.get(facts.name)
         if known is not None and known.facts == facts and not known.is_lost:
             return known
-        # The cancelled task of one request must not leave a segment without an owner.
-        opening = asyncio.get_running_loop().run_in_executor(None, self._connect, facts)
-        try:
-            segment = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
-            raise
+        pool = await self._connect(facts)
         self._drop(facts.name)
         layers = range(self._own.layout.num_layers)
         source = HeldHeads(facts.layout, facts.first_head)
         target = HeldHeads(self._own.layout, self._own.first_head)
         peer = self._peers[facts.name] = OpenPeer(
             facts,
-            segment,
-            segment.buffer(facts.buffer).offset,
+            pool,
             [map_blocks(source, target, range(layer, layer + 1)) for layer in layers],
         )
         logger.info("event=kv_peer_opened peer=%s epoch=%d", facts.name, facts.epoch)
         return peer
 
-    def _connect(self, facts: KvPeer) -> Segment:
+    async def _connect(self, facts: KvPeer) -> RemotePool:
         error: TandemError = PeerLostError(WHERE, f"{facts.name} tells no address")
         for address in facts.addresses:
             try:
-                segment = self._transfer.open(address, deadline_s=OPEN_DEADLINE_S)
+                pool = await self._port.open(address, facts.buffer, deadline_s=OPEN_DEADLINE_S)
             except TandemError as failure:
                 error = failure
                 continue
             try:
-                self._check_segment(segment, facts)
+                _check_pool(pool, facts)
             except TandemError:
-                segment.close()
+                pool.close()
                 raise
-            return segment
+            return pool
         raise error
-
-    def _check_segment(self, segment: Segment, facts: KvPeer) -> None:
-        epoch = self._transfer.core.segment_epoch(segment.id)
-        if epoch != facts.epoch:
-            raise ConflictError(
-                WHERE,
-                f"at {segment.address} is a run {epoch} of {segment.name}, not the run "
-                f"{facts.epoch} of {facts.name}: it has restarted",
-                field="epoch",
-            )
-        offered = segment.buffer(facts.buffer)
-        if not offered.can_read or offered.length < facts.num_blocks * facts.block_bytes:
-            raise PermissionDeniedError(
-                WHERE, f"{facts.name} does not offer {facts.num_blocks} blocks to be read"
-            )
 
     def _drop(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            with contextlib.suppress(TandemError):  # Its engine may be closed.
-                peer.segment.close()
+            peer.pool.close()
 
 
-def _close_unwanted(opening: "asyncio.Future[Segment]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        with contextlib.suppress(TandemError):
-            opening.result().close()
+def _check_pool(pool: RemotePool, facts: KvPeer) -> None:
+    if pool.epoch != facts.epoch:
+        raise ConflictError(
+            WHERE,
+            f"at {facts.addresses} is a run {pool.epoch} of {pool.name}, not the run "
+            f"{facts.epoch} of {facts.name}: it has restarted",
+            field="epoch",
+        )
+    if not pool.can_read or pool.length < facts.num_blocks * facts.block_bytes:
+        raise PermissionDeniedError(
+            WHERE, f"{facts.name} does not offer {facts.num_blocks} blocks to be read"
+        )

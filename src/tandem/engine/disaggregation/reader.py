@@ -1,15 +1,14 @@
 """The decode side: executes the loads whose source is a prefill instance.
 
-Threads: hand-overs run on one event loop of their own; ``begin`` is called by the engine's thread,
-``open_peer`` and ``close_peer`` are awaited on any loop.
+Threads: it lives on one event loop; ``begin`` is called by the engine's thread.
 """
 
 import asyncio
-import contextlib
+import functools
 import logging
-import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.core.wire import KvPeer, PrefillKv
@@ -24,7 +23,6 @@ __all__ = ["LoadSink", "PeerReader"]
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-T = TypeVar("T")
 
 
 class LoadSink(Protocol):
@@ -34,29 +32,46 @@ class LoadSink(Protocol):
         """Blocks have their content, verified."""
         ...
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Blocks have not; nothing writes into them any more."""
+    def load_failed(
+        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+    ) -> None:
+        """Blocks have not; nothing writes into them any more. ``reason`` as in the counters."""
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A hand-over under way."""
+
+    request: Request
+    missing: dict[int, BlockLoad]
+    """By block id; those that have come are gone."""
+    reason: str = "dropped"
+    """Why the rest does not come."""
+
+
 class PeerReader:
-    """Owns the thread of hand-overs; a ``BlockTransfers`` for loads from prefill instances.
+    """Reads the blocks of other instances; a ``BlockTransfers`` for loads from there.
 
     Args:
-        target: where blocks go; its parts are borrowed, and closed after ``stop``.
+        target: where blocks go; its parts are borrowed, and closed after ``aclose``.
         sink: told how loads ended.
+        loop: where it lives; the caller's own if it is None.
     """
 
-    def __init__(self, target: ReadTarget, sink: LoadSink) -> None:
+    def __init__(
+        self,
+        target: ReadTarget,
+        sink: LoadSink,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self._target = target
         self._sink = sink
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._peers: KvPeers | None = None
-        self._stopping: asyncio.Event | None = None
+        self._loop = asyncio.get_running_loop() if loop is None else loop
+        self._peers = KvPeers(target.port, target.own)
         self._tasks: dict[int, tuple[Request, asyncio.Task[None]]] = {}
         """By the id of each block that a hand-over may write into."""
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
+        self._is_closing = False
 
     @property
     def can_read_instances(self) -> bool:
@@ -73,58 +88,17 @@ class PeerReader:
         """Blocks that a hand-over may write into."""
         return len(self._tasks)
 
-    def start(self) -> None:
-        """Start the thread; before the first ``begin``."""
-        self._thread.start()
-        self._started.wait()
-
-    def stop(self) -> None:
-        """End all hand-overs, leave all peers, end the thread."""
-        if self._loop is not None and self._stopping is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended.
-                self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(STOP_TIMEOUT_S)
-
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance, or again if it has restarted; see ``KvPeers.open``. Any loop."""
-        assert self._peers is not None, "start() comes first"
-        await self._call(self._peers.open(facts))
+        """Open an instance, or again if it has restarted; see ``KvPeers.open``."""
+        await self._peers.open(facts)
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance; reads from it end without content. Any loop."""
-        assert self._peers is not None, "start() comes first"
-        await self._call(self._peers.close(name))
+        """Forget an instance; reads from it end without content."""
+        await self._peers.close(name)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Take up the loads of a plan, all from prefill instances; see ``BlockTransfers.begin``."""
-        if not plan.loads and not plan.dropped:
-            return
-        assert self._loop is not None, "start() comes first"
-        try:
-            self._loop.call_soon_threadsafe(self._take, plan.dropped, plan.loads)
-        except RuntimeError:  # The loop has ended with the instance.
-            self._fail(plan.loads, "offline")
-
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None, "start() comes first"
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise PeerLostError("kv_peer.call", "the instance is stopping") from error
-        return await asyncio.wrap_future(future)
-
-    # The thread.
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
-        self._peers = KvPeers(self._target.transfer, self._target.own)
-        self._started.set()
-        await self._stopping.wait()
+    async def aclose(self) -> None:
+        """End all hand-overs and leave all peers; loads that come later fail."""
+        self._is_closing = True
         tasks = {task for _, task in self._tasks.values()}
         for task in tasks:
             task.cancel()
@@ -132,8 +106,16 @@ class PeerReader:
             await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S)
         await self._peers.close_all()
 
+    def begin(self, plan: StepPlan) -> None:
+        """Take up the loads of a plan, all from prefill instances; see ``BlockTransfers.begin``."""
+        if not plan.loads and not plan.dropped:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._take, plan.dropped, plan.loads)
+        except RuntimeError:  # The loop has ended with the instance.
+            self._fail(plan.loads, "offline")
+
     def _take(self, dropped: Sequence[BlockLoad], loads: Sequence[BlockLoad]) -> None:
-        assert self._stopping is not None
         for load in dropped:
             request, task = self._tasks.get(load.block_id, (None, None))
             if task is not None and request is load.request:
@@ -142,16 +124,19 @@ class PeerReader:
         for load in loads:
             by_request.setdefault(load.request, []).append(load)
         for request, its_loads in by_request.items():
-            if self._stopping.is_set():
+            if self._is_closing:
                 self._fail(its_loads, "offline")
                 continue
-            task = asyncio.get_running_loop().create_task(self._load(request, its_loads))
+            reading = _Reading(request, {load.block_id: load for load in its_loads})
+            task = self._loop.create_task(self._load(reading))
+            # Also where the task is cancelled before its first line has run.
+            task.add_done_callback(functools.partial(self._end, reading))
             for load in its_loads:
                 self._tasks[load.block_id] = (request, task)
 
-    async def _load(self, request: Request, loads: Sequence[BlockLoad]) -> None:
-        """Read the blocks of one request and report the end of each."""
-        missing = {load.block_id: load for load in loads}
+    async def _load(self, reading: _Reading) -> None:
+        """Read the blocks of one request; those that have come are reported at once."""
+        request, missing = reading.request, reading.missing
 
         def take(done: list[BlockLoad]) -> None:
             for load in done:
@@ -159,29 +144,28 @@ class PeerReader:
                 del self._tasks[load.block_id]
             self._sink.load_done(request, [load.block_id for load in done])
 
-        reason = "internal"
         peer: OpenPeer | None = None
         try:
             assert isinstance(request.kv_source, PrefillKv), request.kv_source
-            assert self._peers is not None
             peer = await self._peers.find(request.kv_source.instance)
-            await HandOver(self._target, peer, request, loads, take).run()
-        except asyncio.CancelledError:
-            reason = "dropped"
+            await HandOver(self._target, peer, request, list(missing.values()), take).run()
         except TandemError as error:
-            reason = error.code
+            reading.reason = error.code
             if isinstance(error, PeerLostError) and peer is not None:
                 peer.is_lost = True
             logger.info("event=kv_hand_over_failed request=%s error=%s", request.request_id, error)
         except Exception:  # The edge of a task: its blocks must come back, whatever went wrong.
+            reading.reason = "internal"
             logger.exception("hand-over of request %s", request.request_id)
-        finally:
-            for block_id in missing:
-                del self._tasks[block_id]
-            self._fail(list(missing.values()), reason)
+
+    def _end(self, reading: _Reading, _: "asyncio.Task[None]") -> None:
+        """Report the blocks that a hand-over did not bring."""
+        for block_id in reading.missing:
+            del self._tasks[block_id]
+        self._fail(list(reading.missing.values()), reading.reason)
 
     def _fail(self, loads: Sequence[BlockLoad], reason: str) -> None:
         failures = self._target.counters.failures
         for load in loads:
             failures[reason] = failures.get(reason, 0) + 1
-            self._sink.load_failed(load.request, [load.block_id])
+            self._sink.load_failed(load.request, [load.block_id], reason)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem import _native
-from tandem.kernels.cpu.step import CpuStep, name_scoring
+from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 if TYPE_CHECKING:
@@ -30,31 +31,48 @@ class CpuExecution(TorchExecution):
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> "Step":
         """See ``Execution``."""
         if cache.native is None or dtype not in NATIVE_DTYPES:
-            return super().begin_step(batch, cache, rope, dtype, on_layer)
-        return CpuStep(batch, cache, rope, dtype, on_layer)
+            return super().begin_step(batch, cache, ropes, dtype, on_layer)
+        return CpuStep(batch, cache, ropes, dtype, on_layer)
 
-    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float) -> Tensor:
+    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """See ``Execution``."""
         weight = weight_D.tensor
         if not is_native(x_TD) or x_TD.dtype != weight.dtype:
-            return super().norm(x_TD, weight_D, eps)
+            return super().norm(x_TD, weight_D, eps, offset)
         rows = x_TD.reshape(-1, len(weight))
         out = torch.empty_like(rows)
-        _native.rms_norm(view_tensor(rows), weight_D.view, view_tensor(out), eps)
+        _native.rms_norm(
+            view_tensor(rows), weight_D.view, view_tensor(out), eps, weight_offset=offset
+        )
         return out.view(x_TD.shape)
 
-    def route(self, logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+    def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
+        """See ``Execution``."""
+        _native.soft_cap(view_tensor(x_TV.view(-1, x_TV.shape[-1])), cap)
+
+    def route(
+        self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See ``Execution``."""
         if not is_native(logits_TE):
-            return super().route(logits_TE, top_k, is_normalised=is_normalised)
+            return super().route(logits_TE, top_k, rule, bias_E)
         weights = logits_TE.new_empty(len(logits_TE), top_k)
         ids = torch.empty(weights.shape, dtype=torch.int64)
-        scoring = name_scoring(is_normalised=is_normalised)
-        _native.route(view_tensor(logits_TE), view_tensor(weights), view_tensor(ids), scoring)
+        _native.route(
+            view_tensor(logits_TE),
+            view_tensor(weights),
+            view_tensor(ids),
+            rule.native_scoring,
+            None if bias_E is None else bias_E.view,
+            rule.num_groups,
+            rule.num_top_groups,
+            rule.weight_scale,
+            num_group_choices=rule.num_group_choices,
+        )
         return weights, ids

@@ -23,8 +23,14 @@ from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.cpu.autograd import run_experts
-from tandem.kernels.experts import PendingExperts, RoutedExperts, read_biases, read_experts
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.experts import (
+    PendingExperts,
+    RoutedExperts,
+    list_expert_weights,
+    read_biases,
+    read_experts,
+)
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
 
@@ -179,6 +185,16 @@ class PackedExperts:
         """
         views = [tensor.detach() for tensor in (gate_FD, up_FD, down_DF)]
         self._bank.pack(self._pool, expert_id, *views)
+
+    def pack_codes(
+        self, expert_id: int, gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix
+    ) -> None:
+        """Lay out one expert that is coded already, replacing its weights; codes are not kept.
+
+        Raises: as ``pack_expert``; UnsupportedError (what is no code of the format, or a scale that
+            is not finite).
+        """
+        self._bank.pack_codes(self._pool, expert_id, gate.arrays, up.arrays, down.arrays)
 
     def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         """Copy the biases of one expert, of any floating dtype; before any ``forward``.
@@ -418,6 +434,31 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
+        """Take the codes where the checkpoint has those of this format, else code its values."""
+        names = list_expert_weights(reader, name, self.num_experts)
+        if all(reader.find_format(weight) == self.weight_format for weight in names):
+            for i in range(self.num_experts):
+                self._experts.pack_codes(i, *self._read_codes(reader, name, i))
+        else:
+            self._code(reader, name)
+
+    def _read_codes(
+        self, reader: WeightReader, name: str, expert_id: int
+    ) -> tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]:
+        """Return gate, up and down of one expert."""
+        if not reader.has(f"{name}.gate_up_proj"):
+            names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
+            gate, up, down = (reader.read_packed(n) for n in names)
+            return gate, up, down
+        both = reader.read_packed(f"{name}.gate_up_proj", expert_id)
+        half = len(both.codes) // 2
+        rows = (slice(0, None, 2), slice(1, None, 2))
+        if not self.is_transposed:
+            rows = (slice(0, half), slice(half, None))
+        gate, up = (select_rows(both, part) for part in rows)
+        return gate, up, reader.read_packed(f"{name}.down_proj", expert_id)
+
+    def _code(self, reader: WeightReader, name: str) -> None:
         """Read any layout of the checkpoint, at most one layer of it at a time."""
         size, hidden = self.intermediate_size, self.hidden_size
         if self.is_transposed:

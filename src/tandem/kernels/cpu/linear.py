@@ -15,10 +15,13 @@ from torch import Tensor
 
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
 from tandem.kernels.native import Buffer
 
-__all__ = ["PackedLinear", "count_bytes"]
+__all__ = ["PANEL_COLUMNS", "PackedLinear", "count_bytes"]
+
+PANEL_COLUMNS = 64
+"""Outputs that are packed together."""
 
 
 def count_bytes(weight_format: WeightFormat, in_features: int, out_features: int) -> int:
@@ -123,6 +126,37 @@ class PackedLinear:
         """
         self._matrix.pack(self._pool, weight_RK.detach(), first_row)
 
+    @classmethod
+    def from_codes(
+        cls,
+        matrix: QuantizedMatrix,
+        bias_N: Tensor | None = None,
+        *,
+        pool: ThreadPool,
+        isa: str | None = None,
+        is_bound: bool = False,
+    ) -> "PackedLinear":
+        """Lay out a matrix that is coded already.
+
+        Args:
+            matrix: the codes; not kept.
+            bias_N: of any floating dtype; not kept.
+            pool: as of the class.
+            isa: as of the class.
+            is_bound: as of the class.
+
+        Raises: as the class; UnsupportedError (what is no code of the format, or a scale that is
+            not finite).
+        """
+        out_features, in_features = matrix.codes.shape
+        linear = cls(
+            matrix.weight_format, in_features, out_features, pool=pool, isa=isa, is_bound=is_bound
+        )
+        linear._matrix.pack_codes(pool, *matrix.arrays)
+        if bias_N is not None:
+            linear.set_bias(bias_N)
+        return linear
+
     def set_bias(self, bias_N: Tensor) -> None:
         """Copy the bias, of any floating dtype; before any ``forward``.
 
@@ -211,6 +245,15 @@ class PackedLinear:
             rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
         # What is not contiguous is refused there.
         self._matrix.forward(self._pool, rows, out_rows, is_added)
+
+    def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
+        """Write ``out[t, h] = x[t, h] W_h^T``, W_h being the h-th of equal shares of the outputs.
+
+        Any strides of T and H. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
+
+        Raises: ShapeError.
+        """
+        self._matrix.forward_heads(self._pool, x_THK.view, out_THM.view)
 
     def read_weights(self) -> None:
         """Read the packed bytes and do nothing: a ceiling for benchmarks."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.latents import LatentBuffers
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
@@ -25,12 +27,7 @@ if TYPE_CHECKING:
     from tandem.kernels.moe import MoeBlock
     from tandem.kernels.norm import RmsNorm
 
-__all__ = ["CpuStep", "name_scoring"]
-
-
-def name_scoring(*, is_normalised: bool) -> str:
-    """Return what the native router calls its rule."""
-    return "softmax_normalised" if is_normalised else "softmax"
+__all__ = ["CpuStep"]
 
 
 class CpuStep:
@@ -39,7 +36,7 @@ class CpuStep:
     Args:
         batch: the tokens; its block table is held.
         cache: the block pool, whose ``native`` is there.
-        rope: gives the angles.
+        ropes: give the angles.
         dtype: the model's.
         on_layer: called with each layer's index once its KV of this step is in the blocks.
     """
@@ -48,18 +45,18 @@ class CpuStep:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
-        cos, sin = rope.compute(batch.positions, dtype)
         self._num_tokens = batch.num_tokens
         self._pool = cache.pool
         self._attention = _native.PlannedAttention(
             cache.native, batch.block_table, batch.query_start, batch.context_lens, cache.pool
         )
-        self._cos, self._sin = view_tensor(cos), view_tensor(sin)
+        angles = [rope.compute(batch.positions, dtype) for rope in ropes]
+        self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._dtype = dtype
         self._on_layer = on_layer
         self._residual: Buffer | None = None
@@ -69,13 +66,18 @@ class CpuStep:
 
     def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
         """See ``Step``."""
-        first_norm, attention, second_norm, mlp = layer.parts
-        x, h = self._view_residual(x_TD), self._buffer("normed", first_norm.size)
-        self._norm(first_norm, x, h)
-        attention.output_matrix.run(self._mix(attention, h), x, is_added=True)
-        self._norm(second_norm, x, h)
+        first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
+        x = self._view_residual(x_TD)
+        mixed = self._mix(attention, self._norm(first_norm, x))
+        if attention_out_norm is None:
+            attention.output_matrix.run(mixed, x, is_added=True)
+        else:
+            branch = self._buffer("attention_out", attention.hidden_size)
+            attention.output_matrix.run(mixed, branch)
+            self._norm_branch(attention_out_norm, branch)
+        h = self._norm(second_norm, x)
         if isinstance(mlp, Mlp):
-            self._add_mlp(mlp, x, h)
+            self._run_mlp(mlp, x, h, mlp_out_norm)
         else:
             self._add_moe(mlp, x, h)
 
@@ -85,7 +87,7 @@ class CpuStep:
             x_TD += self._pending.tensor
             self._pending = None
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
         """See ``Step``."""
         return self._mix(attention, Buffer(h_TD)).tensor
 
@@ -105,17 +107,38 @@ class CpuStep:
         self._attend(layer_idx, view_tensor(q), view_tensor(out), scale, rule)
         return out.view(len(q), -1)
 
-    def _norm(self, norm: "RmsNorm", x_TD: Buffer, out_TD: Buffer) -> None:
-        """Norm the residual, after adding what is pending to it."""
-        pending, weight = self._pending, norm.held.view
+    def _norm(self, norm: "RmsNorm | None", x_TD: Buffer) -> Buffer:
+        """Return the normed residual, after adding what is pending to it."""
+        pending = self._pending
+        if norm is None:
+            self.complete_(x_TD.tensor)
+            return x_TD
+        out, weight = self._buffer("normed", norm.size), norm.held.view
+        offset, pool = norm.offset, self._pool
         if pending is None:
-            _native.rms_norm(x_TD.view, weight, out_TD.view, norm.eps, None, self._pool)
+            _native.rms_norm(
+                x_TD.view, weight, out.view, norm.eps, None, pool, weight_offset=offset
+            )
         else:
             self._pending = None
-            _native.rms_norm(pending.view, weight, out_TD.view, norm.eps, x_TD.view, self._pool)
+            _native.rms_norm(
+                pending.view, weight, out.view, norm.eps, x_TD.view, pool, weight_offset=offset
+            )
+        return out
 
-    def _mix(self, attention: "Attention", h_TD: Buffer) -> Buffer:
+    def _norm_branch(self, norm: "RmsNorm", branch_TD: Buffer) -> None:
+        """Norm what a branch computed, in place, and leave it to the next norm to add."""
+        assert self._pending is None, "two addends without a norm between them"
+        view = branch_TD.view
+        _native.rms_norm(
+            view, norm.held.view, view, norm.eps, None, self._pool, weight_offset=norm.offset
+        )
+        self._pending = branch_TD
+
+    def _mix(self, attention: "Attention | MlaAttention", h_TD: Buffer) -> Buffer:
         """As ``mix``, in buffers of the step."""
+        if isinstance(attention, MlaAttention):
+            return self._mix_latents(attention, h_TD)
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         layer_idx = attention.layer_idx
         qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
@@ -123,22 +146,57 @@ class CpuStep:
         attention.qkv_matrix.run(h_TD, qkv)
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
+        if attention.is_full_norm:
+            self._norm_all_heads(attention, qkv)
+            q = k = None
         _native.rotate_heads(
             by_head,
-            self._cos,
-            self._sin,
+            *self._angles[attention.rope_idx],
             heads,
             kv_heads,
             None if q is None else q.view,
             None if k is None else k.view,
             attention.qk_norm_eps or 0.0,
             self._pool,
+            weight_offset=attention.qk_norm_offset,
         )
         self._attention.store(layer_idx, by_head, heads)
         if self._on_layer is not None:
             self._on_layer(layer_idx)
         self._attend(layer_idx, by_head, mixed.view, attention.scale, attention.rule)
         return mixed
+
+    def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
+        sizes, layer_idx, eps = attention.sizes, attention.layer_idx, attention.norm_eps
+        buffers: LatentBuffers | None = self._buffers.get(("latents", sizes))
+        if buffers is None:
+            buffers = LatentBuffers.allocate(sizes, self._num_tokens, self._dtype)
+            self._buffers["latents", sizes] = buffers
+        attention.first_matrix.run(h_TD, buffers.first)
+        q_matrix, q_norm = attention.q_matrix, attention.held_q_norm
+        if q_matrix is not None and q_norm is not None:
+            compressed, normed = buffers.compressed, buffers.normed
+            _native.rms_norm(compressed.view, q_norm.view, normed.view, eps, None, self._pool)
+            q_matrix.run(normed, buffers.queries)
+        rows = buffers.rows.view
+        _native.place_latents(
+            buffers.by_head.view,
+            buffers.latent.view,
+            attention.held_kv_norm.view,
+            eps,
+            *self._angles[attention.rope_idx],
+            rows,
+            self._pool,
+        )
+        # The key is there: others may have it while queries are still made.
+        self._attention.store(layer_idx, rows, sizes.num_heads)
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+        attention.key_heads.run(buffers.plain, buffers.absorbed)
+        mixed = buffers.mixed
+        self._attend(layer_idx, rows, mixed.view, attention.scale, attention.rule)
+        attention.value_heads.run(mixed, buffers.value_heads)
+        return buffers.values
 
     def _attend(
         self,
@@ -151,23 +209,75 @@ class CpuStep:
         sinks = None if rule.sinks is None else rule.sinks.view
         self._attention.attend(layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
 
-    def _add_mlp(self, mlp: Mlp, residual_TD: Buffer, x_TD: Buffer) -> None:
+    def _norm_all_heads(self, attention: "Attention", qkv: Buffer) -> None:
+        """Norm the queries of all heads together, and the keys, in place."""
+        d, first = attention.head_dim, 0
+        parts = (
+            (attention.num_heads, attention.held_q),
+            (attention.num_kv_heads, attention.held_k),
+        )
+        for num_heads, weight in parts:
+            assert weight is not None, "a norm without weights"
+            end = first + num_heads * d
+            key = ("qkv", first, end, d)
+            rows: Buffer | None = self._buffers.get(key)
+            if rows is None:
+                rows = self._buffers[key] = Buffer(qkv.tensor[:, first:end])
+            _native.rms_norm(
+                rows.view,
+                weight.view,
+                rows.view,
+                attention.qk_norm_eps or 0.0,
+                None,
+                self._pool,
+                weight_offset=attention.qk_norm_offset,
+            )
+            first = end
+
+    def _run_mlp(
+        self,
+        mlp: Mlp,
+        residual_TD: Buffer,
+        x_TD: Buffer,
+        out_norm: "RmsNorm | None" = None,
+        gate_T1: Buffer | None = None,
+    ) -> None:
+        """Add the MLP's output to the residual; with a norm, leave it pending."""
         gate_up_matrix, down_matrix = mlp.matrices
         gate_up = self._buffer("gate_up", 2 * mlp.intermediate_size)
         hidden = self._buffer("hidden", mlp.intermediate_size)
         gate_up_matrix.run(x_TD, gate_up)
-        _native.swiglu(gate_up.view, hidden.view, self._pool)
-        down_matrix.run(hidden, residual_TD, is_added=True)
+        row_gate = None if gate_T1 is None else gate_T1.view
+        _native.gate(gate_up.view, hidden.view, mlp.activation.name, row_gate, self._pool)
+        if out_norm is None:
+            down_matrix.run(hidden, residual_TD, is_added=True)
+        else:
+            branch = self._buffer("mlp_out", mlp.hidden_size)
+            down_matrix.run(hidden, branch)
+            self._norm_branch(out_norm, branch)
 
     def _add_moe(self, block: "MoeBlock", residual_TD: Buffer, x_TD: Buffer) -> None:
         router, experts = block.operators
+        if block.shared is not None:
+            self._add_shared(block, block.shared, residual_TD, x_TD)
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
         ids = self._buffer("router_ids", router.top_k, torch.int64)
         router.matrix.run(x_TD, logits)
-        scoring = name_scoring(is_normalised=router.is_normalised)
-        _native.route(logits.view, weights.view, ids.view, scoring, pool=self._pool)
+        rule, bias = router.rule, router.choice_bias
+        _native.route(
+            logits.view,
+            weights.view,
+            ids.view,
+            rule.native_scoring,
+            None if bias is None else bias.view,
+            rule.num_groups,
+            rule.num_top_groups,
+            rule.weight_scale,
+            self._pool,
+            num_group_choices=rule.num_group_choices,
+        )
         if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             assert self._pending is None, "two addends without a norm between them"
             self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
@@ -175,20 +285,29 @@ class CpuStep:
         else:
             experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
 
+    def _add_shared(
+        self, block: "MoeBlock", shared: Mlp, residual_TD: Buffer, x_TD: Buffer
+    ) -> None:
+        gate = None
+        if block.shared_gate is not None:
+            gate = self._buffer("shared_gate", 1)
+            block.shared_gate.matrix.run(x_TD, gate)
+        self._run_mlp(shared, residual_TD, x_TD, gate_T1=gate)
+
     def _buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
         """Return the step's [T, size] of that name, with whatever it held last.
 
         The same for all layers, so it must be written before it is read in each.
         """
         key = (name, size, self._dtype if dtype is None else dtype)
-        found = self._buffers.get(key)
+        found: Buffer | None = self._buffers.get(key)
         if found is None:
             found = self._buffers[key] = Buffer.allocate(self._num_tokens, size, dtype=key[2])
         return found
 
     def _head_buffer(self, name: str, num_heads: int, head_dim: int) -> Buffer:
         """Return the step's [T, num_heads * head_dim], viewed as [T, num_heads, head_dim]."""
-        found = self._buffers.get((name, num_heads, head_dim))
+        found: Buffer | None = self._buffers.get((name, num_heads, head_dim))
         if found is None:
             made = Buffer.allocate(self._num_tokens, num_heads, head_dim, dtype=self._dtype)
             found = Buffer(made.tensor.flatten(1), made.view)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.step import TorchStep
 
 if TYPE_CHECKING:
@@ -24,25 +25,49 @@ class TorchExecution:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> "Step":
         """See ``Execution``."""
-        return TorchStep(batch, cache, rope, dtype, on_layer)
+        return TorchStep(batch, cache, ropes, dtype, on_layer)
 
-    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float) -> Tensor:
+    def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """See ``Execution``."""
         weight = weight_D.tensor
+        if offset:
+            normed = torch.rms_norm(x_TD.float(), weight.shape, offset + weight.float(), eps)
+            return normed.to(x_TD.dtype)
         return torch.rms_norm(x_TD, weight.shape, weight, eps)
 
-    def route(self, logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+    def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
         """See ``Execution``."""
-        if is_normalised:
-            # The softmax over all, renormalised over K, is the softmax over the K best.
-            best, ids = torch.topk(logits_TE, top_k, dim=-1)
-            weights = torch.softmax(best, -1, dtype=torch.float32)
+        x_TV.div_(cap).tanh_().mul_(cap)
+
+    def route(
+        self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Execution``."""
+        is_softmax = rule.scoring == "softmax"
+        logits = logits_TE.float()
+        scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)
+        # The order of the logits tells apart what an exponential rounds to one number.
+        choices = logits if is_softmax else scores
+        if bias_E is not None:
+            choices = choices + bias_E.tensor
+        if rule.num_groups > 1:
+            grouped = choices.unflatten(-1, (rule.num_groups, -1))
+            best = grouped.topk(min(rule.num_group_choices, grouped.shape[-1]), -1).values.sum(-1)
+            kept = torch.zeros_like(best).scatter_(
+                -1, best.topk(rule.num_top_groups, -1).indices, 1
+            )
+            choices = grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(-2)
+        ids = torch.topk(choices, top_k, dim=-1).indices
+        if is_softmax and rule.is_normalised:
+            # The softmax over all, renormalised over K, is the softmax over the K chosen.
+            weights = torch.softmax(logits.gather(-1, ids), -1)
         else:
-            weights = torch.softmax(logits_TE, -1, dtype=torch.float32)
-            weights, ids = torch.topk(weights, top_k, dim=-1)
-        return weights.to(logits_TE.dtype), ids
+            weights = scores.gather(-1, ids)
+            if rule.is_normalised:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return (weights * rule.weight_scale).to(logits_TE.dtype), ids

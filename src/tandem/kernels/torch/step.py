@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import UnsupportedError
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope, apply_rope_
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+from tandem.kernels.torch.latents import project_latents
 
 if TYPE_CHECKING:
     from tandem.kernels.attention import Attention, AttentionRule
@@ -21,13 +23,38 @@ if TYPE_CHECKING:
 __all__ = ["TorchStep"]
 
 
+def _compute_angles(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin as ``apply_rope_`` takes it), each [T, 1, r]."""
+    cos, sin = rope.compute(positions, dtype)
+    half = sin.shape[-1] // 2
+    signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
+    return cos[:, None], signed[:, None]
+
+
+def _norm_heads(attention: "Attention", qk_THd: Tensor) -> Tensor:
+    """Return queries and keys after their norm, new; themselves where there is none."""
+    if attention.held_q is None or attention.held_k is None:
+        return qk_THd
+    heads, offset = attention.num_heads, attention.qk_norm_offset
+    parts: list[Tensor] = []
+    for part, held in (
+        (qk_THd[:, :heads], attention.held_q),
+        (qk_THd[:, heads:], attention.held_k),
+    ):
+        weight = held.tensor.float() + offset if offset else held.tensor
+        rows = part.flatten(1) if attention.is_full_norm else part
+        normed = torch.rms_norm(rows, (rows.shape[-1],), None, attention.qk_norm_eps)
+        parts.append((normed * weight).to(part.dtype).view(part.shape))
+    return torch.cat(parts, 1)
+
+
 class TorchStep:
     """See ``Step``; built once a step.
 
     Args:
         batch: the tokens; borrowed.
         cache: the block pool.
-        rope: gives the angles.
+        ropes: give the angles.
         dtype: the model's.
         on_layer: called with each layer's index once its KV of this step is in the blocks.
     """
@@ -36,45 +63,59 @@ class TorchStep:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._cache = cache
         self._on_layer = on_layer
-        cos, sin = rope.compute(batch.positions, dtype)
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
-        self._cos_T1d, self._signed_sin_T1d = cos[:, None], signed[:, None]
+        self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
         self._decodes, self._prefills = plan_attention(batch, cache, dtype)
 
     def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
         """See ``Step``."""
-        first_norm, attention, second_norm, mlp = layer.parts
-        attention.output_matrix.add_into_(x_TD, self.mix(attention, first_norm(x_TD)))
-        mlp.add_into_(x_TD, second_norm(x_TD))
+        first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
+        mixed = self.mix(attention, x_TD if first_norm is None else first_norm(x_TD))
+        if attention_out_norm is None:
+            attention.output_matrix.add_into_(x_TD, mixed)
+        else:
+            x_TD += attention_out_norm(attention.output_matrix.forward(mixed, dtype=x_TD.dtype))
+        h = x_TD if second_norm is None else second_norm(x_TD)
+        if mlp_out_norm is None:
+            mlp.add_into_(x_TD, h)
+        else:
+            x_TD += mlp_out_norm(mlp(h))
 
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``: nothing is left over."""
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
         """See ``Step``."""
+        if isinstance(attention, MlaAttention):
+            return self._mix_latents(attention, h_TD)
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + kv_heads]
-        normed = qk
-        if attention.qk_weight is not None:
-            q_weight, k_weight = attention.qk_weight
-            normed = torch.rms_norm(qk, (d,), None, attention.qk_norm_eps)
-            normed[:, :heads] *= q_weight
-            normed[:, heads:] *= k_weight
-        apply_rope_(qk, normed, self._cos_T1d, self._signed_sin_T1d)
+        normed = _norm_heads(attention, qk)
+        cos, signed_sin = self._angles[attention.rope_idx]
+        size = cos.shape[-1]
+        if normed is not qk:
+            qk[..., size:] = normed[..., size:]
+        apply_rope_(qk[..., :size], normed[..., :size], cos, signed_sin)
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
         return self.attend(attention.layer_idx, q, kv, attention.scale, attention.rule)
+
+    def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
+        sizes = attention.sizes
+        q, key = project_latents(attention, h_TD, *self._angles[attention.rope_idx])
+        self.write_kv(attention.layer_idx, key[:, 0])
+        mixed = self.attend(attention.layer_idx, q, key, attention.scale, attention.rule)
+        heads = mixed.view(len(q), sizes.num_heads, sizes.rank)
+        return attention.value_heads.forward(heads).reshape(len(q), -1)
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
@@ -104,13 +145,14 @@ class TorchStep:
                 f"windows, soft caps and sinks have native kernels only, not on {q_THd.device} "
                 f"over KV in {cache.dtype}: use the CPU and a kv_dtype of auto",
             )
-        num_tokens, num_heads, head_dim = q_THd.shape
+        num_tokens, num_heads, _ = q_THd.shape
+        value_dim = cache.layout.value_size
         if len(self._decodes) == 1 and self._decodes[0].rows is None:
             return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale)
-        out = q_THd.new_empty(num_tokens, num_heads, head_dim)
+        out = q_THd.new_empty(num_tokens, num_heads, value_dim)
         for group in self._decodes:
             mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale)
-            out[group.rows] = mixed.view(-1, num_heads, head_dim)
+            out[group.rows] = mixed.view(-1, num_heads, value_dim)
         for prefill in self._prefills:
             rows = slice(prefill.first_row, prefill.first_row + prefill.num_rows)
             attend_prefill(cache, prefill, layer_idx, q_THd[rows], kv_T2Kd[rows], scale, out[rows])

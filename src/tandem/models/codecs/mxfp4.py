@@ -24,13 +24,23 @@ GROUP_SIZE = 32
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """What the codes of a positive float of 4 bits stand for."""
 
+HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
+"""Codes of half of each positive float, rounded to even; of 1.5 it is 0.75, which becomes 1."""
+
 
 class Mxfp4Codec:
     """See the module, and ``tandem.models.codecs.codec.Codec``."""
 
+    is_exact: bool = True
+
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        del name
+        return "mxfp4"
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode experts [E, K, N], exactly in float32 and bfloat16."""
@@ -57,9 +67,16 @@ class Mxfp4Codec:
         if expert_id is None or len(shape) != 4:
             what = f"tensor {name!r} is experts of shape {list(shape)}: name one of them"
             raise ShapeError("models.read_weights", what)
-        codes = unpack_nibbles(blocks[expert_id]).flatten(1).contiguous()
-        scales = _make_scales(exponents[expert_id])
-        return QuantizedMatrix(find_format("mxfp4"), codes.numpy(), scales.numpy(), None)
+        codes, steps = unpack_nibbles(blocks[expert_id]), exponents[expert_id]
+        tiny = steps == 0
+        if tiny.any():
+            # Our kernels have no 2^-127: twice that, and codes of half the value.
+            halves = codes[tiny]
+            codes[tiny] = HALVES[(halves & 7).int()] | (halves & 8)
+            steps = steps.clamp(min=1)
+        scales = _make_scales(steps)
+        packed = codes.flatten(1).contiguous()
+        return QuantizedMatrix(find_format("mxfp4"), packed.numpy(), scales.numpy(), None)
 
     def _view(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.families.registry import FAMILIES, Family, find_family
 from tandem.models.hub import resolve_folder
+from tandem.models.quantization import Quantization, read_quantization
+from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
     "ACTIVATIONS",
@@ -34,10 +34,12 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
+SPECIAL_METHODS = ("mxfp4",)
+"""Quantizations that a family must name in its ``expert_formats``."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which names configurations tell the number of routed experts."""
 CLOSE_NAME = 0.6
@@ -53,6 +55,8 @@ class Checkpoint:
     """transformers' configuration object."""
     spec: ModelSpec
     """Without what only the modules tell; ``tandem.models.roles`` completes it."""
+    quantization: Quantization | None = None
+    """How its weights are coded; None = they are not."""
 
 
 def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
@@ -65,16 +69,17 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
         UnsupportedError: nothing here runs it; the text says what and why.
     """
     folder = resolve_folder(path_or_id)
+    refuse_foreign_files(folder)
     raw = read_json(folder / "config.json")
     family = _check_family(raw)
+    quantization = _check_quantization(raw, family)
     config = _build_config(raw, family)
     _check_config(config, family)
     generation = folder / "generation_config.json"
     generation = read_json(generation) if generation.exists() else {}
     name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
     spec = _make_spec(name, config, family, generation)
-    spec = msgspec.structs.replace(spec, expert_format=_find_quantization(raw) or "")
-    return Checkpoint(folder, config, spec)
+    return Checkpoint(folder, config, spec, quantization)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -138,23 +143,22 @@ def _check_family(raw: dict[str, Any]) -> Family:
             "text",
             "architectures",
         )
-    method = _find_quantization(raw)
-    if method is not None and method not in family.expert_formats:
-        raise _refuse(
-            f"the checkpoint is quantized ({method or 'unnamed method'}): use a checkpoint in "
-            "bfloat16, float16 or float32",
-            "quantization_config",
-        )
     return family
 
 
-def _find_quantization(raw: dict[str, Any]) -> str | None:
-    """Return how the checkpoint is quantized: a name, empty for none given; None is not at all."""
-    quantization = raw.get("quantization_config")
+def _check_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
+    quantization = read_quantization(raw)
     if quantization is None:
         return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if isinstance(method, str) else ""
+    # mxfp4 is the layout of one family's experts, which nothing else stores, nor others it.
+    is_special = quantization.method in SPECIAL_METHODS
+    if (is_special or family.expert_formats) and quantization.method not in family.expert_formats:
+        raise _refuse(
+            f"a checkpoint of {family.model_type} that is quantized by {quantization.method} is "
+            "not read here: use one in bfloat16, float16 or float32",
+            "quantization_config",
+        )
+    return quantization
 
 
 def _build_config(raw: dict[str, Any], family: Family) -> Any:
@@ -185,13 +189,14 @@ def _check_config(config: Any, family: Family) -> None:
         raise _refuse(problem[1], problem[0])
     _check_bounds(config)
     window = getattr(config, "sliding_window", None)
-    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+    layer_types: list[str] = getattr(config, "layer_types", None) or []
+    is_used = not layer_types or "sliding_attention" in layer_types
+    if is_used and window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
         raise ConfigError(
             "models.check_config",
             f"sliding_window is {window!r}: need a number of tokens",
             field="sliding_window",
         )
-    layer_types = getattr(config, "layer_types", None) or ()
     unknown = sorted(set(layer_types) - set(LAYER_TYPES))
     if unknown:
         raise _refuse(f"layer_types {unknown}: known are {', '.join(LAYER_TYPES)}", "layer_types")
@@ -201,20 +206,31 @@ def _check_config(config: Any, family: Family) -> None:
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
         )
-    if config.hidden_act not in ACTIVATIONS:
-        raise _refuse(f"hidden_act {config.hidden_act!r}: only silu runs here", "hidden_act")
-    rope = config.rope_parameters
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise _refuse(
-            f"rope_type {rope_type!r}: known are {', '.join(ROPE_TYPES)}",
-            "rope_parameters.rope_type",
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refuse(
-            f"partial_rotary_factor {rope['partial_rotary_factor']}: only whole heads are rotated",
-            "rope_parameters.partial_rotary_factor",
-        )
+    _check_activation(config)
+    _check_rope(config)
+
+
+def _check_activation(config: Any) -> None:
+    field = "hidden_act" if hasattr(config, "hidden_act") else "hidden_activation"
+    name = getattr(config, field, None)
+    if name not in ACTIVATIONS:
+        raise _refuse(f"{field} {name!r}: known are {', '.join(ACTIVATIONS)}", field)
+
+
+def _check_rope(config: Any) -> None:
+    ropes: dict[str, Any] = config.rope_parameters
+    is_layered = any(isinstance(value, dict) for value in ropes.values())
+    for name, rope in ropes.items() if is_layered else [("", ropes)]:
+        where = f"rope_parameters.{name}." if name else "rope_parameters."
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise _refuse(
+                f"rope_type {rope_type!r}: known are {', '.join(ROPE_TYPES)}", f"{where}rope_type"
+            )
+        share = rope.get("partial_rotary_factor")
+        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+            field = f"{where}partial_rotary_factor"
+            raise ConfigError("models.check_config", f"{field} {share!r}: need 0 to 1", field=field)
 
 
 def _check_bounds(config: Any) -> None:
@@ -249,10 +265,13 @@ def _check_bounds(config: Any) -> None:
             f"{heads} heads over {kv_heads} KV heads: the first must be a multiple of the second",
             field="num_key_value_heads",
         )
-    if getattr(config, "num_experts_per_tok", 1) > getattr(config, "num_experts", 1):
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    num_experts = next((count for count in counts if isinstance(count, int)), None)
+    top_k = getattr(config, "num_experts_per_tok", 1)
+    if num_experts is not None and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
-            f"{config.num_experts_per_tok} of {config.num_experts} experts per token",
+            f"{top_k} of {num_experts} experts per token",
             field="num_experts_per_tok",
         )
 
@@ -286,9 +305,15 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rope_type=config.rope_parameters.get("rope_type", "default"),
+        rope_type=_name_rope(config.rope_parameters),
         checkpoint_dtype=stored,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,
     )
+
+
+def _name_rope(ropes: dict[str, Any]) -> str:
+    """Return the type of a model's RoPE; of several, all different ones."""
+    places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
+    return " and ".join(dict.fromkeys(place.get("rope_type", "default") for place in places))

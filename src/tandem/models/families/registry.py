@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.models.families import gpt_oss
+from tandem.models.families import deepseek, gpt_oss
 
 __all__ = ["FAMILIES", "Family", "find_family"]
 
@@ -39,8 +39,27 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="llama"),
+        Family(model_type="mistral"),
+        Family(model_type="qwen2"),
         Family(model_type="qwen3"),
+        Family(model_type="gemma2"),
+        Family(model_type="gemma3_text"),
+        Family(model_type="phi3"),
+        Family(model_type="glm4"),
+        Family(model_type="mixtral", is_moe=True),
+        Family(model_type="qwen2_moe", is_moe=True),
         Family(model_type="qwen3_moe", is_moe=True),
+        Family(model_type="olmoe", is_moe=True),
+        Family(model_type="glm4_moe", is_moe=True),
+        Family(model_type="minimax_m2", is_moe=True),
+        Family(model_type="deepseek_v2", is_moe=True, find_problem=deepseek.find_problem),
+        Family(model_type="deepseek_v3", is_moe=True, find_problem=deepseek.find_problem),
+        Family(
+            model_type="kimi_k2",
+            config_type="deepseek_v3",
+            is_moe=True,
+            find_problem=deepseek.find_problem,
+        ),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.models.quantization import Quantization
 from tandem.models.sources.safetensors import SafetensorsSource
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -16,6 +17,7 @@ def open_source(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> WeightSource:
     """Open the weights of a checkpoint.
 
@@ -24,7 +26,10 @@ def open_source(
         dtype: what operators get where they ask for values.
         device: where they get it.
         progress: called after each tensor.
+        quantization: how its weights are coded, as its configuration says; None = they are not.
 
     Raises: as ``SafetensorsSource``.
     """
-    return SafetensorsSource(path, dtype=dtype, device=device, progress=progress)
+    return SafetensorsSource(
+        path, dtype=dtype, device=device, progress=progress, quantization=quantization
+    )

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceInfo, InstanceStats, StageChanged
 
 __all__ = [
@@ -62,8 +63,11 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     config: dict[str, Any]
     """The server's settings without secrets."""
     instance: InstanceInfo | None
+    """Of the first instance that serves; all are alike but for their names."""
     stats: InstanceStats | None
+    """Sums over all instances."""
     stage: StageChanged
+    instances: list[InstanceStatus]
     max_total_num_tokens: int
     internal_states: list[Any] = []
     """SGLang's benchmark client looks for a list here."""

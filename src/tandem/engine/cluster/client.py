@@ -1,0 +1,326 @@
+"""The server's face of all instances: starts them, watches them, serves requests on them.
+
+A cluster of one instance is a cluster: the same code serves it. All of it runs on one event loop.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import msgspec
+
+from tandem import _native
+from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.instance_status import InstanceStatus
+from tandem.core.timeline import InstanceTimeline
+from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
+from tandem.engine.cluster.config import ClusterConfig
+from tandem.engine.cluster.dispatcher import Dispatcher
+from tandem.engine.cluster.machine import Limits
+from tandem.engine.cluster.member import ClusterMember
+from tandem.engine.cluster.selection import LeastLoadedPolicy, Policy
+from tandem.engine.cluster.stats import sum_stats
+from tandem.engine.config import KvEventConfig
+from tandem.engine.instance import InstanceRole, InstanceSpec
+from tandem.engine.launcher import Launcher, ProcessLauncher
+from tandem.engine.output_stream import OutputStream
+from tandem.placement.cores import divide_cores
+from tandem.transfer.config import TransferConfig
+
+__all__ = ["ClusterClient", "make_specs"]
+
+STATS_TIMEOUT_S = 1.5
+"""Of one instance; the others are summed without it then."""
+
+
+def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec]:
+    """Return the instances of a cluster on this machine.
+
+    Args:
+        config: how many of which role.
+        common: what they all are told.
+
+    Raises: ConfigError (fewer cores than instances).
+    """
+    if not config.prefill and config.num_instances == 1:
+        return [common]
+    roles: list[tuple[str, InstanceRole]] = []
+    roles += [(f"prefill-{i}", "prefill") for i in range(config.prefill)]
+    roles += [(f"decode-{i}", "decode") for i in range(config.decode)]
+    if not roles:
+        roles = [(f"instance-{i}", "unified") for i in range(config.unified)]
+    shares = divide_cores(_native.read_topology().cores, len(roles))
+    # Proved by both sides of each connection between the instances of this run.
+    transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
+    return [
+        msgspec.structs.replace(
+            common,
+            name=name,
+            role=role,
+            cores=cores,
+            transfer=transfer,
+            num_siblings=len(roles),
+            kv_events=_offset_events(common.kv_events, index),
+        )
+        for index, ((name, role), cores) in enumerate(zip(roles, shares, strict=True))
+    ]
+
+
+def _offset_events(config: KvEventConfig, index: int) -> KvEventConfig:
+    """Give each instance addresses of its own, as vLLM does for its ranks: the port plus index."""
+    return msgspec.structs.replace(
+        config,
+        endpoint=_offset_endpoint(config.endpoint, index),
+        replay_endpoint=_offset_endpoint(config.replay_endpoint, index),
+    )
+
+
+def _offset_endpoint(endpoint: str, index: int) -> str:
+    if not endpoint or not index:
+        return endpoint
+    head, separator, port = endpoint.rpartition(":")
+    if separator and port.isdecimal() and int(port):
+        return f"{head}:{int(port) + index}"
+    return f"{endpoint}-{index}"
+
+
+class ClusterClient:
+    """An ``EngineClient`` of several instances. An async context manager; entering starts them.
+
+    Args:
+        specs: of the instances; see ``make_specs``.
+        config: how long requests wait, and how often they are tried.
+        policy: chooses instances for a request; None: the least loaded.
+        on_stage: called with every change of stage and every step of progress of any instance.
+        is_staggered: start the first instance alone until it serves, so that the file of packed
+            weights that it writes is mapped by the others, who would each pack their own.
+        make_launcher: of what starts an instance, one for each.
+    """
+
+    def __init__(
+        self,
+        specs: list[InstanceSpec],
+        config: ClusterConfig,
+        *,
+        policy: Policy | None = None,
+        on_stage: Callable[[StageChanged], None] | None = None,
+        is_staggered: bool = False,
+        make_launcher: Callable[[], Launcher] = ProcessLauncher,
+    ) -> None:
+        self._on_stage = on_stage
+        self._is_staggered = is_staggered and len(specs) > 1
+        self._members = [
+            ClusterMember(
+                spec,
+                on_change=self._note_change,
+                on_stage=self._show_stage,
+                launcher=make_launcher(),
+            )
+            for spec in specs
+        ]
+        self._dispatcher = Dispatcher(
+            self._members,
+            LeastLoadedPolicy() if policy is None else policy,
+            Limits(config.lease_s, config.recovery_s, config.max_attempts),
+            max_history=specs[0].engine.timelines,
+        )
+        self._starting: asyncio.Task[None] | None = None
+        self._entered: list[ClusterMember] = []
+        self._was_ready = False
+
+    async def __aenter__(self) -> Self:
+        self._starting = asyncio.create_task(self._start())
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self._dispatcher.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        # Together: each may take the seconds that a stuck process is given.
+        closing = [member.__aexit__(None, None, None) for member in self._entered]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _start(self) -> None:
+        first, *others = self._members
+        await self._enter(first)
+        if self._is_staggered:
+            await self._wait_or_fail(first)
+        for member in others:
+            await self._enter(member)
+        for member in self._members:
+            await self._wait_or_fail(member)
+        for member in self._members:
+            await member.wait_linked()
+        self._was_ready = True
+        self._report(StageChanged(InstanceStage.READY))
+
+    async def _enter(self, member: ClusterMember) -> None:
+        await member.__aenter__()
+        self._entered.append(member)
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs, of the first instance that serves; None until all have served once."""
+        if not self._was_ready:
+            return None
+        return next((m.info for m in self._members if m.info is not None), None)
+
+    @property
+    def stage(self) -> StageChanged:
+        """``READY`` while any instance serves, once all have; else that of the slowest."""
+        stages = [member.stage for member in self._members]
+        if self._was_ready and self.info is not None:
+            return StageChanged(InstanceStage.READY)
+        for wanted in (InstanceStage.FAILED, InstanceStage.STARTING, InstanceStage.LOADING):
+            for member, stage in zip(self._members, stages, strict=True):
+                if stage.stage is wanted:
+                    return self._name_stage(member, stage)
+        return stages[0] if self._was_ready else StageChanged(InstanceStage.LOADING, "connecting")
+
+    @property
+    def instances(self) -> list[InstanceStatus]:
+        """Every instance and its state."""
+        return [
+            InstanceStatus(
+                name=member.name,
+                role=member.role,
+                stage=member.stage,
+                pid=member.supervisor.pid,
+                num_restarts=member.supervisor.num_restarts,
+                sources=sorted(member.sources),
+                refusals=dict(member.refusals),
+            )
+            for member in self._members
+        ]
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How often requests went on elsewhere since start, by reason."""
+        return dict(self._dispatcher.fallbacks)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._dispatcher.num_live
+
+    async def wait_ready(self) -> InstanceInfo:
+        """Wait until all instances serve and can read each other.
+
+        Raises: PeerLostError (one cannot serve at all; says why).
+        """
+        assert self._starting is not None, "enter it first"
+        await asyncio.shield(self._starting)
+        info = self.info
+        if info is None:
+            raise PeerLostError("engine.start", "an instance died right after it had started")
+        return info
+
+    async def _wait_or_fail(self, member: ClusterMember) -> None:
+        try:
+            await member.supervisor.wait_ready()
+        except PeerLostError as error:
+            if len(self._members) == 1:
+                raise
+            raise PeerLostError("engine.start", f"{member.name}: {error.what}") from error
+
+    async def submit(self, request: AddRequest) -> OutputStream:
+        """Queue a request; see ``tandem.server.engine.EngineClient.submit``."""
+        return await self._dispatcher.submit(request)
+
+    async def stats(self) -> InstanceStats:
+        """Return the sum over all instances; raises PeerLostError while none answers."""
+        asked = [member for member in self._members if member.info is not None]
+        if not asked:
+            raise PeerLostError("engine.stats", "no instance serves")
+        runs = [member.ref.incarnation for member in asked]
+        answers = await asyncio.gather(*(_ask(m) for m in asked), return_exceptions=True)
+        parts: list[InstanceStats] = []
+        for member, run, answer in zip(asked, runs, answers, strict=True):
+            if isinstance(answer, InstanceStats):
+                parts.append(member.stats_history.note(run, answer))
+            elif isinstance(answer, TandemError | TimeoutError):
+                parts.append(member.stats_history.recall())
+            else:
+                raise answer
+        if all(isinstance(answer, BaseException) for answer in answers):
+            raise PeerLostError("engine.stats", "no instance answers")
+        parts += [m.stats_history.recall() for m in self._members if m not in asked]
+        return sum_stats(self.stage.stage, parts)
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what the instances know of requests, leg by leg.
+
+        Raises: PeerLostError (no instance that knows of them can be asked).
+        """
+        legs = {
+            leg.leg_id: (request_id, leg.instance)
+            for request_id in request_ids
+            for leg in self._dispatcher.list_legs(request_id)
+        }
+        by_name: dict[str, list[str]] = {}
+        for leg_id, (_, name) in legs.items():
+            by_name.setdefault(name, []).append(leg_id)
+        asked = [m for m in self._members if m.name in by_name and m.info is not None]
+        if by_name and not asked:
+            raise PeerLostError("engine.timelines", "the instances of these requests are down")
+        answers = await asyncio.gather(
+            *(m.list_timelines(by_name[m.name]) for m in asked), return_exceptions=True
+        )
+        known: dict[str, InstanceTimeline] = {}
+        for answer in answers:
+            if isinstance(answer, list):
+                known |= {each.request_id: each for each in answer}
+            elif not isinstance(answer, TandemError):
+                raise answer
+        return [
+            msgspec.structs.replace(known[leg_id], request_id=request_id)
+            for leg_id, (request_id, _) in legs.items()
+            if leg_id in known
+        ]
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes on every instance; returns the blocks freed.
+
+        Raises: PeerLostError (an instance that serves did not do it).
+        """
+        asked = [member for member in self._members if member.info is not None]
+        if not asked:
+            raise PeerLostError("engine.flush_cache", "no instance serves")
+        # One that is down has nothing cached when it comes back.
+        return sum(await asyncio.gather(*(member.flush_cache() for member in asked)))
+
+    # ---------------------------------------------------------------- changes
+
+    def _note_change(self, changed: ClusterMember) -> None:
+        for reader, source in self._list_pairs():
+            if changed in (reader, source):
+                reader.link(source)
+        self._dispatcher.note_change()
+
+    def _list_pairs(self) -> Iterator[tuple[ClusterMember, ClusterMember]]:
+        for reader in self._members:
+            for source in self._members:
+                if (reader.role, source.role) == ("decode", "prefill"):
+                    yield reader, source
+
+    def _show_stage(self, member: ClusterMember) -> None:
+        stage = member.stage
+        if stage.stage is InstanceStage.READY and not self._was_ready and len(self._members) > 1:
+            return  # Until all serve.
+        self._report(self._name_stage(member, stage))
+
+    def _name_stage(self, member: ClusterMember, stage: StageChanged) -> StageChanged:
+        if len(self._members) == 1:
+            return stage
+        return msgspec.structs.replace(stage, detail=f"{member.name}: {stage.detail}")
+
+    def _report(self, stage: StageChanged) -> None:
+        if self._on_stage is not None:
+            self._on_stage(stage)
+
+
+async def _ask(member: ClusterMember) -> InstanceStats:
+    async with asyncio.timeout(STATS_TIMEOUT_S):
+        return await member.supervisor.require_session().stats()

@@ -1,0 +1,92 @@
+"""Settings of a cluster of instances on one machine."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["ClusterConfig"]
+
+MAX_INSTANCES = 64
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which instances serve, and how long a request waits for them."""
+
+    prefill: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_INSTANCES,
+            description="Instances that only prefill; with cluster.decode. 0 = none.",
+        ),
+    ] = 0
+    decode: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_INSTANCES,
+            description="Instances that only decode; with cluster.prefill. 0 = none.",
+        ),
+    ] = 0
+    unified: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_INSTANCES,
+            description="Instances that prefill and decode; 0 = one, if no others are asked for.",
+        ),
+    ] = 0
+    lease_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=3600.0,
+            description="Seconds that a prefill instance holds blocks until they are read.",
+        ),
+    ] = 30.0
+    recovery_s: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=3600.0,
+            description="Seconds that an accepted request waits for a lost instance to come back.",
+        ),
+    ] = 60.0
+    max_attempts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="How often a request goes on elsewhere after a failure before it ends with "
+            "an error.",
+        ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that do not make a cluster.
+
+        Raises: ConfigError.
+        """
+        if bool(self.prefill) != bool(self.decode):
+            missing = "decode" if self.prefill else "prefill"
+            raise ConfigError(
+                "cluster.configure",
+                f"{self.prefill} prefill and {self.decode} decode instances: name at least one of "
+                "both",
+                field=f"cluster.{missing}",
+            )
+        if self.prefill and self.unified:
+            raise ConfigError(
+                "cluster.configure",
+                f"{self.unified} unified instances beside prefill and decode instances: choose "
+                "one of the two",
+                field="cluster.unified",
+            )
+
+    @property
+    def num_instances(self) -> int:
+        """Instances to start."""
+        return self.prefill + self.decode or max(self.unified, 1)

@@ -1,0 +1,389 @@
+"""Runs the machines of all live requests over instances: executes actions, feeds outcomes back.
+
+Owns the live requests, their timers and the calls under way. Knows no processes: instances are
+``Port``s, so the same code runs in the simulated world. All of it runs on one event loop, whose
+time is the clock.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from tandem.core.errors import ConflictError, InternalError, PeerLostError, TandemError
+from tandem.core.wire import AddRequest, ContinueRequest, FinishReason, InstanceInfo, RequestOutput
+from tandem.engine.cluster.machine import (
+    Action,
+    Cancel,
+    Continue,
+    Continued,
+    Deliver,
+    DropLeg,
+    Fail,
+    Input,
+    InstanceRef,
+    Leg,
+    LegFailed,
+    LegOutput,
+    Limits,
+    Note,
+    Place,
+    ReleaseLeg,
+    RequestMachine,
+    Submit,
+)
+from tandem.engine.cluster.selection import GROWTH_BLOCKS, InstanceView, Policy
+from tandem.engine.cluster.table import Held, State
+from tandem.engine.output_stream import OutputStream
+
+__all__ = ["Dispatcher", "LegRecord", "Port"]
+
+logger = logging.getLogger(__name__)
+
+
+class Port(Protocol):
+    """An instance as the dispatcher uses it, over all its restarts."""
+
+    @property
+    def ref(self) -> InstanceRef:
+        """Its present run."""
+        ...
+
+    @property
+    def role(self) -> Literal["unified", "prefill", "decode"]:
+        """What it is for."""
+        ...
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None while it does not serve."""
+        ...
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names of the prefill instances whose blocks it can read now."""
+        ...
+
+    async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
+        """Queue a request; see ``InstanceSession.submit``."""
+        ...
+
+    async def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request its continuation; see ``ContinueRequest``."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; harmless if it is not known."""
+        ...
+
+    def release_hold(self, request_id: str) -> None:
+        """Give up the blocks of a prefill; harmless if there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LegRecord:
+    """Where a request was sent."""
+
+    instance: str
+    leg_id: str
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    machine: RequestMachine
+    stream: OutputStream
+    accepted: "asyncio.Future[None]"
+    held: dict[Held, Leg] = field(default_factory=dict[Held, Leg])
+    state: State | None = None
+    """Of ``held``."""
+    legs: list[LegRecord] = field(default_factory=list[LegRecord])
+    tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
+    """Calls under way that submit a leg, by its id."""
+    timer: asyncio.TimerHandle | None = None
+    timer_s: float = math.inf
+
+    @property
+    def request(self) -> AddRequest:
+        return self.machine.request
+
+
+class Dispatcher:
+    """Serves requests on several instances.
+
+    Args:
+        ports: all instances of the cluster; borrowed.
+        policy: chooses among those that serve.
+        limits: of each request.
+        max_history: ended requests whose legs are remembered.
+    """
+
+    def __init__(
+        self, ports: Sequence[Port], policy: Policy, limits: Limits, *, max_history: int = 1024
+    ) -> None:
+        self._ports = {port.ref.name: port for port in ports}
+        self._policy = policy
+        self._limits = limits
+        self._max_history = max_history
+        self._live: dict[str, _Live] = {}
+        self._unplaced: dict[str, tuple[_Live, Place]] = {}
+        """In the order in which they began to wait for an instance."""
+        self._history: OrderedDict[str, list[LegRecord]] = OrderedDict()
+        self._calls: set[asyncio.Task[None]] = set()
+        self.fallbacks: dict[str, int] = {}
+        """Since start, by reason."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    async def submit(self, request: AddRequest) -> OutputStream:
+        """Serve a request; returns when an instance has accepted it.
+
+        Raises: as ``tandem.server.engine.EngineClient.submit``; ConflictError (the id is live).
+        """
+        request_id = request.request_id
+        if request_id in self._live:
+            raise ConflictError("engine.submit", f"request {request_id!r} is live")
+        if request.sampling.seed is None:
+            # Drawn here, so that another instance can go on after a failure.
+            sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, sampling=sampling)
+        loop = asyncio.get_running_loop()
+        machine = RequestMachine(request, self._limits, loop.time())
+        live = _Live(machine, OutputStream(request_id, self._cancel), loop.create_future())
+        self._live[request_id] = live
+        self._run(live, machine.start(loop.time()))
+        try:
+            await live.accepted
+        except asyncio.CancelledError:
+            self._cancel(request_id)
+            raise
+        return live.stream
+
+    def note_change(self) -> None:
+        """Take in that an instance serves, or can read another: place who waits for that."""
+        waiting, self._unplaced = self._unplaced, {}
+        for live, place in waiting.values():
+            self._run(live, [place])
+
+    def list_legs(self, request_id: str) -> list[LegRecord]:
+        """Return where a request was sent, in that order; empty if it is forgotten."""
+        live = self._live.get(request_id)
+        return list(self._history.get(request_id, ()) if live is None else live.legs)
+
+    async def close(self) -> None:
+        """End every request with an error and every call."""
+        for live in list(self._live.values()):
+            self._run(live, live.machine.take(Cancel(), asyncio.get_running_loop().time()))
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def view_instances(self) -> list[InstanceView]:
+        """Return the instances that serve, with their loads."""
+        queued = dict.fromkeys(self._ports, 0)
+        decoding = dict.fromkeys(self._ports, 0)
+        used = dict.fromkeys(self._ports, 0)
+        largest = dict.fromkeys(self._ports, 0)
+        for live in self._live.values():
+            request, num_delivered = live.request, live.machine.num_delivered
+            prompt_len = len(request.prompt_ids)
+            for kind, leg in live.held.items():
+                name = leg.instance.name
+                if kind is Held.PREFILL or (live.state is State.SERVING and not num_delivered):
+                    queued[name] += prompt_len
+                info = self._ports[name].info
+                if kind is Held.DECODE and info is not None:
+                    size = info.block_size
+                    total = min(prompt_len + request.sampling.max_tokens, info.max_model_len)
+                    decoding[name] += 1
+                    used[name] += -(-(prompt_len + num_delivered) // size) + GROWTH_BLOCKS
+                    largest[name] = max(largest[name], -(-total // size))
+        return [
+            InstanceView(
+                port.ref,
+                port.role,
+                port.sources,
+                num_blocks=port.info.num_blocks,
+                block_size=port.info.block_size,
+                max_model_len=port.info.max_model_len,
+                queued_tokens=queued[name],
+                num_decoding=decoding[name],
+                used_blocks=used[name],
+                largest_blocks=largest[name],
+            )
+            for name, port in self._ports.items()
+            if port.info is not None
+        ]
+
+    # ---------------------------------------------------------------- machines
+
+    def _cancel(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self._feed(live, Cancel())
+
+    def _feed(self, live: _Live, message: Input) -> None:
+        self._run(live, live.machine.take(message, asyncio.get_running_loop().time()))
+
+    def _run(self, live: _Live, actions: Sequence[Action]) -> None:
+        """Execute actions, those that their answers ask for included."""
+        todo = list(actions)
+        while todo:
+            todo[:1] = self._execute(live, todo[0])
+        machine = live.machine
+        if machine.state is not live.state:
+            live.state, live.held = machine.state, machine.held
+            logger.debug("event=request_state request=%s state=%s", live.request.request_id,
+                         machine.state)  # fmt: skip
+        if machine.is_over:
+            self._forget(live)
+        elif machine.deadline_s != live.timer_s:
+            self._set_timer(live, machine.deadline_s)
+
+    def _set_timer(self, live: _Live, when_s: float) -> None:
+        if live.timer is not None:
+            live.timer.cancel()
+            live.timer = None
+        live.timer_s = when_s
+        if when_s < math.inf:
+            loop = asyncio.get_running_loop()
+            live.timer = loop.call_at(when_s, self._tick, live)
+
+    def _tick(self, live: _Live) -> None:
+        live.timer, live.timer_s = None, math.inf
+        now_s = asyncio.get_running_loop().time()
+        # A loop may call a timer within its clock's resolution before the moment.
+        self._run(live, live.machine.tick(max(now_s, live.machine.deadline_s)))
+
+    def _forget(self, live: _Live) -> None:
+        request_id = live.request.request_id
+        if self._live.pop(request_id, None) is None:
+            return
+        self._set_timer(live, math.inf)
+        self._unplaced.pop(request_id, None)
+        self._history[request_id] = live.legs
+        while len(self._history) > self._max_history:
+            self._history.popitem(last=False)
+        if not live.accepted.done():
+            live.accepted.set_result(None)
+
+    # ---------------------------------------------------------------- actions
+
+    def _execute(self, live: _Live, action: Action) -> list[Action]:
+        """Carry out one action; return those that its outcome asks for at once."""
+        match action:
+            case Place():
+                return self._place(live, action)
+            case Submit(leg=leg, request=request):
+                live.legs.append(LegRecord(leg.instance.name, leg.leg_id))
+                live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
+            case Continue(leg=leg, message=message):
+                self._call(self._continue(live, leg, message))
+            case DropLeg(leg=leg):
+                submitting = live.tasks.pop(leg.leg_id, None)
+                if submitting is not None:
+                    submitting.cancel()
+                port = self._find(leg)
+                if port is not None:
+                    port.cancel(leg.leg_id)
+            case ReleaseLeg(leg=leg):
+                port = self._find(leg)
+                if port is not None:
+                    port.release_hold(leg.leg_id)
+            case Deliver(output=output):
+                self._accept(live)
+                live.stream.put(output)
+            case Fail(error=error):
+                self._fail(live, error)
+            case Note(reason=reason):
+                self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+                logger.info(
+                    "event=request_fallback request=%s reason=%s state=%s",
+                    live.request.request_id,
+                    reason,
+                    live.machine.state,
+                )
+        return []
+
+    def _place(self, live: _Live, place: Place) -> list[Action]:
+        route = self._policy.choose(place, live.request, self.view_instances())
+        if route is None:
+            self._unplaced[live.request.request_id] = (live, place)
+            return []
+        return live.machine.take(route, asyncio.get_running_loop().time())
+
+    def _fail(self, live: _Live, error: TandemError) -> None:
+        if not live.accepted.done():
+            live.accepted.set_exception(error)
+            return
+        live.stream.put(
+            RequestOutput(
+                request_id=live.request.request_id,
+                token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error_code=error.code,
+                error_text=error.what,
+            )
+        )
+
+    def _accept(self, live: _Live) -> None:
+        if not live.accepted.done():
+            live.accepted.set_result(None)
+
+    def _find(self, leg: Leg) -> Port | None:
+        """Return the instance of a leg; None if it has restarted or does not serve."""
+        port = self._ports[leg.instance.name]
+        return port if port.ref == leg.instance and port.info is not None else None
+
+    def _require(self, leg: Leg) -> Port:
+        port = self._find(leg)
+        if port is None:
+            raise PeerLostError("engine.call", f"{leg.instance.name} is gone: try again")
+        return port
+
+    # ---------------------------------------------------------------- calls
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+    async def _submit(self, live: _Live, leg: Leg, request: AddRequest) -> None:
+        def put(output: RequestOutput) -> None:
+            self._feed(live, LegOutput(leg.leg_id, output))
+
+        try:
+            await self._require(leg).submit(request, put)
+        except TandemError as error:
+            self._feed(live, LegFailed(leg.leg_id, error))
+        except Exception as error:  # The edge of a task: the request must end, whatever happened.
+            logger.exception("request %s cannot be sent", leg.leg_id)
+            failure = InternalError("engine.submit", f"the request cannot be sent: {error}")
+            self._feed(live, LegFailed(leg.leg_id, failure))
+        else:
+            # One that only waits for a prefill elsewhere says nothing about that prefill.
+            if not request.awaits_continuation:
+                self._accept(live)
+        finally:
+            live.tasks.pop(leg.leg_id, None)
+
+    async def _continue(self, live: _Live, leg: Leg, message: ContinueRequest) -> None:
+        is_taken = False
+        try:
+            is_taken = await self._require(leg).continue_request(message)
+        except TandemError as error:
+            logger.debug("event=continue_failed request=%s error=%s", leg.leg_id, error)
+        except Exception:  # As above.
+            logger.exception("request %s cannot be continued", leg.leg_id)
+        self._feed(live, Continued(leg.leg_id, is_taken))

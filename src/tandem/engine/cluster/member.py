@@ -1,0 +1,171 @@
+"""One instance of a cluster: its process, over all restarts, and which instances it can read."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal, Self
+
+from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.timeline import InstanceTimeline
+from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
+from tandem.engine.cluster.machine import InstanceRef
+from tandem.engine.cluster.stats import StatsHistory
+from tandem.engine.instance import InstanceSpec
+from tandem.engine.launcher import Launcher
+from tandem.engine.supervisor import InstanceSupervisor
+
+__all__ = ["ClusterMember"]
+
+logger = logging.getLogger(__name__)
+
+LINK_PAUSE_S = 1.0
+"""Before a failed attempt to open a peer is repeated."""
+
+
+class ClusterMember:
+    """A ``Port``. An async context manager; entering starts the process.
+
+    Args:
+        spec: of the instance.
+        on_change: called when it begins or ceases to serve, and when it can read another one.
+        on_stage: called with each change of stage and each step of progress.
+        launcher: starts the instance; None: as a child process.
+    """
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        *,
+        on_change: Callable[["ClusterMember"], None],
+        on_stage: Callable[["ClusterMember"], None],
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._on_change = on_change
+        self._on_stage = on_stage
+        self._role = spec.role
+        self._name = spec.name
+        self._was_ready = False
+        self._links: dict[str, InstanceRef] = {}
+        """Runs of the instances that were opened in this run of ours."""
+        self.refusals: dict[str, str] = {}
+        """Why blocks of an instance are not read, by its name."""
+        self._linking: dict[str, asyncio.Task[None]] = {}
+        self.supervisor = InstanceSupervisor(spec, on_stage=self._take_stage, launcher=launcher)
+        self.stats_history = StatsHistory()
+
+    async def __aenter__(self) -> Self:
+        await self.supervisor.__aenter__()
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        tasks = list(self._linking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.supervisor.__aexit__(*details)
+
+    @property
+    def name(self) -> str:
+        """Unique in the cluster."""
+        return self._name
+
+    @property
+    def role(self) -> Literal["unified", "prefill", "decode"]:
+        """What it is for."""
+        return self._role
+
+    @property
+    def ref(self) -> InstanceRef:
+        """Its present run."""
+        return InstanceRef(self._name, self.supervisor.num_restarts)
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None while it does not serve."""
+        return self.supervisor.info if self.supervisor.is_connected else None
+
+    @property
+    def stage(self) -> StageChanged:
+        """The latest stage."""
+        return self.supervisor.stage
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names of the instances whose blocks it was allowed to read, in their present runs."""
+        return frozenset(self._links)
+
+    async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
+        """Queue a request; see ``InstanceSession.submit``."""
+        await self.supervisor.require_session().submit(request, put)
+
+    async def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request its continuation; see ``ContinueRequest``."""
+        return await self.supervisor.require_session().continue_request(message)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; harmless if it is not known."""
+        self.supervisor.require_session().cancel(request_id)
+
+    def release_hold(self, request_id: str) -> None:
+        """Give up the blocks of a prefill; harmless if there are none."""
+        self.supervisor.require_session().release_hold(request_id)
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what it knows of requests; raises PeerLostError while it is down."""
+        return await self.supervisor.require_session().list_timelines(request_ids)
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes; returns the blocks freed."""
+        return await self.supervisor.require_session().flush_cache()
+
+    # ---------------------------------------------------------------- links
+
+    def link(self, source: "ClusterMember") -> None:
+        """Open an instance for reading, once it serves and whenever one of the two restarted."""
+        if self._role != "decode" or source.role != "prefill":
+            return
+        if self._links.get(source.name) == source.ref:
+            return
+        self._links.pop(source.name, None)
+        task = self._linking.get(source.name)
+        if task is None or task.done():
+            self._linking[source.name] = asyncio.get_running_loop().create_task(self._open(source))
+
+    async def wait_linked(self) -> None:
+        """Wait until every opening under way has been decided."""
+        await asyncio.gather(*self._linking.values(), return_exceptions=True)
+
+    async def _open(self, source: "ClusterMember") -> None:
+        """Open an instance, again and again while both serve and only time can help."""
+        while True:
+            ours, theirs, info = self.ref, source.ref, source.info
+            if self.info is None or info is None or info.kv_peer is None:
+                return  # ``link`` is called again when both serve.
+            try:
+                await self.supervisor.require_session().open_peer(info.kv_peer)
+            except TandemError as error:
+                self.refusals[source.name] = error.what
+                logger.warning(
+                    "event=kv_peer_refused instance=%s source=%s reason=%s",
+                    self._name,
+                    source.name,
+                    error,
+                )
+                if isinstance(error, UnsupportedError) and (self.ref, source.ref) == (ours, theirs):
+                    return  # Their KV differs, until one of the two starts anew.
+                await asyncio.sleep(LINK_PAUSE_S)
+                continue
+            if (self.ref, source.ref) == (ours, theirs):
+                self.refusals.pop(source.name, None)
+                self._links[source.name] = theirs
+                self._on_change(self)
+                return
+
+    def _take_stage(self, stage: StageChanged) -> None:
+        is_ready = self.info is not None
+        if is_ready != self._was_ready:
+            self._was_ready = is_ready
+            if not is_ready:
+                self._links.clear()
+            self._on_change(self)
+        self._on_stage(self)

@@ -1,0 +1,103 @@
+"""The data path between instances, as the deciding parts of disaggregation see it.
+
+``transfer_port`` is the real one, over the transfer engine; the simulated world has its own.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tandem.core.errors import TandemError
+
+__all__ = ["IncomingCall", "PeerPort", "PoolRange", "RemotePool"]
+
+
+class PoolRange(NamedTuple):
+    """Bytes of a peer's pool that belong into ours."""
+
+    local: int
+    """Offset in our pool."""
+    remote: int
+    """Offset in the peer's."""
+    length: int
+
+
+class RemotePool(Protocol):
+    """The blocks of one run of another instance. Owned by who opened it."""
+
+    @property
+    def name(self) -> str:
+        """How the process there calls itself."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Of its run."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        ...
+
+    @property
+    def can_read(self) -> bool:
+        """Whether it is offered to be read."""
+        ...
+
+    def close(self) -> None:
+        """Let the peer go; reads under way end with an error. May be repeated."""
+        ...
+
+
+class PeerPort(Protocol):
+    """Reads the pools of other instances into ours."""
+
+    async def open(self, address: str, buffer: str, *, deadline_s: float) -> RemotePool:
+        """Connect to an instance. Cancelled, it leaves nothing open.
+
+        Args:
+            address: of its transfer engine.
+            buffer: name of its pool.
+            deadline_s: seconds from now.
+
+        Raises: PeerLostError; DeadlineError; PermissionDeniedError; NotFoundError.
+        """
+        ...
+
+    async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
+        """Ask the instance that owns a pool; what was not answered may have been taken in.
+
+        Raises: what the instance raises; PeerLostError; DeadlineError.
+        """
+        ...
+
+    async def read(
+        self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
+    ) -> None:
+        """Read ranges into our pool. When it ends, in whatever way, nothing writes there any more.
+
+        Raises: PeerLostError; DeadlineError.
+        """
+        ...
+
+
+class IncomingCall(Protocol):
+    """A peer's question, as who answers it sees it; see ``tandem.transfer.Call``."""
+
+    @property
+    def peer(self) -> str:
+        """Who asks, as it calls itself."""
+        ...
+
+    @property
+    def payload(self) -> bytes:
+        """What it asks."""
+        ...
+
+    def reply(self, payload: bytes) -> None:
+        """Answer it; once."""
+        ...
+
+    def fail(self, error: TandemError) -> None:
+        """Refuse it, instead."""
+        ...

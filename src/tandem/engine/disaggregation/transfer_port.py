@@ -1,0 +1,95 @@
+"""The ``PeerPort`` over the transfer engine.
+
+Awaited on one event loop; connecting waits on another thread.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from tandem.core.errors import TandemError
+from tandem.engine.disaggregation.ports import PoolRange, RemotePool
+from tandem.transfer import Buffer, Op, Segment, TransferEngine
+
+__all__ = ["OpenedPool", "TransferPort"]
+
+
+class OpenedPool:
+    """A buffer of another process's segment; a ``RemotePool``.
+
+    Args:
+        transfer: that opened it.
+        segment: owned.
+        buffer: name of the buffer.
+
+    Raises: NotFoundError; PeerLostError; DeadlineError.
+    """
+
+    def __init__(self, transfer: TransferEngine, segment: Segment, buffer: str) -> None:
+        offered = segment.buffer(buffer)
+        self.segment = segment
+        self.name = segment.name
+        self.epoch = transfer.core.segment_epoch(segment.id)
+        self.start = offered.offset
+        self.length = offered.length
+        self.can_read = offered.can_read
+
+    def close(self) -> None:
+        """See ``RemotePool.close``."""
+        with contextlib.suppress(TandemError):  # Its engine may be closed.
+            self.segment.close()
+
+
+class TransferPort:
+    """Reads other processes' blocks into a registered pool.
+
+    Args:
+        transfer: borrowed.
+        pool: all blocks of this instance, registered with ``transfer``.
+    """
+
+    def __init__(self, transfer: TransferEngine, pool: Buffer) -> None:
+        self._transfer = transfer
+        self._pool = pool
+
+    async def open(self, address: str, buffer: str, *, deadline_s: float) -> OpenedPool:
+        """See ``PeerPort.open``."""
+        opening = asyncio.get_running_loop().run_in_executor(
+            None, self._connect, address, buffer, deadline_s
+        )
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+    async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
+        """See ``PeerPort.call``."""
+        assert isinstance(pool, OpenedPool), pool
+        return await self._transfer.call_async(pool.segment, payload, deadline_s=deadline_s)
+
+    async def read(
+        self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
+    ) -> None:
+        """See ``PeerPort.read``."""
+        assert isinstance(pool, OpenedPool), pool
+        start, ours = pool.start, self._pool
+        await self._transfer.submit_ranges(
+            Op.READ,
+            pool.segment,
+            [(ours, each.local, start + each.remote, each.length) for each in ranges],
+            deadline_s=deadline_s,
+        )
+
+    def _connect(self, address: str, buffer: str, deadline_s: float) -> OpenedPool:
+        segment = self._transfer.open(address, deadline_s=deadline_s)
+        try:
+            return OpenedPool(self._transfer, segment, buffer)
+        except TandemError:
+            segment.close()
+            raise
+
+
+def _close_unwanted(opening: "asyncio.Future[OpenedPool]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
