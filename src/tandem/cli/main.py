@@ -11,7 +11,9 @@ from tandem.cli import (
     config_show,
     convert,
     doctor,
+    evaluate,
     explain,
+    export,
     finetune,
     generate,
     plan,
@@ -40,6 +42,8 @@ app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
 app.command("finetune")(finetune.finetune)
+app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)

@@ -18,7 +18,12 @@ from tandem.kernels.operator import Operator
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.injection import require_no_meta
 from tandem.models.loader import load_weights
-from tandem.models.operators import OPERATORS, BuildContext, UnfitModuleError, WeightSettings
+from tandem.models.builders import (
+    BuildContext,
+    UnfitModuleError,
+    WeightSettings,
+    build_experts,
+)
 from tandem.models.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress
@@ -124,15 +129,14 @@ def load_frozen(
 
 
 def _replace_experts(model: Any, checkpoint: Checkpoint, settings: WeightSettings) -> None:
-    entry = OPERATORS.resolve("Experts", where="finetune.load", field="operator")
     for name, module in list(model.named_modules()):
         if not (hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")):
             continue
         if isinstance(module.gate_up_proj, torch.nn.Module):
             continue  # A dense block whose gate and up are one matrix.
-        context = BuildContext(name, model, checkpoint.config, {}, settings)
+        context = BuildContext(name, model, checkpoint.config, {}, settings, {})
         try:
-            model.set_submodule(name, entry.build(module, context))
+            model.set_submodule(name, build_experts(module, context))
         except UnfitModuleError as error:
             what = f"{name}: {error}: set expert_format: none"
             raise UnsupportedError("finetune.load", what, field="expert_format") from error
