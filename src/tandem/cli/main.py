@@ -20,6 +20,7 @@ from tandem.cli import (
     pull,
     serve,
     store,
+    verify,
     version,
 )
 from tandem.core.errors import TandemError
@@ -40,6 +41,7 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
 app.command("convert")(convert.convert)
 app.command("finetune")(finetune.finetune)
 app.command("eval")(evaluate.evaluate)

@@ -75,8 +75,8 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self._ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
-        for rope in self._ropes:
+        self.ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self.ropes:
             rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
@@ -162,7 +162,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = self._execution.begin_step(batch, kv_cache, self._ropes, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],

@@ -33,6 +33,7 @@ from tandem.kernels.experts import (
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
+from tandem.kernels.recode import can_hold, recode
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -434,11 +435,14 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
-        """Take the codes where the checkpoint has those of this format, else code its values."""
+        """Take the codes where the checkpoint has such as this format holds, else code values."""
         names = list_expert_weights(reader, name, self.num_experts)
-        if all(reader.find_format(weight) == self.weight_format for weight in names):
+        formats = [reader.find_format(weight) for weight in names]
+        wanted = self.weight_format
+        if all(held is not None and can_hold(wanted, held) for held in formats):
             for i in range(self.num_experts):
-                self._experts.pack_codes(i, *self._read_codes(reader, name, i))
+                gate, up, down = (recode(m, wanted) for m in self._read_codes(reader, name, i))
+                self._experts.pack_codes(i, gate, up, down)
         else:
             self._code(reader, name)
 

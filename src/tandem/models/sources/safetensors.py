@@ -305,6 +305,10 @@ class SafetensorsSource:
         """Mark tensors as used; see ``WeightReader``."""
         self._ledger.skip(prefix)
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor; see ``WeightSource``."""
+        return {name: entry.end - entry.begin for name, entry in self.entries.items()}
+
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
         return self._ledger.check(harmless)
