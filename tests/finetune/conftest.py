@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="fine-tuning needs the `finetune` extra")
 pytest.importorskip("peft", reason="fine-tuning needs the `finetune` extra")
 
-WORDS = "name color size owner date price place shape weight sound".split()
+WORDS = ["name", "color", "size", "owner", "date", "price", "place", "shape", "weight", "sound"]
 
 
 @pytest.fixture(scope="module")

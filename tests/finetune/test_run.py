@@ -31,7 +31,10 @@ def test_a_run_leaves_its_artefacts_and_no_pickle(run):
     assert not [p for p in folder.rglob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
     assert not [p for p in folder.rglob("*") if p.name.startswith(".")]
     assert report.num_examples == 8
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "demo"
+    assert (
+        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "demo"
+    )
 
 
 def test_the_loss_falls(run):

@@ -1,7 +1,7 @@
 """Goal: gradients through packed experts and matrices are those of the dequantized weights.
 
-Method: the chain rule in float64 (``tandem.kernels.cpu.gradient_oracle``) with derived bounds, which
-torch's float64 autograd confirms; mutants of the oracle must be told apart from the kernel.
+Method: the chain rule in float64 (``tandem.kernels.cpu.gradient_oracle``) with derived bounds,
+which torch's float64 autograd confirms; mutants of the oracle must be told apart from the kernel.
 """
 
 from dataclasses import replace
@@ -91,7 +91,7 @@ class Case:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("isa", [*kernel_isas(), "amx_emulated"])
 def test_experts(name, isa, pool):
-    """Every format on every instruction set, with an expert unused and a slot computed elsewhere."""
+    """Every format on every instruction set, an expert unused, a slot computed elsewhere."""
     case = Case(name, pool, isa=isa)
     assert case.count_outside(case.make_layer()) == 0
 
@@ -137,7 +137,9 @@ def _change(name, change):
 MUTANTS = {
     "scale gate": _change("gate", lambda w: w.__setitem__(0, w[0] * 1.01)),
     "drop an expert": _change("down", lambda w: w.__setitem__(2, 0)),
-    "skip the last inputs of down": _change("down", lambda w: w.__setitem__((..., slice(-8, None)), 0)),
+    "skip the last inputs of down": _change(
+        "down", lambda w: w.__setitem__((..., slice(-8, None)), 0)
+    ),
     "zero 16 columns of up": _change("up", lambda w: w.__setitem__((..., slice(16, 32)), 0)),
     "swap two experts": _change("gate", lambda w: w.__setitem__([0, 2], w[[2, 0]])),
     "another activation": lambda layer: replace(layer, activation=Activation(alpha=1.01)),

@@ -34,9 +34,11 @@ def finetune(
         print_json(asdict(report))
         return
     left_out = f", {report.num_bad_rows} bad rows left out" if report.num_bad_rows else ""
-    too_short = f", {report.num_too_short} cut off before any answer" if report.num_too_short else ""
+    too_short = (
+        f", {report.num_too_short} cut off before any answer" if report.num_too_short else ""
+    )
     loss = report.results.get("train_loss", float("nan"))
     sys.stdout.write(
-        f"{report.output_dir}: loss {loss:.4f}, {report.trainable_parameters} parameters trained on "
+        f"{report.output_dir}: loss {loss:.4f}, {report.trainable_parameters} parameters on "
         f"{report.num_examples} examples{left_out}{too_short}\n"
     )

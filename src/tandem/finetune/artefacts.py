@@ -62,11 +62,25 @@ def plot_losses(history: list[dict[str, Any]], path: Path, key: str = "loss") ->
 def write_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
     """Write README.md: what the adapter is, and how it was made."""
     model, keys = recipe.model.model_name_or_path, recipe.flatten()
-    shown = (
-        "lora_rank lora_alpha lora_dropout lora_target learning_rate num_train_epochs max_steps "
-        "per_device_train_batch_size gradient_accumulation_steps lr_scheduler_type warmup_steps "
-        "cutoff_len packing bf16 expert_format linear_format seed"
-    ).split()
+    shown = [
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target",
+        "learning_rate",
+        "num_train_epochs",
+        "max_steps",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "cutoff_len",
+        "packing",
+        "bf16",
+        "expert_format",
+        "linear_format",
+        "seed",
+    ]
     settings = "\n".join(f"| {key} | {keys[key]} |" for key in shown)
     measured = "\n".join(f"| {key} | {value} |" for key, value in sorted(results.items()))
     text = f"""---

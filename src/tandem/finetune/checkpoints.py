@@ -94,7 +94,7 @@ def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
                 scalars.setdefault(str(index), {})[key] = value
     save_file(tensors, folder / OPTIMIZER_NAME)
     save_file({"torch": torch.get_rng_state()}, folder / RANDOM_NAME)
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     document = {
         "version": VERSION,
         "param_groups": state["param_groups"],
@@ -149,7 +149,7 @@ def restore_random_state(folder: Path) -> None:
     version, internal, gauss = document["python_random"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = document["numpy_random"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
 
 

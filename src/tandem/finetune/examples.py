@@ -31,11 +31,57 @@ IGNORED_LABEL = -100
 """The label of tokens that are not learned."""
 
 TEMPLATES = frozenset(
-    "aquila atom baichuan baichuan2 bailing chatglm2 chatglm3 chatml cohere dbrx deepseek deepseek3 "
-    "deepseekcoder deepseekr1 falcon gemma gemma2 gemma3 glm4 glm4_moe gpt gpt_oss granite3 "
-    "internlm2 intern2 kimi_vl llama2 llama3 llama4 minicpm mistral mistral_small moonlight olmo "
-    "orion phi phi4 qwen qwen2_vl qwen2_5 qwen3 qwen3_nothink seed_oss solar starchat vicuna xuanyuan yi "
-    "zephyr".split()
+    [
+        "aquila",
+        "atom",
+        "baichuan",
+        "baichuan2",
+        "bailing",
+        "chatglm2",
+        "chatglm3",
+        "chatml",
+        "cohere",
+        "dbrx",
+        "deepseek",
+        "deepseek3",
+        "deepseekcoder",
+        "deepseekr1",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "glm4",
+        "glm4_moe",
+        "gpt",
+        "gpt_oss",
+        "granite3",
+        "internlm2",
+        "intern2",
+        "kimi_vl",
+        "llama2",
+        "llama3",
+        "llama4",
+        "minicpm",
+        "mistral",
+        "mistral_small",
+        "moonlight",
+        "olmo",
+        "orion",
+        "phi",
+        "phi4",
+        "qwen",
+        "qwen2_vl",
+        "qwen2_5",
+        "qwen3",
+        "qwen3_nothink",
+        "seed_oss",
+        "solar",
+        "starchat",
+        "vicuna",
+        "xuanyuan",
+        "yi",
+        "zephyr",
+    ]
 )
 """LLaMA-Factory's names that stand for the checkpoint's template."""
 EMPTY_TEMPLATES = ("empty", "default")

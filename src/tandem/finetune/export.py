@@ -43,7 +43,7 @@ def export_merged(model: str, adapter_folder: str | Path, export_dir: str | Path
     files = sorted(checkpoint.folder.glob("*.safetensors"))
     missing = {f"{name}.weight" for name in adapter.pairs} - _list_names(files)
     if missing:
-        first = sorted(missing)[0]
+        first = min(missing)
         what = f"the checkpoint has no tensor {first}: {len(missing)} of the adapter's do not fit"
         raise UnsupportedError(WHERE, what)
     partial = final.with_name(f".{final.name}.partial")

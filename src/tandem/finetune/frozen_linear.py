@@ -18,8 +18,8 @@ __all__ = ["FrozenLinear"]
 class FrozenLinear(Operator, nn.Linear):
     """``y = x W^T + b`` whose W [N, K] is packed and takes no gradient; x takes one.
 
-    PEFT wraps what is an ``nn.Linear`` and asks its ``weight`` for device and dtype alone: here that
-    is a tensor without elements. Merging an adapter needs the weights: export from the checkpoint.
+    PEFT wraps what is an ``nn.Linear`` and asks its ``weight`` for device and dtype alone: here
+    that is a tensor without elements. Merging an adapter needs the weights: export from the checkpoint.
 
     Args:
         in_features: K.
@@ -71,6 +71,6 @@ class FrozenLinear(Operator, nn.Linear):
         self.packed_bytes = self.packed.size_bytes
         self.weight = freeze(torch.empty(0, dtype=reader.dtype))
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return [..., N], new, in the dtype of the input."""
         return multiply_frozen(self.packed, input)

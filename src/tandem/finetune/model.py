@@ -15,15 +15,15 @@ from tandem.finetune.frozen_linear import FrozenLinear
 from tandem.finetune.targets import find_targets
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.operator import Operator
-from tandem.models.families import Checkpoint, open_checkpoint
-from tandem.models.injection import require_no_meta
-from tandem.models.loader import load_weights
 from tandem.models.builders import (
     BuildContext,
     UnfitModuleError,
     WeightSettings,
     build_experts,
 )
+from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.injection import require_no_meta
+from tandem.models.loader import load_weights
 from tandem.models.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress

@@ -14,7 +14,15 @@ from msgspec import Meta
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.finetune.recipe_keys import translate_keys
 
-__all__ = ["DataKeys", "MethodKeys", "ModelKeys", "OutputKeys", "Recipe", "TrainKeys", "read_recipe"]
+__all__ = [
+    "DataKeys",
+    "MethodKeys",
+    "ModelKeys",
+    "OutputKeys",
+    "Recipe",
+    "TrainKeys",
+    "read_recipe",
+]
 
 MAX_RECIPE_BYTES = 1 << 20
 """A recipe is a page of text: more is not one."""
@@ -24,9 +32,7 @@ WHERE = "finetune.read_recipe"
 class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model is tuned, and how its frozen weights are stored."""
 
-    model_name_or_path: Annotated[
-        str, Meta(min_length=1, description="Folder, hub id, or `demo`.")
-    ]
+    model_name_or_path: Annotated[str, Meta(min_length=1, description="Folder, hub id, or `demo`.")]
     adapter_name_or_path: Annotated[
         str | None, Meta(description="Folder of an adapter to go on training; None is a new one.")
     ] = None
@@ -39,7 +45,8 @@ class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(description="Weight format of the other frozen matrices; none keeps tensors."),
     ] = "none"
     cpu_infer: Annotated[
-        Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="Threads of the kernels; None = all cores.")
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Meta(description="Threads of the kernels; None = all cores."),
     ] = None
 
 
@@ -51,7 +58,8 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     do_train: bool = True
     lora_rank: Annotated[int, Meta(ge=1, le=1024, description="Rank of the adapters.")] = 8
     lora_alpha: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Scale times rank; None = twice the rank.")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Scale times rank; None = twice the rank."),
     ] = None
     lora_dropout: Annotated[float, Meta(ge=0, lt=1, description="Of the adapters' input.")] = 0.0
     lora_target: Annotated[
@@ -105,9 +113,9 @@ class OutputKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overwrite_output_dir: Annotated[
         bool, Meta(description="Train into a folder that holds results already.")
     ] = False
-    report_to: Annotated[str, Meta(description="As transformers takes it; none for files only.")] = (
-        "none"
-    )
+    report_to: Annotated[
+        str, Meta(description="As transformers takes it; none for files only.")
+    ] = "none"
 
 
 class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

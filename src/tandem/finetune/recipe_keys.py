@@ -113,7 +113,9 @@ def _unnest(values: dict[str, Any]) -> dict[str, Any]:
     if nested is None:
         return {k: v for k, v in values.items() if k != "kt_config"}
     if not isinstance(nested, dict):
-        raise ConfigError(WHERE, "kt_config is not a mapping: write its keys below it", field="kt_config")
+        raise ConfigError(
+            WHERE, "kt_config is not a mapping: write its keys below it", field="kt_config"
+        )
     return {**{k: v for k, v in values.items() if k != "kt_config"}, **nested}
 
 
@@ -156,7 +158,9 @@ def _translate(
         if value != "concat":
             raise UnsupportedError(WHERE, f"{key} {value!r}: use concat", field=key)
     elif key == "enable_thinking":
-        notes.append("enable_thinking: no effect here, answers are learned as the records have them")
+        notes.append(
+            "enable_thinking: no effect here, answers are learned as the records have them"
+        )
     else:
         close = difflib.get_close_matches(key, [*known, *IGNORED], n=1)
         hint = f": did you mean {close[0]}?" if close else ": remove it"
@@ -178,7 +182,9 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
     try:
         rules = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
-        what = f"kt_optimize_rule {path}: {error}: copy the file there, or set expert_format instead"
+        what = (
+            f"kt_optimize_rule {path}: {error}: copy the file there, or set expert_format instead"
+        )
         raise NotFoundError(WHERE, what, field=key) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(WHERE, f"{path} is not YAML: {error}", field=key) from error
@@ -191,9 +197,9 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
         if not isinstance(kwargs, dict):
             raise ConfigError(WHERE, f"{path}: kwargs of a rule is not a mapping", field=key)
         devices |= {str(v) for k, v in kwargs.items() if k.endswith("_device")}
-        if "expert" in str(replace.get("class", "")).lower() if isinstance(replace, dict) else False:
-            if kwargs.get("backend") is not None:
-                _set_format(out, "backend", str(kwargs["backend"]))
+        kind = str(replace.get("class", "")) if isinstance(replace, dict) else ""
+        if "expert" in kind.lower() and kwargs.get("backend") is not None:
+            _set_format(out, "backend", str(kwargs["backend"]))
     others = sorted(device for device in devices if device != "cpu")
     if others:
         notes.append(f"kt_optimize_rule: asks for {', '.join(others)}, all layers run on the CPU")

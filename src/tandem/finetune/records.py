@@ -52,6 +52,13 @@ class BadRow:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class NotARow:
+    """A line that does not parse."""
+
+    why: str
+
+
 @dataclass(slots=True)
 class Records:
     """The good rows of a dataset, in order, and the bad ones."""
@@ -131,7 +138,11 @@ def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Rec
         info = _find_info(name, folder)
         records = _convert_rows(folder / info.file_name, info, max_samples)
     if not records.conversations:
-        first = f"; line {records.bad_rows[0].line}: {records.bad_rows[0].why}" if records.bad_rows else ""
+        first = (
+            f"; line {records.bad_rows[0].line}: {records.bad_rows[0].why}"
+            if records.bad_rows
+            else ""
+        )
         raise ConfigError(WHERE, f"dataset {name!r} has no usable row{first}", field="dataset")
     return records
 
@@ -171,8 +182,6 @@ def _convert_rows(path: Path, info: DatasetInfo | None, max_samples: int | None)
         if limits and len(records.conversations) >= min(limits):
             break
         try:
-            if isinstance(row, str):
-                raise _BadRowError(row)
             records.conversations.append(_convert_row(row, info))
         except _BadRowError as error:
             records.bad_rows.append(BadRow(path.name, line, str(error)))
@@ -184,6 +193,8 @@ class _BadRowError(Exception):
 
 
 def _convert_row(row: Any, info: DatasetInfo | None) -> Conversation:
+    if isinstance(row, NotARow):
+        raise _BadRowError(row.why)
     if not isinstance(row, dict):
         raise _BadRowError(f"a {type(row).__name__}, not an object")
     if info is None:
@@ -271,7 +282,7 @@ def _check_turns(messages: list[Message]) -> None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line, row) of a json, jsonl, csv or parquet file; a row that is text tells its fault.
+    """Yield (line, row) of a json, jsonl, csv or parquet file; what does not parse is a ``NotARow``.
 
     Raises: NotFoundError; CorruptionError (the file as a whole does not parse); UnsupportedError
         (another kind of file).
@@ -328,7 +339,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except ValueError as error:
-                yield number, f"not JSON: {error}"
+                yield number, NotARow(f"not JSON: {error}")
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:

@@ -211,7 +211,9 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     )
     # It writes to standard output, which is the command's own.
     trainer.remove_callback(PrinterCallback)
-    trained = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    trained = trainer.train(
+        resume_from_checkpoint=None if resume_from is None else str(resume_from)
+    )
     results = {**trained.metrics, "epoch": trainer.state.epoch}
     write_json(folder / "train_results.json", results)
     if data.validation:

@@ -320,9 +320,7 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
 
 
-def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, source: WeightSource
-) -> dict[str, str]:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
     """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
 
     Operators load themselves; modules that are transformers' own get frozen parameters.
