@@ -18,6 +18,7 @@ from tokenizers import decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.server import tiktoken_file
 from tandem.server.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 __all__ = ["TokenThreads", "Tokenizer", "load_tokenizer"]
@@ -156,8 +157,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     transformers 5, this ignores ``add_bos_token`` beside it.
 
     Raises:
-        NotFoundError: the folder has neither ``tokenizer.json`` nor what transformers can convert.
+        NotFoundError: the folder has neither ``tokenizer.json`` nor what can be converted.
         ConfigError: a file is there and cannot be read.
+        UnsupportedError: files of a tokenizer that only its own code can read.
     """
     settings = _read_json(folder / "tokenizer_config.json")
     special = {name: _token_text(value) for name, value in settings.items() if _is_token(name)}
@@ -167,6 +169,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
+    elif (folder / tiktoken_file.FILE_NAME).exists():
+        alphabet = {byte: char for char, byte in _byte_alphabet().items()}
+        backend = tiktoken_file.build_tokenizer(folder, settings, alphabet)
     else:
         backend = _convert_tokenizer(folder)
     return Tokenizer(
