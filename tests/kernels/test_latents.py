@@ -133,7 +133,13 @@ def test_rows_that_would_be_read_out_of_bounds_are_refused(draw):
             place(*bad)
     with pytest.raises(ShapeError):
         _native.place_latents(
-            view(q), view(kv), view(weight), 1e-6, view(cos), view(sin), view(torch.empty(5, HEADS, 40))
+            view(q),
+            view(kv),
+            view(weight),
+            1e-6,
+            view(cos),
+            view(sin),
+            view(torch.empty(5, HEADS, 40)),
         )
 
 
@@ -175,7 +181,9 @@ def test_heads_match_the_oracle(name, isa, draw, wide, count_outside, pool):
         assert count_outside(got, expected, np.stack(bounds, 1)) == 0
     off = np.abs(got.double().numpy() - expected)
     assert np.linalg.norm(off) < 0.02 * np.linalg.norm(expected)
-    assert np.linalg.norm(off) < 0.1 * np.linalg.norm(got.double().numpy() - np.roll(expected, 1, 1))
+    assert np.linalg.norm(off) < 0.1 * np.linalg.norm(
+        got.double().numpy() - np.roll(expected, 1, 1)
+    )
 
 
 def test_heads_that_do_not_share_the_outputs_are_refused(draw, pool):
@@ -245,7 +253,9 @@ def make_weights(draw, sizes, *, has_bias=True):
     weights = {
         f"a.{name}.weight": draw(n, k, dtype=f32, scale=k**-0.5) for name, (n, k) in shapes.items()
     }
-    norms = {"kv_a_layernorm": sizes.rank} | ({"q_a_layernorm": sizes.q_rank} if sizes.q_rank else {})
+    norms = {"kv_a_layernorm": sizes.rank} | (
+        {"q_a_layernorm": sizes.q_rank} if sizes.q_rank else {}
+    )
     for name, size in norms.items():
         weights[f"a.{name}.weight"] = 1 + draw(size, dtype=f32, scale=0.3)
     for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):

@@ -78,7 +78,9 @@ def test_texts_are_encoded_as_by_tiktoken(tmp_path, ranks):
     tiktoken = pytest.importorskip("tiktoken")
     write_folder(tmp_path, ranks)
     ours = load_tokenizer(tmp_path)
-    special = {NAMES.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i for i in range(256)}
+    special = {
+        NAMES.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i for i in range(256)
+    }
     theirs = tiktoken.Encoding(
         name="test", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
