@@ -8,6 +8,7 @@ import base64
 import json
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def make_ranks(num_merges: int = 120) -> dict[bytes, int]:
     ranks = {bytes([i]): i for i in range(256)}
     parts = [bytes([b]) for b in (CORPUS * 2).encode()]
     for _ in range(num_merges):
-        pairs = Counter(zip(parts, parts[1:], strict=False))
+        pairs = Counter(pairwise(parts))
         joined = next(a + b for (a, b), _ in pairs.most_common() if a + b not in ranks)
         ranks[joined] = len(ranks)
         merged = []

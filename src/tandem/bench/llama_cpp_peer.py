@@ -1,8 +1,8 @@
 """llama.cpp or its fork ik_llama.cpp as a peer, by argument; imports nothing of ours.
 
 Run by its own interpreter (see ``peers``). Writes a qwen3_moe or deepseek_v2 checkpoint as GGUF,
-quantised by the ``gguf`` package from the very same weights, and runs it through the C interface that both have:
-batches of several sequences, greedy. The fork repacks the weights as it loads them.
+quantised by the ``gguf`` package from the very same weights, and runs it through the C interface
+that both have: batches of several sequences, greedy. The fork repacks the weights as it loads them.
 """
 
 import ctypes
@@ -35,6 +35,9 @@ LAYER_NAMES = {
     "self_attn.o_proj.weight": "attn_output.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
     "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
@@ -106,7 +109,7 @@ def write_gguf(folder, path, kind):
 
 
 def describe_latents(writer, config):
-    """Write what DeepSeek-V2 has beyond others; its queries are not compressed."""
+    """Write what DeepSeek-V2 has beyond others."""
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_key_length(rank + rope)
@@ -114,8 +117,7 @@ def describe_latents(writer, config):
     writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_kv_lora_rank(rank)
-    # Elsewhere than in the 27 layers of V2-Lite the key has to be there.
-    writer.add_q_lora_rank(0)
+    writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_rope_dimension_count(rope)
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"])

@@ -71,14 +71,17 @@ LATENT_SHAPE = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
-    "q_lora_rank": None,
+    "q_lora_rank": 1536,
     "n_routed_experts": 64,
     "num_experts_per_tok": 6,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "vocab_size": 32_000,
 }
+"""Queries are compressed as in DeepSeek-V2, V3 and Kimi-K2: those of V2-Lite are not, and the peers
+read such a model with 27 layers only."""
 QUICK_LATENT_SHAPE = LATENT_SHAPE | {
+    "q_lora_rank": 128,
     "hidden_size": 256,
     "intermediate_size": 320,
     "moe_intermediate_size": 128,
@@ -144,7 +147,7 @@ class _LlamaCpp:
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
-    def __init__(self, folder: Path, model_type: str, shape: Mapping[str, int | None]) -> None:
+    def __init__(self, folder: Path, model_type: str, shape: Mapping[str, int]) -> None:
         self._folder = folder
         self._model_type = model_type
         self._shape = shape
@@ -276,7 +279,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     disable_progress_bar()
     if not quick:
         _check_memory()
-    shapes: dict[str, Mapping[str, int | None]] = {
+    shapes: dict[str, Mapping[str, int]] = {
         "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
         "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
     }
@@ -314,7 +317,7 @@ def _check_memory() -> None:
 
 def write_random_model(
     folder: Path,
-    shape: Mapping[str, int | None],
+    shape: Mapping[str, int],
     max_position_embeddings: int = 4096,
     *,
     model_type: str = "qwen3_moe",
