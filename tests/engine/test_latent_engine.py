@@ -96,7 +96,7 @@ def test_greedy_tokens_are_transformers(reference):
 def test_a_reused_prefix_changes_no_token(reference):
     """In bfloat16, where another order of summation would show: alone, cached, in company."""
     _, folder = reference
-    prompts = [PROMPT, PROMPT[:60] + [5, 6, 7], PROMPT[:33] + [9] * 20]
+    prompts = [PROMPT, [*PROMPT[:60], 5, 6, 7], [*PROMPT[:33], *[9] * 20]]
     alone = [generate(build(folder).engine, [prompt])[0][0] for prompt in prompts]
     engine = build(folder).engine
     (first,), (nothing,) = generate(engine, [PROMPT])

@@ -17,6 +17,7 @@ from tandem.cli import (
     pull,
     serve,
     store,
+    verify,
     version,
 )
 from tandem.core.errors import TandemError
@@ -37,6 +38,7 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
 app.command("convert")(convert.convert)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)

@@ -68,8 +68,8 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self._ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
-        for rope in self._ropes:
+        self.ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self.ropes:
             rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
@@ -155,7 +155,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = self._execution.begin_step(batch, kv_cache, self._ropes, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -203,7 +203,7 @@ def load_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, hasher, caches = open_weights(plan, pool, progress, stack)
+        source, hasher, caches = open_weights(checkpoint, plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
         _load_weights(model, checkpoint, rename_reader(source, source.entries))
@@ -220,18 +220,29 @@ def load_model(
 
 
 def open_weights(
-    plan: ModelPlan, pool: ThreadPool, progress: Progress | None, stack: ExitStack
+    checkpoint: Checkpoint,
+    plan: ModelPlan,
+    pool: ThreadPool,
+    progress: Progress | None,
+    stack: ExitStack,
 ) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
     """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
 
     Args:
+        checkpoint: says how its weights are coded.
         plan: names the folder, the dtype and the cache.
         pool: as many threads hash.
         progress: see ``load_model``.
         stack: closes all three.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
-    source = open_source(folder, dtype=dtype, device=plan.device, progress=progress)
+    source = open_source(
+        folder,
+        dtype=dtype,
+        device=plan.device,
+        progress=progress,
+        quantization=checkpoint.quantization,
+    )
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)

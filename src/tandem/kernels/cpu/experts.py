@@ -22,10 +22,17 @@ from torch import Tensor
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.experts import PendingExperts, RoutedExperts, read_biases, read_experts
+from tandem.kernels.experts import (
+    PendingExperts,
+    RoutedExperts,
+    list_expert_weights,
+    read_biases,
+    read_experts,
+)
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
+from tandem.kernels.recode import can_hold, recode
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -402,25 +409,22 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
-        """Take the codes where the checkpoint has those of this format, else code its values."""
-        if all(reader.find_format(n) == self.weight_format for n in self._list_names(reader, name)):
+        """Take the codes where the checkpoint has such as this format holds, else code values."""
+        names = list_expert_weights(reader, name, self.num_experts)
+        formats = [reader.find_format(weight) for weight in names]
+        wanted = self.weight_format
+        if all(held is not None and can_hold(wanted, held) for held in formats):
             for i in range(self.num_experts):
-                self._experts.pack_codes(i, *self._read_codes(reader, name, i))
+                gate, up, down = (recode(m, wanted) for m in self._read_codes(reader, name, i))
+                self._experts.pack_codes(i, gate, up, down)
         else:
             self._code(reader, name)
-
-    def _list_names(self, reader: WeightReader, name: str) -> list[str]:
-        """Return all weights of the experts, as the checkpoint has them."""
-        if self.is_transposed or reader.has(f"{name}.gate_up_proj"):
-            return [f"{name}.gate_up_proj", f"{name}.down_proj"]
-        ids = range(self.num_experts)
-        return [f"{name}.{i}.{part}_proj.weight" for i in ids for part in ("gate", "up", "down")]
 
     def _read_codes(
         self, reader: WeightReader, name: str, expert_id: int
     ) -> tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]:
         """Return gate, up and down of one expert."""
-        if not self.is_transposed and not reader.has(f"{name}.gate_up_proj"):
+        if not reader.has(f"{name}.gate_up_proj"):
             names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
             gate, up, down = (reader.read_packed(n) for n in names)
             return gate, up, down
