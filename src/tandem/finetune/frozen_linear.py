@@ -19,7 +19,7 @@ class FrozenLinear(Operator, nn.Linear):
     """``y = x W^T + b`` whose W [N, K] is packed and takes no gradient; x takes one.
 
     PEFT wraps what is an ``nn.Linear`` and asks its ``weight`` for device and dtype alone: here
-    that is a tensor without elements. Merging an adapter needs the weights: export from the checkpoint.
+    that is a tensor without elements. To merge an adapter, export from the checkpoint.
 
     Args:
         in_features: K.

@@ -282,7 +282,7 @@ def _check_turns(messages: list[Message]) -> None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line, row) of a json, jsonl, csv or parquet file; what does not parse is a ``NotARow``.
+    """Yield (line, row) of a json, jsonl, csv or parquet file, or a ``NotARow``.
 
     Raises: NotFoundError; CorruptionError (the file as a whole does not parse); UnsupportedError
         (another kind of file).
