@@ -84,7 +84,11 @@ def test_kv_layout_follows_the_model(checkpoint):
 
 
 REFUSED = {
-    "another family": ({"model_type": "gpt2"}, "gpt2", "model_type"),
+    "another family": (
+        {"model_type": "gpt2", "architectures": None},
+        "gpt2",
+        "model_type",
+    ),
     "a newer family": ({"model_type": "qwen9"}, "qwen9", "model_type"),
     "a classifier": (
         {"architectures": ["LlamaForSequenceClassification"]},

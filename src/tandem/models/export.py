@@ -23,8 +23,9 @@ from tandem.core.errors import CapacityError, ConfigError, NotFoundError, Unsupp
 from tandem.kernels.formats import find_format
 from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
-from tandem.models.sources.containers import open_source
-from tandem.models.sources.source import Progress, WeightSource
+from tandem.models.sources.gguf_files import find_gguf
+from tandem.models.sources.safetensors import SafetensorsSource
+from tandem.models.sources.source import Progress
 
 __all__ = ["ExportReport", "export_checkpoint"]
 
@@ -95,7 +96,7 @@ def export_checkpoint(
     Raises:
         NotFoundError, CorruptionError: of the source.
         ConfigError: ``out`` is there, or an unknown format.
-        UnsupportedError: a format that no layout stores, or weights that are not matrices.
+        UnsupportedError: a format that no layout stores, weights that are not matrices, or GGUF.
         CapacityError: the disk has no room.
     """
     checkpoint = open_checkpoint(path_or_id)
@@ -107,9 +108,12 @@ def export_checkpoint(
         raise ConfigError(
             "models.export", f"{out} is there already: name a new folder", field="out"
         )
+    if find_gguf(checkpoint.folder) is not None:
+        what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
+        raise UnsupportedError("models.export", what)
     encoder = make_encoder(weight_format)
     with ExitStack() as stack:
-        source = open_source(
+        source = SafetensorsSource(
             checkpoint.folder,
             dtype=torch.float32,
             progress=progress,
@@ -148,7 +152,7 @@ def _explain(error: OSError, out: Path) -> Exception:
     return ConfigError("models.export", f"cannot write {out}: {error}", field="out")
 
 
-def _list_weights(source: WeightSource) -> dict[str, tuple[int, ...]]:
+def _list_weights(source: SafetensorsSource) -> dict[str, tuple[int, ...]]:
     """Return all weights with their shapes as values; parts of codes are not among them."""
     coded = source.list_coded()
     parts = {part for name in coded for part in source.list_parts(name)}
@@ -181,7 +185,7 @@ def _check_matrices(weights: dict[str, tuple[int, ...]], encoder: Encoder | None
 
 
 def _plan(
-    weights: dict[str, tuple[int, ...]], source: WeightSource, encoder: Encoder | None
+    weights: dict[str, tuple[int, ...]], source: SafetensorsSource, encoder: Encoder | None
 ) -> Iterator[_Planned]:
     for name, shape in weights.items():
         if encoder is not None and _is_matrix(name, shape):
@@ -200,7 +204,10 @@ class _Maker:
     """Gives the bytes of planned tensors, a weight at a time."""
 
     def __init__(
-        self, source: WeightSource, weights: dict[str, tuple[int, ...]], encoder: Encoder | None
+        self,
+        source: SafetensorsSource,
+        weights: dict[str, tuple[int, ...]],
+        encoder: Encoder | None,
     ) -> None:
         self._source = source
         self._weights = weights

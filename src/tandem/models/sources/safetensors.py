@@ -246,7 +246,7 @@ class SafetensorsSource:
         return name in self.entries or self._find_codec(name) is not None
 
     def list_coded(self) -> dict[str, tuple[int, ...]]:
-        """Return the weights that are stored as codes; see ``WeightSource``."""
+        """Return the weights that are stored as codes, with the shapes of their values."""
         return {} if self._codec is None else self._codec.list_weights(self)
 
     def list_parts(self, name: str) -> list[str]:
@@ -319,6 +319,10 @@ class SafetensorsSource:
     def skip(self, prefix: str) -> None:
         """Mark tensors as used; see ``WeightReader``."""
         self._ledger.skip(prefix)
+
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor; see ``WeightSource``."""
+        return {name: entry.end - entry.begin for name, entry in self.entries.items()}
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors nobody read; see ``WeightSource``."""

@@ -82,12 +82,8 @@ class WeightSource(WeightReader, Protocol):
         """All tensors as they are stored; their bytes are what the weights' digest is of."""
         ...
 
-    def list_coded(self) -> dict[str, tuple[int, ...]]:
-        """Return the weights that are stored as codes, with the shapes of their values."""
-        ...
-
-    def list_parts(self, name: str) -> list[str]:
-        """Return the tensors that a coded weight is made of."""
+    def list_sizes(self) -> dict[str, int]:
+        """Return the stored bytes of each weight, by the name under which it is read."""
         ...
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
