@@ -1,48 +1,45 @@
-"""Engines with a store in the simulated world: scheduler, tiers and store are the product's.
+"""A whole cluster in the simulated world: server, instances, store; all of it is the product's.
 
-The model is a hash chain: the KV of a token is the digest of all tokens before it and itself, read
-from the block of the token before, and the next token follows from it. So a block with wrong
-content, wherever it came from, gives wrong tokens, and what is right is known without a model.
+Only the model (a hash chain, ``chain_model``), the processes (``sim_cluster``) and the ways between
+them (``sim_peers``, ``store_world``) are not. People ask; things break; then they are whole again,
+and nothing is kept.
 """
 
 import asyncio
-import hashlib
+import collections
+import contextlib
+import contextvars
 import itertools
 import sys
 from pathlib import Path
 
-import numpy as np
+from chain_model import VOCAB, continue_prompt
+from sim_cluster import SimLauncher
+from sim_instance import ENGINE
 
 from tandem.core.errors import TandemError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
-from tandem.engine.blocks import BlockPool
-from tandem.engine.config import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.prefix_index import PrefixIndex
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampling import SampledToken
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.cluster.client import ClusterClient
+from tandem.engine.cluster.config import ClusterConfig
+from tandem.engine.cluster.machine import Alone
+from tandem.engine.cluster.selection import LeastLoadedPolicy
+from tandem.engine.instance import InstanceSpec
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.planner import CostTierPlanner
-from tandem.engine.tiers.store_tier import BlockMemory, StoreTier
-from tandem.sim import Faults, LoopClock
+from tandem.models.config import ModelConfig
+from tandem.rpc import RpcConfig
+from tandem.sim import Faults
 from tandem.store.config import StoreConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from store_world import StoreWorld
 
-BLOCK = 4
-WIDTH = 32
-"""Bytes of a token's KV: a block's 128 bytes are too much to be right by chance."""
-BLOCK_BYTES = BLOCK * WIDTH
-NUM_BLOCKS = 32
-MAX_LEN = 64
-VOCAB = 50
 HOSTS = ("h0", "h1")
 CAPACITY = 2**16
-STEP_S = 0.02
-REQUEST_LIMIT_S = 120.0
-"""A request takes no longer, whatever fails: loads have deadlines and the rest is computed."""
+LEASE_S = 3.0
+WHOLE_IN_S = LEASE_S + 5.0
+"""After the last fault."""
+REQUEST_LIMIT_S = 60.0
+GRACE_S = 5.0
 STORE = StoreConfig(
     lease_ms=500,
     put_timeout_ms=2000,
@@ -51,244 +48,268 @@ STORE = StoreConfig(
     inline_bytes=0,
     max_value_bytes=2**20,
 )
-ENGINE = EngineConfig(
-    block_size=BLOCK, max_model_len=MAX_LEN, max_batch_tokens=24, max_running=6, max_queue=100
-)
+WEIGHTS, FOREIGN = "weights", "other weights"
+ROLES = {
+    "unified": {"u0": "unified", "u1": "unified"},
+    "pair": {"p0": "prefill", "d0": "decode"},
+    "cross": {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"},
+    "foreign": {"p0": "prefill", "px": "prefill", "d0": "decode"},
+}
 
 
-def advance(state: bytes, token_id: int) -> bytes:
-    return hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=WIDTH).digest()
+class Settings:
+    """What a seed decides. Every third seed has calm weather; the policies take turns."""
 
-
-def continue_prompt(prompt: list[int], num_tokens: int) -> list[int]:
-    """What an engine must answer."""
-    state, tokens = bytes(WIDTH), list(prompt)
-    for token in prompt:
-        state = advance(state, token)
-    for _ in range(num_tokens):
-        tokens.append(pick(state))
-        state = advance(state, tokens[-1])
-    return tokens[len(prompt) :]
-
-
-def pick(state: bytes) -> int:
-    return int.from_bytes(state[:4], "little") % VOCAB
-
-
-class ChainRunner:
-    """Computes the hash chain from and into the memory of the blocks."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory = memory
-        self.rows = memory.reshape(-1, WIDTH)
-
-    def run(self, plan, states, on_layer=None):
-        for copy in plan.copies:
-            source = copy.src_block_id * BLOCK
-            target = copy.dst_block_id * BLOCK
-            self.rows[target : target + copy.num_tokens] = self.rows[
-                source : source + copy.num_tokens
-            ]
-        results = {}
-        for sequence in plan.sequences:
-            request, table = sequence.request, sequence.block_table
-            end = sequence.start + sequence.num_tokens
-
-            def row(position, table=table):
-                return table[position // BLOCK] * BLOCK + position % BLOCK
-
-            state = bytes(WIDTH)
-            if sequence.start:
-                state = self.rows[row(sequence.start - 1)].tobytes()
-            for position, token in enumerate(
-                request.get_tokens(sequence.start, end), sequence.start
-            ):
-                state = advance(state, token)
-                self.rows[row(position)] = np.frombuffer(state, np.uint8)
-            sampled = SampledToken(pick(state), None) if sequence.wants_sample else None
-            results[request.request_id] = SequenceResult(sampled=sampled)
-        return results
-
-
-class Instance:
-    """One engine with its tier, in a process that may be killed and stopped."""
-
-    def __init__(self, world: "TierWorld", name: str) -> None:
-        self.world = world
-        self.name = name
-        self.process, self.client = world.start_client(name)
-        self.memory = np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8)
-        pool = BlockPool(NUM_BLOCKS)
-        index = PrefixIndex(pool, BLOCK, identity=b"model")
-        self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
-        self.scheduler = Scheduler(ENGINE, pool, index, self.planner)
-        self.engine = Engine(
-            self.scheduler,
-            ChainRunner(self.memory),
-            LoopClock(),
-            vocab_size=VOCAB,
-            eos_token_ids=(),
-            observer=self.planner,
+    def __init__(self, seed: int) -> None:
+        self.roles = ROLES[("unified", "pair", "cross", "cross", "foreign")[seed % 5]]
+        self.faults = Faults()
+        self.flips = self.crashes = False
+        self.faults_of_model = 0.0
+        if seed % 3:
+            self.faults = Faults(lose=0.01, late=0.01, double=0.01, drag=0.1, rot_per_s=8.0)
+            self.flips = seed % 3 == 1
+            self.crashes = seed % 3 == 2
+            self.faults_of_model = 0.002
+        self.num_blocks = (32, 18)[seed // 3 % 2]
+        """The longest request takes 16."""
+        self.tiers = TierConfig(
+            write=("write_through", "on_evict")[seed % 2],
+            prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed // 2 % 5],
+            decision=("auto", "load")[seed // 2 % 2],
+            lookup_timeout_ms=200,
+            load_deadline_ms=1500,
+            staging_blocks=(8, 2)[seed // 7 % 2],
         )
-        self.waiting: dict[str, asyncio.Future] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.tier = self.process.run(self._open_tier)
-        self.process.spawn(self._run())
-
-    def _open_tier(self) -> StoreTier:
-        tier = StoreTier(
-            self.client,
-            BlockMemory(self.memory, BLOCK_BYTES),
-            identity="model",
-            config=self.world.tiers,
-            clock=LoopClock(),
-            on_load=self.planner.note_load,
-        )
-        tier.attach(self.engine)
-        self.engine.attach_transfers(tier)
-        return tier
-
-    async def _run(self) -> None:
-        while True:
-            if not self.engine.wait_for_work(0.0):
-                await asyncio.sleep(STEP_S)
-                continue
-            for output in self.engine.step():
-                self._deliver(output)
-            await asyncio.sleep(self.world.random.uniform(0.2, 2) * STEP_S)
-
-    def _deliver(self, output) -> None:
-        tokens = self.tokens.get(output.request_id)
-        if tokens is None:
-            self.world.violations.append(f"output after the end of {output.request_id}")
-            return
-        tokens += output.token_ids
-        if output.finish_reason is not None:
-            del self.tokens[output.request_id]
-            self.waiting.pop(output.request_id).set_result((output.finish_reason, tokens))
-
-    async def add(self, message: AddRequest) -> asyncio.Future:
-        missing = self.engine.find_missing_blocks(message)
-        stored = await self.tier.count_stored(missing.keys)
-        self.engine.add(message, num_stored_blocks=missing.num_cached + (stored or 0))
-        self.tokens[message.request_id] = []
-        future = self.waiting[message.request_id] = asyncio.get_running_loop().create_future()
-        return future
-
-    def kill(self) -> None:
-        self.world.kill(self.process)
-        for future in self.waiting.values():
-            future.cancel()
-
-    def check_idle(self) -> None:
-        """Every block, slot and transfer has been given back."""
-        stats, loads = self.engine.get_stats(), self.scheduler._loads
-        found = (stats.num_used_blocks, loads.num_in_transfer, loads.num_pinned)
-        if any(found) or self.tier._staging.num_free != self.world.tiers.staging_blocks:
-            self.world.violations.append(
-                f"{self.name} keeps {found}, {self.tier._staging.num_free} slots are free"
-            )
 
 
-class TierWorld(StoreWorld):
-    """Two instances on one store, and people who ask them."""
+class NativePolicy(LeastLoadedPolicy):
+    """Lets the instance with other weights serve nothing alone; its blocks may be offered."""
 
-    def __init__(self, seed: int, faults: Faults, tiers: TierConfig, *, crashes: bool) -> None:
-        super().__init__(seed, STORE, faults)
-        self.tiers = tiers
-        self.crashes = crashes
-        self.instances: dict[str, Instance] = {}
+    def choose(self, place, request, views):
+        route = super().choose(place, request, views)
+        if isinstance(route, Alone) and route.instance.name == "px":
+            return super().choose(place, request, [v for v in views if v.ref.name != "px"])
+        return route
+
+
+class KvWorld(StoreWorld):
+    """Made inside a ``VirtualLoop``. What is wrong is in ``violations`` at the end."""
+
+    def __init__(self, seed: int, settings: Settings) -> None:
+        super().__init__(seed, STORE, Faults())
+        self.settings = settings
+        self.tiers = settings.tiers
+        self.flips = False
+        self.faults_of_model = 0.0
+        self.context = contextvars.copy_context()
+        """Of the server, and of the world itself."""
+        self.instances, self.children, self.listeners, self.clients = {}, {}, {}, []
+        self.streams: list = []
+        self.asked: list[list[int]] = []
         self.count = itertools.count()
-        self.num_right = self.num_lost = self.num_loaded = 0
-        self.is_over = False
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.num_loaded = self.num_read = 0
+        self.cluster: ClusterClient
+        self.network.loop.set_exception_handler(self._note_failure)
+
+    def _note_failure(self, loop, context) -> None:
+        if "handle" in context:
+            self.violations.append(f"{context['message']}: {context['exception']!r}")
+
+    # Processes.
+
+    def draw_weights(self, spec) -> str:
+        return FOREIGN if spec.name == "px" else WEIGHTS
+
+    def kill(self, process) -> None:
+        super().kill(process)
+        listener = self.listeners.get(process.name)
+        if listener is not None and listener.process is process:
+            del self.listeners[process.name]
+            listener.break_all()
+        child = self.children.pop(process.instance_id, None)
+        if child is not None:
+            instance = child.instance
+            self.num_loaded += instance.tier.counters.loaded_blocks
+            self.num_read += 0 if instance.reader is None else instance.reader.counters.read_blocks
+            child.client.end("killed")
+            child.exited.set()
+
+    def stop(self, process, seconds: float) -> None:
+        """As SIGSTOP does; whoever waits for it for long gives it up."""
+        process.stall_until(process.loop.now_s + seconds)
+        for client in list(self.clients):
+            if client.process is process:
+                self.network.spawn(client.lose_silent())
+        for session in self.sessions:
+            if process in (session.near, session.far):
+                self.network.spawn(self.lose_silent(session))
+
+    def stall(self, process) -> None:
+        self.stop(process, self.random.uniform(4, 12))
+
+    # The run.
 
     async def run(self, num_requests: int) -> None:
         self.start_master()
         for name in HOSTS:
             self.start_host(name, CAPACITY)
         await asyncio.sleep(2)
-        for name in ("i0", "i1"):
-            self.instances[name] = Instance(self, name)
+        specs = [
+            InstanceSpec(
+                name=name, role=role, model=ModelConfig(path="chain"), engine=ENGINE,
+                rpc=RpcConfig(),
+            )
+            for name, role in self.settings.roles.items()
+        ]  # fmt: skip
+        config = ClusterConfig(lease_s=LEASE_S, recovery_s=20.0, max_attempts=8)
+        self.cluster = ClusterClient(
+            specs, config, policy=NativePolicy(), make_launcher=lambda: SimLauncher(self)
+        )
+        async with self.cluster:
+            await self.cluster.wait_ready()
+            await self.trouble(num_requests)
+            await self.recover()
+
+    async def trouble(self, num_requests: int) -> None:
+        settings = self.settings
+        self.faults, self.flips = settings.faults, settings.flips
+        self.faults_of_model = settings.faults_of_model
         background = [asyncio.ensure_future(self.rot())]
-        if self.crashes:
+        if settings.crashes:
             background.append(asyncio.ensure_future(self.strike()))
-        prefixes = [self.draw_tokens(20) for _ in range(3)]
-        await asyncio.gather(*(self.converse(prefixes, num_requests // 4) for _ in range(4)))
+        self.prefixes = [self.draw_tokens(20) for _ in range(3)]
+        await asyncio.gather(*(self.converse(num_requests // 4) for _ in range(4)))
         for task in background:
             task.cancel()
-        self.faults = Faults()
+        self.faults, self.flips, self.faults_of_model = Faults(), False, 0.0
+
+    async def recover(self) -> None:
+        """The faults are over: all is whole again in time, and nothing is kept."""
+        await asyncio.sleep(max(0.0, self.network.loop.stalled_until_s - self.clock.now_s()))
+        self.cuts.clear()
         for name in HOSTS:
             if name not in self.hosts:
                 self.start_host(name, CAPACITY)
         if self.master_process is None:
             self.start_master()
-        await asyncio.sleep(20)
-        for name, instance in self.instances.items():
-            instance.engine.flush_cache()
-            for prefix in prefixes:
-                await self.ask(name, prefix, 6, must_work=True)
-        await asyncio.sleep(10)
+        await asyncio.sleep(WHOLE_IN_S)
+        self.check_whole()
+        fallbacks = sum(self.cluster.fallbacks.values())
         for instance in self.instances.values():
-            self.num_loaded += instance.tier.counters.loaded_blocks
-            instance.check_idle()
+            instance.engine.flush_cache()  # Of the device alone: what is stored is asked for.
+        asked = self.random.sample(self.asked, min(4, len(self.asked)))
+        await asyncio.gather(*(self.ask(prompt, 2, must_work=True) for prompt in asked))
+        await self.flush_all()
+        for prefix in self.prefixes:
+            # Together: they share what they load and read.
+            await asyncio.gather(*(self.ask(prefix, 6, must_work=True) for _ in range(2)))
+        if sum(self.cluster.fallbacks.values()) > fallbacks:
+            self.violations.append(f"fallbacks without a fault: {self.cluster.fallbacks}")
+        await asyncio.sleep(WHOLE_IN_S)
+        self.check_whole()
+        for child in self.children.values():
+            self.num_loaded += child.instance.tier.counters.loaded_blocks
+            reader = child.instance.reader
+            self.num_read += 0 if reader is None else reader.counters.read_blocks
+
+    async def flush_all(self) -> None:
+        """Single messages to the store were lost, so it may have to wait for some deadlines."""
+        for _ in range(5):
+            with contextlib.suppress(TandemError):
+                await self.cluster.flush_cache()
+                return
+            await asyncio.sleep(4)
+        self.violations.append("the store does not come back")
+
+    def check_whole(self) -> None:
+        for status in self.cluster.instances:
+            sources = {n for n, role in self.settings.roles.items() if role == "prefill"} - {"px"}
+            wanted = sources if status.role == "decode" else set()
+            if status.stage.stage != "ready" or set(status.sources) != wanted:
+                self.violations.append(f"{status.name} is not whole: {status}")
+        for name, instance in self.instances.items():
+            if kept := instance.list_kept():
+                self.violations.append(f"{name} keeps {', '.join(kept)}")
+        if self.cluster.num_live:
+            self.violations.append(f"{self.cluster.num_live} requests live")
+        for stream in self.streams:
+            if not stream._queue.empty():  # Nobody has left this one.
+                self.violations.append(f"{stream._request_id} has an output after its end")
+        self.streams.clear()
 
     def draw_tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(count)]
 
-    async def converse(self, prefixes: list[list[int]], num_turns: int) -> None:
-        """Turns that build on each other, each on whichever instance."""
+    async def converse(self, num_turns: int) -> None:
+        """Turns that build on each other."""
         prompt: list[int] = []
         for _ in range(num_turns):
             await asyncio.sleep(self.random.expovariate(5))
             if not prompt or len(prompt) > 40:
-                prompt = [*self.random.choice(prefixes), *self.draw_tokens(3)]
-            name = self.random.choice(sorted(self.instances))
-            if self.random.random() < 0.15:
-                self.instances[name].engine.flush_cache()
-            answer = await self.ask(name, prompt, self.random.randrange(1, 9))
+                prompt = [*self.random.choice(self.prefixes), *self.draw_tokens(3)]
+            chance = self.random.random()
+            if chance < 0.05:
+                with contextlib.suppress(TandemError):
+                    await self.cluster.flush_cache()
+            elif chance < 0.2:
+                self.instances[self.random.choice(sorted(self.instances))].engine.flush_cache()
+            self.asked.append(prompt)
+            answer = await self.ask(prompt, self.random.randrange(1, 9))
             if answer is not None:
                 prompt = [*prompt, *answer, *self.draw_tokens(2)]
 
-    async def ask(self, name: str, prompt, num_tokens: int, *, must_work: bool = False):
+    async def ask(self, prompt: list[int], num_tokens: int, *, must_work: bool = False):
         """One request, to its end; what it answers is checked."""
-        instance = self.instances[name]
-        message = AddRequest(
+        request = AddRequest(
             request_id=f"r{next(self.count)}",
             prompt_ids=list(prompt),
-            sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
+            sampling=SamplingParams(max_tokens=num_tokens, seed=self.random.randrange(3)),
+            timeout_s=REQUEST_LIMIT_S,
         )
+        is_impatient = not must_work and self.random.random() < 0.1
         try:
-            async with asyncio.timeout(REQUEST_LIMIT_S):
-                future = await instance.process.spawn(instance.add(message))
-                if self.random.random() < 0.1 and not must_work:
-                    await asyncio.sleep(self.random.uniform(0, 0.2))
-                    instance.engine.cancel(message.request_id)
-                reason, tokens = await future
-        except asyncio.CancelledError:
-            if instance.process.is_alive:
-                raise
-            self.num_lost += 1
-            return None
+            async with asyncio.timeout(REQUEST_LIMIT_S + GRACE_S):
+                reason, tokens = await self.read_answer(request, is_impatient=is_impatient)
         except TimeoutError:
-            if instance.process.is_alive and not instance.process.is_stalled:
-                self.violations.append(f"{message.request_id} does not end")
+            self.violations.append(f"{request.request_id} does not end")
             return None
+        self.ends[reason] += 1
+        right = continue_prompt(WEIGHTS, prompt, num_tokens, request.sampling.seed)
+        is_whole = reason == FinishReason.LENGTH and tokens == right
+        is_cut = reason != FinishReason.LENGTH and tokens == right[: len(tokens)]
+        is_calm = must_work or not self.settings.faults.late
+        if not is_whole and (not is_cut or (is_calm and not is_impatient)):
+            self.violations.append(f"{request.request_id}: {reason} {tokens}, {right} is right")
+        return tokens if is_whole else None
+
+    async def read_answer(self, request: AddRequest, *, is_impatient: bool):
+        tokens: list[int] = []
+        try:
+            stream = await self.cluster.submit(request)
         except TandemError as error:
-            self.violations.append(f"{message.request_id} was refused: {error}")
-            return None
-        if reason is FinishReason.CANCELLED:
-            return None
-        if reason is not FinishReason.LENGTH or tokens != continue_prompt(prompt, num_tokens):
-            self.violations.append(f"{message.request_id} on {name}: {reason} {tokens}")
-            return None
-        self.num_right += 1
-        return tokens
+            return f"refused: {error.code}", tokens
+        self.streams.append(stream)
+        leave_at_s = asyncio.get_running_loop().time() + self.random.uniform(0, 0.4)
+        async for output in stream:
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                return output.error_code or output.finish_reason, tokens
+            if is_impatient and asyncio.get_running_loop().time() > leave_at_s:
+                await stream.cancel()
+                self.streams.remove(stream)
+                return "left", tokens
+        self.violations.append(f"{request.request_id} ends in silence")
+        return "silence", tokens
+
+    # What breaks.
 
     async def strike(self) -> None:
-        """Kill hosts, the master and instances, now and then."""
+        """Kill, stop and cut off, now and then."""
         while True:
-            await asyncio.sleep(self.random.expovariate(0.5))
-            match self.random.choice(("host", "master", "instance", "cut")):
+            await asyncio.sleep(self.random.expovariate(0.7))
+            kind = self.random.choice(("host", "master", "kill", "kill", "stop", "pause", "cut"))
+            match kind:
                 case "host":
                     name = self.random.choice(HOSTS)
                     self.kill_host(name)
@@ -298,27 +319,17 @@ class TierWorld(StoreWorld):
                     self.kill_master()
                     await asyncio.sleep(self.random.uniform(0, 3))
                     self.start_master()
-                case "instance":
-                    name = self.random.choice(sorted(self.instances))
-                    self.instances[name].kill()
-                    self.instances[name] = Instance(self, name)
+                case "kill":
+                    self.kill(self.choose_instance())
+                case "stop":
+                    self.stall(self.choose_instance())
+                case "pause":
+                    self.stop(self.choose_instance(), self.random.uniform(0.05, 2.5))
                 case "cut":
-                    mend = self.cut_off(self.random.choice(HOSTS), ["i0", "i1", "master"])
+                    names = [*self.settings.roles, "master"]
+                    mend = self.cut_off(self.random.choice((*HOSTS, *self.settings.roles)), names)
                     await asyncio.sleep(self.random.uniform(0, 5))
                     mend()
 
-
-def draw_settings(seed: int) -> tuple[Faults, TierConfig, bool]:
-    """Every third seed has calm weather; the policies take turns."""
-    faults = Faults()
-    if seed % 3:
-        faults = Faults(lose=0.01, late=0.01, double=0.01, drag=0.1, rot_per_s=8.0)
-    tiers = TierConfig(
-        write=("write_through", "on_evict")[seed % 2],
-        prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed % 5],
-        decision=("auto", "load")[seed // 2 % 2],
-        lookup_timeout_ms=200,
-        load_deadline_ms=1500,
-        staging_blocks=8,
-    )
-    return faults, tiers, seed % 3 == 2
+    def choose_instance(self):
+        return self.instances[self.random.choice(sorted(self.instances))].process

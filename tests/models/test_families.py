@@ -84,7 +84,11 @@ def test_kv_layout_follows_the_model(checkpoint):
 
 
 REFUSED = {
-    "another family": ({"model_type": "gpt2"}, "gpt2", "model_type"),
+    "another family": (
+        {"model_type": "gpt2", "architectures": None},
+        "gpt2",
+        "model_type",
+    ),
     "a newer family": ({"model_type": "qwen9"}, "qwen9", "model_type"),
     "a classifier": (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -92,7 +96,11 @@ REFUSED = {
         "architectures",
     ),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder", "is_encoder_decoder"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq", "quantization_config"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "spqr"}},
+        "spqr",
+        "quantization_config.quant_method",
+    ),
     "activation": ({"hidden_act": "relu2"}, "relu2", "hidden_act"),
     "longrope": (
         {

@@ -116,6 +116,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
     """Of the matrices that the operator holds."""
+    keeps_codes: bool = False
+    """Whether matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""
     """The module above, whose operator took its weights; empty for none."""
     note: str = ""
@@ -139,6 +141,8 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     plain_bytes: NonNegativeInt
     """The same in the model's dtype."""
     reason: str
+    stored_bytes: NonNegativeInt = 0
+    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +175,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
     packed_cache: str
     """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    notes: tuple[str, ...] = ()
+    """What of the checkpoint is not used, and why."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}

@@ -149,12 +149,14 @@ class Instance:
         await self._require_api().add(peer, request)
         return Empty()
 
-    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+    async def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        # A coroutine like ``_add``, which may have come in the same turn: it begins first.
         return self._require_api().continue_request(peer, request)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        # The ``_add`` that it is about may have come in the same turn and begin in the next one.
         if self._api is not None:
-            self._api.take_event(peer, event)
+            asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
     async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
         await self._require_api().open_peer(peer)

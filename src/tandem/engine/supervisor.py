@@ -143,8 +143,14 @@ class InstanceSupervisor:
         try:
             await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
             if session.done():
-                return session.result()
-            return f"the process ended with status {exited.result()}"
+                reason = session.result()
+            else:
+                reason = f"the process ended with status {exited.result()}"
+            self._session, self._info = None, None
+            if self._was_ready:
+                # Before the process is ended, which takes seconds if it hangs.
+                self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+            return reason
         finally:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)

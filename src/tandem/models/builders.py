@@ -5,7 +5,7 @@ computes (``probes``), not at its name, so any family whose module has the commo
 one that has not is refused with what is missing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -49,9 +49,11 @@ from tandem.models.roles import (
     find_projections,
     has_layered_rope,
 )
+from tandem.models.stored import StoredModel
 
 __all__ = [
     "FORMAT_KWARG",
+    "KEEPS_CODES_KWARG",
     "BuildContext",
     "UnfitModuleError",
     "WeightSettings",
@@ -74,6 +76,9 @@ __all__ = [
 FORMAT_KWARG = "format"
 """Weight format of an operator's matrices, by name; our own word in the grammar."""
 
+KEEPS_CODES_KWARG = "keeps_codes"
+"""What a plan, not a rule, says of a module: see ``ModulePlan.keeps_codes``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
@@ -88,6 +93,8 @@ class WeightSettings:
     """Where packed experts are kept between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    stored: StoredModel = field(default_factory=StoredModel)
+    """What of the checkpoint may keep the format that it is stored in."""
 
     @classmethod
     def of_choices(
@@ -99,6 +106,7 @@ class WeightSettings:
         *,
         caches: PackedCaches | None = None,
         expert_parts: int = 0,
+        stored: StoredModel | None = None,
     ) -> "WeightSettings":
         """Return the settings that a plan's choices come to."""
         return cls(
@@ -108,6 +116,7 @@ class WeightSettings:
             router=parse_format(router.weight_format),
             caches=caches,
             expert_parts=expert_parts,
+            stored=stored or StoredModel(),
         )
 
 
@@ -134,19 +143,32 @@ class BuildContext:
     """See ``roles.observe_attentions``."""
 
     def choose_format(self, default: WeightFormat | None) -> WeightFormat | None:
-        """Return the format that the rule asks for, or the default."""
+        """Return the format that the rule asks for, that of the checkpoint, or the default."""
         wish = self.kwargs.get(FORMAT_KWARG)
         if wish is None:
-            return default
+            return self.settings.stored.find_format(self.name) or default
         return parse_format(wish)
 
     def choose_matrix(self) -> MatrixSettings:
         """Return how a linear operator stores its matrices."""
-        return MatrixSettings(self.choose_format(self.settings.linear), self.settings.pool)
+        return MatrixSettings(
+            self.choose_format(self.settings.linear), self.settings.pool, self._keeps_codes()
+        )
+
+    def _keeps_codes(self) -> bool:
+        """Whether each matrix of the module has a format of its own, that of its codes."""
+        if FORMAT_KWARG not in self.kwargs:
+            return self.settings.stored.is_mixed(self.name)
+        return bool(self.kwargs.get(KEEPS_CODES_KWARG, False))
 
     def choose_router(self) -> MatrixSettings:
-        """Return how an operator stores a matrix of scores, which choose."""
-        return MatrixSettings(self.choose_format(self.settings.router), self.settings.pool)
+        """Return how an operator stores a matrix of scores, which choose.
+
+        Not as the checkpoint has it: our products of codes have coded activations too.
+        """
+        wish = self.kwargs.get(FORMAT_KWARG)
+        weight_format = self.settings.router if wish is None else parse_format(wish)
+        return MatrixSettings(weight_format, self.settings.pool)
 
 
 def _require(module: Any, *names: str) -> None:

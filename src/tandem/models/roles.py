@@ -91,14 +91,20 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
 
     Raises: UnsupportedError (a layer has no attention or no MLP that we know).
     """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise UnsupportedError(
+            "models.read_layers", f"{type(model).__name__} has no list of layers where it should be"
+        )
+    attentions = observe_attentions(model)
     return tuple(
         LayerSpec(
             index=index,
-            attention=_read_attention(model, layer, index),
+            attention=_read_attention(layer, index, attentions),
             rope=_read_rope(model.config, layer),
             mlp=_read_mlp(layer, index, model.config.hidden_size),
         )
-        for index, layer in enumerate(model.model.layers)
+        for index, layer in enumerate(layers)
     )
 
 
@@ -181,8 +187,10 @@ def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
     )
 
 
-def _read_attention(model: Any, layer: nn.Module, index: int) -> AttentionSpec:
-    for module in layer.children():
+def _read_attention(
+    layer: nn.Module, index: int, attentions: dict[str, AttentionCall | str]
+) -> AttentionSpec:
+    for name, module in layer.named_children():
         part: Any = module
         if hasattr(part, "kv_b_proj"):
             return AttentionSpec(
@@ -196,10 +204,9 @@ def _read_attention(model: Any, layer: nn.Module, index: int) -> AttentionSpec:
             )
         projections = find_projections(part)
         if projections:
-            try:
-                call = observe_attention(model, part)
-            except UnfitModuleError as error:
-                raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+            call = attentions[f"model.layers.{index}.{name}"]
+            if isinstance(call, str):
+                raise UnsupportedError("models.read_layers", f"layer {index}: {call}")
             first: Any = getattr(part, projections[0])
             num_heads = part.o_proj.in_features // part.head_dim
             return AttentionSpec(
@@ -305,13 +312,31 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     Before any rule: the modules are run.
     """
     found: dict[str, AttentionCall | str] = {}
+    # On the meta device a layer takes milliseconds: layers that differ in their number alone are
+    # run once.
+    seen: dict[object, AttentionCall | str] = {}
     for name, module in model.named_modules():
-        if find_projections(module):
+        if not find_projections(module):
+            continue
+        key = _key_attention(module)
+        if key not in seen:
             try:
-                found[name] = observe_attention(model, module)
+                seen[key] = observe_attention(model, module)
             except UnfitModuleError as error:
-                found[name] = str(error)
+                seen[key] = str(error)
+        found[name] = seen[key]
     return found
+
+
+def _key_attention(module: nn.Module) -> object:
+    """Return what attentions of one model differ by: their plain attributes and their parts."""
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
+    }
+    parts = [(name, type(part)) for name, part in module.named_children()]
+    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:

@@ -255,13 +255,13 @@ class ClusterClient:
         Raises: PeerLostError (no instance that knows of them can be asked).
         """
         legs = {
-            leg.leg_id: (request_id, leg.instance)
+            leg.leg_id: (request_id, leg)
             for request_id in request_ids
             for leg in self._dispatcher.list_legs(request_id)
         }
         by_name: dict[str, list[str]] = {}
-        for leg_id, (_, name) in legs.items():
-            by_name.setdefault(name, []).append(leg_id)
+        for leg_id, (_, leg) in legs.items():
+            by_name.setdefault(leg.instance, []).append(leg_id)
         asked = [m for m in self._members if m.name in by_name and m.info is not None]
         if by_name and not asked:
             raise PeerLostError("engine.timelines", "the instances of these requests are down")
@@ -275,8 +275,8 @@ class ClusterClient:
             elif not isinstance(answer, TandemError):
                 raise answer
         return [
-            msgspec.structs.replace(known[leg_id], request_id=request_id)
-            for leg_id, (request_id, _) in legs.items()
+            msgspec.structs.replace(known[leg_id], request_id=request_id, sent_s=leg.sent_s)
+            for leg_id, (request_id, leg) in legs.items()
             if leg_id in known
         ]
 

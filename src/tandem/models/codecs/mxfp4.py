@@ -31,9 +31,16 @@ HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
 class Mxfp4Codec:
     """See the module, and ``tandem.models.codecs.codec.Codec``."""
 
+    is_exact: bool = True
+
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        del name
+        return "mxfp4"
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode experts [E, K, N], exactly in float32 and bfloat16."""
