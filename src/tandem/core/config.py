@@ -129,7 +129,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def let_idle_threads_sleep() -> None:
-    """Tell OpenMP, before torch loads it, that waiting threads sleep unless the user said otherwise.
+    """Tell OpenMP, before torch loads it, that waiting threads sleep; the user's word goes first.
 
     On cores that they share with the threads of our kernels, spinning ones starve the others.
     """
