@@ -1,10 +1,12 @@
-"""Write the reference pages that are generated from the code; ``--check`` only compares.
+"""Write the pages that are generated from the code; ``--check`` only compares.
 
 A reviewer sees a new setting as a changed line of ``docs/reference/config.md``.
 """
 
 import sys
 from pathlib import Path
+
+from disaggregation_page import render_disaggregation
 
 from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import list_fields
@@ -15,7 +17,7 @@ from tandem.models.families.gate import ACTIVATIONS, LAYER_TYPES, ROPE_TYPES
 from tandem.models.quantization import METHODS
 from tandem.server.metrics import METRICS
 
-DOCS = Path(__file__).parent.parent / "docs" / "reference"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def render_config() -> str:
@@ -134,10 +136,11 @@ def render_metrics() -> str:
 
 
 PAGES = {
-    "config.md": render_config,
-    "errors.md": render_errors,
-    "models.md": render_models,
-    "metrics.md": render_metrics,
+    "reference/config.md": render_config,
+    "reference/errors.md": render_errors,
+    "reference/models.md": render_models,
+    "reference/metrics.md": render_metrics,
+    "design/disaggregation.md": render_disaggregation,
 }
 
 
@@ -151,7 +154,7 @@ def main() -> int:
             continue
         stale += 1
         if check:
-            sys.stderr.write(f"docs/reference/{name} is stale: run python tools/reference.py\n")
+            sys.stderr.write(f"docs/{name} is stale: run python tools/reference.py\n")
         else:
             page.write_text(text, encoding="utf-8")
     return stale if check else 0

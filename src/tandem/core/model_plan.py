@@ -116,6 +116,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
     """Of the matrices that the operator holds."""
+    keeps_codes: bool = False
+    """Whether matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""
     """The module above, whose operator took its weights; empty for none."""
     note: str = ""

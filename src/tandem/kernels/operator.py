@@ -2,7 +2,9 @@
 
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -70,6 +72,8 @@ class Operator(nn.Module, ABC):
 
     packed_bytes: int = 0
     """Of the weights that are packed, and so are no parameters of the module."""
+    code_formats: Mapping[str, str] = MappingProxyType({})
+    """Formats of matrices that have others than the operator's, by their prefix in it."""
     is_misplaced: bool = False
     """Whether packed weights should lie on several NUMA nodes and the kernel refused."""
 

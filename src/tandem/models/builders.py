@@ -53,6 +53,7 @@ from tandem.models.stored import StoredModel
 
 __all__ = [
     "FORMAT_KWARG",
+    "KEEPS_CODES_KWARG",
     "BuildContext",
     "UnfitModuleError",
     "WeightSettings",
@@ -74,6 +75,9 @@ __all__ = [
 
 FORMAT_KWARG = "format"
 """Weight format of an operator's matrices, by name; our own word in the grammar."""
+
+KEEPS_CODES_KWARG = "keeps_codes"
+"""What a plan, not a rule, says of a module: see ``ModulePlan.keeps_codes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,15 @@ class BuildContext:
 
     def choose_matrix(self) -> MatrixSettings:
         """Return how a linear operator stores its matrices."""
-        return MatrixSettings(self.choose_format(self.settings.linear), self.settings.pool)
+        return MatrixSettings(
+            self.choose_format(self.settings.linear), self.settings.pool, self._keeps_codes()
+        )
+
+    def _keeps_codes(self) -> bool:
+        """Whether each matrix of the module has a format of its own, that of its codes."""
+        if FORMAT_KWARG not in self.kwargs:
+            return self.settings.stored.is_mixed(self.name)
+        return bool(self.kwargs.get(KEEPS_CODES_KWARG, False))
 
     def choose_router(self) -> MatrixSettings:
         """Return how an operator stores a matrix of scores, which choose.

@@ -25,6 +25,7 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
 from tandem.kernels.head_matrix import choose_head_format, count_head_bytes
+from tandem.kernels.recode import join_formats
 from tandem.models.builders import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
@@ -172,23 +173,35 @@ def _plan_matrices(
     for holder, group in _group_by_holder(raw, by_name):
         module, role = by_name[holder], group[0].role
         plain = sum(prod(m.shape) for m in group) * DTYPE_BYTES[spec.dtype]
-        is_view = group[0].is_shared and module.weight_format == NO_FORMAT
+        weight_format = _choose_group_format(module, group, kept)
+        is_view = group[0].is_shared and weight_format == NO_FORMAT
         shape = (sum(m.shape[0] for m in group), *group[0].shape[1:])
         yield MatrixPlan(
             module=holder,
             role=role,
             shape=shape,
-            weight_format=_find_format(role, shape, module.weight_format),
-            size_bytes=0 if is_view else _count_bytes(role, shape, module.weight_format, plain),
+            weight_format=_find_format(role, shape, weight_format),
+            size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(
                 [stored.matrices[m.module] for m in group if m.module in stored.matrices],
-                module.weight_format,
+                weight_format,
                 _give_reason(module, role, choices, asked, is_view=is_view),
-                is_kept=kept.find_format(holder) is not None and module.rule not in asked,
+                is_kept=(module.keeps_codes or kept.find_format(holder) is not None)
+                and module.rule not in asked,
             ),
             stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
         )
+
+
+def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: StoredModel) -> str:
+    """Return the format of matrices that become one; ``read_matrix`` chooses the same."""
+    if module.keeps_codes:
+        stored = [kept.matrices[m.module] for m in group if m.module in kept.matrices]
+        held = join_formats([matrix.weight_format for matrix in stored])
+        if held is not None and len(stored) == len(group):
+            return held.name
+    return module.weight_format
 
 
 def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
@@ -245,10 +258,11 @@ def _tell_stored(
     storage = " and ".join(sorted({matrix.storage for matrix in matrices if matrix.storage}))
     if not storage:
         return reason
-    held = {None if m.weight_format is None else m.weight_format.name for m in matrices}
-    if held == {weight_format}:
+    held = join_formats([m.weight_format for m in matrices])
+    if held is not None and held.name == weight_format:
         return f"as the checkpoint stores it: {storage}" if is_kept else f"{reason}: stored so"
-    why = ", which no format here holds" if None in held else ""
+    has_none = any(m.weight_format is None for m in matrices)
+    why = ", which no format here holds" if has_none else ""
     return f"{reason}; decoded from {storage}{why}"
 
 

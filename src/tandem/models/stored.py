@@ -10,11 +10,13 @@ from tandem.core.errors import NotFoundError
 from tandem.kernels.experts import list_expert_weights
 from tandem.kernels.formats import BLOCK_ROWS, WeightFormat
 from tandem.kernels.operator import WeightReader
+from tandem.kernels.recode import join_formats
 from tandem.models.families import Checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.quantization import Quantization
 from tandem.models.roles import RawMatrix
 from tandem.models.sources.containers import open_source
+from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.source import WeightSource
 
 __all__ = ["StoredMatrix", "StoredModel", "read_stored"]
@@ -49,19 +51,27 @@ class StoredModel:
         formats = {matrix.weight_format for matrix in self.find(name)}
         return formats.pop() if len(formats) == 1 else None
 
+    def is_mixed(self, name: str) -> bool:
+        """Whether all matrices of a module are in codes, and not all in one format."""
+        formats = {matrix.weight_format for matrix in self.find(name)}
+        return len(formats) > 1 and None not in formats
+
 
 def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
-    """Return what a checkpoint has as codes; nothing where it is not quantized.
+    """Return what a checkpoint has as codes; nothing where it has values only.
 
     Raises: as ``open_source``, but for weights that are not there.
     """
     quantization = checkpoint.quantization
-    if quantization is None:
+    if quantization is None and find_gguf(checkpoint.folder) is None:
         return StoredModel()
-    raw = [m for m in raw if m.role not in ("embedding", "router") and not m.is_shared]
+    # A head that shares the embedding's tensor may take its codes.
+    raw = [m for m in raw if m.role not in ("embedding", "router")]
     try:
         source = open_source(checkpoint.folder, quantization=quantization)
     except NotFoundError:
+        if quantization is None:
+            raise
         return StoredModel({m.module: _foresee(quantization, m) for m in raw})
     with source:
         reader = rename_reader(source, source.entries)
@@ -77,8 +87,7 @@ def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
     storage = {reader.find_storage(name) for name in names} - {""}
     if not storage:
         return StoredMatrix()
-    formats = {reader.find_format(name) for name in names}
-    held = formats.pop() if len(formats) == 1 else None
+    held = join_formats([reader.find_format(name) for name in names])
     words = " and ".join(sorted(storage))
     return StoredMatrix(words, held if _fits(matrix, held) else None)
 
@@ -111,10 +120,10 @@ def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
 
 def _count_bytes(source: WeightSource, modules: set[str]) -> dict[str, int]:
     sizes = dict.fromkeys(modules, 0)
-    for name, entry in source.entries.items():
+    for name, size_bytes in source.list_sizes().items():
         holder = name
         while holder and holder not in modules:
             holder = holder.rpartition(".")[0]
         if holder:
-            sizes[holder] += entry.end - entry.begin
+            sizes[holder] += size_bytes
     return sizes

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from tandem import _native
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
@@ -41,10 +41,17 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         config: how many of which role.
         common: what they all are told.
 
-    Raises: ConfigError (fewer cores than instances).
+    Raises: ConfigError (fewer cores than instances; prefill and decode without a prefix cache).
     """
     if not config.prefill and config.num_instances == 1:
         return [common]
+    if config.prefill and not common.engine.prefix_cache:
+        raise ConfigError(
+            "cluster.configure",
+            "prefill and decode instances need the prefix cache, where blocks that were read wait "
+            "for their request: leave engine.prefix_cache on, or serve with --unified",
+            field="engine.prefix_cache",
+        )
     roles: list[tuple[str, InstanceRole]] = []
     roles += [(f"prefill-{i}", "prefill") for i in range(config.prefill)]
     roles += [(f"decode-{i}", "decode") for i in range(config.decode)]
@@ -255,13 +262,13 @@ class ClusterClient:
         Raises: PeerLostError (no instance that knows of them can be asked).
         """
         legs = {
-            leg.leg_id: (request_id, leg.instance)
+            leg.leg_id: (request_id, leg)
             for request_id in request_ids
             for leg in self._dispatcher.list_legs(request_id)
         }
         by_name: dict[str, list[str]] = {}
-        for leg_id, (_, name) in legs.items():
-            by_name.setdefault(name, []).append(leg_id)
+        for leg_id, (_, leg) in legs.items():
+            by_name.setdefault(leg.instance, []).append(leg_id)
         asked = [m for m in self._members if m.name in by_name and m.info is not None]
         if by_name and not asked:
             raise PeerLostError("engine.timelines", "the instances of these requests are down")
@@ -275,8 +282,8 @@ class ClusterClient:
             elif not isinstance(answer, TandemError):
                 raise answer
         return [
-            msgspec.structs.replace(known[leg_id], request_id=request_id)
-            for leg_id, (request_id, _) in legs.items()
+            msgspec.structs.replace(known[leg_id], request_id=request_id, sent_s=leg.sent_s)
+            for leg_id, (request_id, leg) in legs.items()
             if leg_id in known
         ]
 

@@ -49,9 +49,10 @@ CLOSE_NAME = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose configuration was read and accepted."""
+    """A checkpoint whose configuration was read and accepted."""
 
     folder: Path
+    """Its folder, or its GGUF file."""
     config: Any
     """transformers' configuration object."""
     spec: ModelSpec
@@ -69,18 +70,35 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
         ConfigError: a value is missing or out of bounds.
         UnsupportedError: nothing here runs it; the text says what and why.
     """
-    folder = resolve_folder(path_or_id)
-    refuse_foreign_files(folder)
-    raw = read_json(folder / "config.json")
+    path = resolve_folder(path_or_id)
+    refuse_foreign_files(path)
+    folder, raw, generation = _read_config(path)
     family = _check_family(raw)
     quantization = _check_quantization(raw, family)
     config = _build_config(raw, family)
     _check_config(config, family, raw)
-    generation = folder / "generation_config.json"
-    generation = read_json(generation) if generation.exists() else {}
-    name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
+    is_local = Path(path_or_id).expanduser().exists()
+    name = folder.resolve().name.removesuffix(".gguf") if is_local else str(path_or_id)
     spec = _make_spec(name, config, family, generation)
     return Checkpoint(folder, config, spec, quantization)
+
+
+def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Return where the weights are, the configuration, and that of generation.
+
+    A folder's own files go before the metadata of a GGUF file in it.
+    """
+    config = path / "config.json"
+    if path.is_dir() and config.is_file():
+        generation = path / "generation_config.json"
+        return path, read_json(config), read_json(generation) if generation.exists() else {}
+    from tandem.models.gguf.config import read_gguf_config
+    from tandem.models.sources.gguf_files import find_gguf
+
+    file = find_gguf(path)
+    if file is None:
+        return path, read_json(config), {}
+    return file, *read_gguf_config(file)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -82,6 +82,10 @@ class WeightSource(WeightReader, Protocol):
         """All tensors as they are stored; their bytes are what the weights' digest is of."""
         ...
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the stored bytes of each weight, by the name under which it is read."""
+        ...
+
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors that nobody read.
 
