@@ -70,13 +70,15 @@ class Settings:
             self.flips = seed % 3 == 1
             self.crashes = seed % 3 == 2
             self.faults_of_model = 0.002
+        self.num_blocks = (32, 18)[seed // 3 % 2]
+        """The longest request takes 16."""
         self.tiers = TierConfig(
             write=("write_through", "on_evict")[seed % 2],
             prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed // 2 % 5],
             decision=("auto", "load")[seed // 2 % 2],
             lookup_timeout_ms=200,
             load_deadline_ms=1500,
-            staging_blocks=8,
+            staging_blocks=(8, 2)[seed // 7 % 2],
         )
 
 
@@ -103,10 +105,16 @@ class KvWorld(StoreWorld):
         """Of the server, and of the world itself."""
         self.instances, self.children, self.listeners, self.clients = {}, {}, {}, []
         self.streams: list = []
+        self.asked: list[list[int]] = []
         self.count = itertools.count()
         self.ends: collections.Counter[str] = collections.Counter()
         self.num_loaded = self.num_read = 0
         self.cluster: ClusterClient
+        self.network.loop.set_exception_handler(self._note_failure)
+
+    def _note_failure(self, loop, context) -> None:
+        if "handle" in context:
+            self.violations.append(f"{context['message']}: {context['exception']!r}")
 
     # Processes.
 
@@ -188,10 +196,14 @@ class KvWorld(StoreWorld):
         await asyncio.sleep(WHOLE_IN_S)
         self.check_whole()
         fallbacks = sum(self.cluster.fallbacks.values())
-        await self.cluster.flush_cache()
+        for instance in self.instances.values():
+            instance.engine.flush_cache()  # Of the device alone: what is stored is asked for.
+        asked = self.random.sample(self.asked, min(4, len(self.asked)))
+        await asyncio.gather(*(self.ask(prompt, 2, must_work=True) for prompt in asked))
+        await self.flush_all()
         for prefix in self.prefixes:
             # Together: they share what they load and read.
-            await asyncio.gather(*(self.ask(prefix, 6, must_work=True) for _ in range(3)))
+            await asyncio.gather(*(self.ask(prefix, 6, must_work=True) for _ in range(2)))
         if sum(self.cluster.fallbacks.values()) > fallbacks:
             self.violations.append(f"fallbacks without a fault: {self.cluster.fallbacks}")
         await asyncio.sleep(WHOLE_IN_S)
@@ -200,6 +212,15 @@ class KvWorld(StoreWorld):
             self.num_loaded += child.instance.tier.counters.loaded_blocks
             reader = child.instance.reader
             self.num_read += 0 if reader is None else reader.counters.read_blocks
+
+    async def flush_all(self) -> None:
+        """Single messages to the store were lost, so it may have to wait for some deadlines."""
+        for _ in range(5):
+            with contextlib.suppress(TandemError):
+                await self.cluster.flush_cache()
+                return
+            await asyncio.sleep(4)
+        self.violations.append("the store does not come back")
 
     def check_whole(self) -> None:
         for status in self.cluster.instances:
@@ -227,9 +248,13 @@ class KvWorld(StoreWorld):
             await asyncio.sleep(self.random.expovariate(5))
             if not prompt or len(prompt) > 40:
                 prompt = [*self.random.choice(self.prefixes), *self.draw_tokens(3)]
-            if self.random.random() < 0.15:
+            chance = self.random.random()
+            if chance < 0.05:
                 with contextlib.suppress(TandemError):
                     await self.cluster.flush_cache()
+            elif chance < 0.2:
+                self.instances[self.random.choice(sorted(self.instances))].engine.flush_cache()
+            self.asked.append(prompt)
             answer = await self.ask(prompt, self.random.randrange(1, 9))
             if answer is not None:
                 prompt = [*prompt, *answer, *self.draw_tokens(2)]

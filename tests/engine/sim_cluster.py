@@ -143,7 +143,9 @@ class SimClient:
         try:
             async with asyncio.timeout(timeout_s):
                 return msgspec.msgpack.decode(await answer, type=response_type)
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, TandemError):
+                raise
             raise DeadlineError("world.rpc", f"{method}: no answer in {timeout_s} s") from None
         finally:
             self._calls.pop(number, None)

@@ -20,11 +20,18 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.sources.gguf_files import find_gguf
+from tandem.server import tiktoken_file
 from tandem.server.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 __all__ = ["TokenThreads", "Tokenizer", "load_tokenizer"]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    tiktoken_file.FILE_NAME,
+    "vocab.json",
+    "vocab.txt",
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -160,9 +167,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     transformers 5, this ignores ``add_bos_token`` beside it.
 
     Raises:
-        NotFoundError: the folder has neither ``tokenizer.json`` nor what transformers can convert.
+        NotFoundError: the folder has neither ``tokenizer.json`` nor what can be converted.
         ConfigError: a file is there and cannot be read.
-        UnsupportedError: a GGUF file's tokenizer is of a kind that is not known here.
+        UnsupportedError: a tokenizer that only its own code can read, or of a kind that is not
+            known here.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         gguf = find_gguf(folder)
@@ -181,6 +189,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
+    elif (folder / tiktoken_file.FILE_NAME).exists():
+        alphabet = {byte: char for char, byte in _byte_alphabet().items()}
+        backend = tiktoken_file.build_tokenizer(folder, settings, alphabet)
     else:
         backend = _convert_tokenizer(folder)
     return Tokenizer(
