@@ -80,7 +80,7 @@ def render_models() -> str:
         "in chunks, decoding and with a reused prefix (`docs/design/models.md`). CI proves those",
         f"of this table with transformers {PROVED_WITH}. Any other decoder that transformers knows",
         "is proved at its first use, in seconds, or refused with the first layer and operator that",
-        "differ; `tandem verify MODEL` prints it. A configuration must fit what is below the table.",
+        "differ; `tandem verify MODEL` prints it. What is below the table holds for all.",
         "",
         "| `model_type` | `architectures` | experts as stored, beside plain |",
         "|---|---|---|",
