@@ -156,6 +156,51 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   });
 }
 
+Status PackedMatrix::backward(ThreadPool& pool, const float* d_out, size_t num_rows,
+                              float* d_x) const {
+  if (num_rows == 0) return {};
+  // Rows of one task: their transposed gradients stay in a core's L2 beside a few panels.
+  constexpr size_t kGradRows = 96;
+  const size_t outputs = count_panels(out_features_) * kPanelColumns;
+  const size_t num_pieces = (num_rows + kGradRows - 1) / kGradRows;
+  const size_t size = padded_size(format_, in_features_);
+  const size_t num_blocks = (in_features_ + kGradInputs - 1) / kGradInputs;
+  thread_local Arena arena;
+  Status status = arena.reserve(num_pieces * outputs * kGradRows * sizeof(float) + kPackedAlignment);
+  if (!status.is_ok()) return status;
+  float* turned = reinterpret_cast<float*>(
+      arena.take(num_pieces * outputs * kGradRows * sizeof(float)));
+  // [pieces][outputs][rows], zero beyond both.
+  status = pool.parallel_for(num_pieces, 1, [&](size_t begin, size_t end, int) {
+    for (size_t piece = begin; piece < end; ++piece) {
+      float* to = turned + piece * outputs * kGradRows;
+      const size_t first = piece * kGradRows, count = std::min(kGradRows, num_rows - first);
+      std::fill(to, to + outputs * kGradRows, 0.0f);
+      for (size_t n = 0; n < out_features_; n += 16)
+        for (size_t r = 0; r < count; ++r)
+          for (size_t i = n; i < std::min(n + 16, out_features_); ++i)
+            to[i * kGradRows + r] = d_out[(first + r) * out_features_ + i];
+    }
+  });
+  if (!status.is_ok()) return status;
+  return pool.parallel_for(num_blocks * num_pieces, 1, [&](size_t begin, size_t end, int) {
+    float out[kGradInputs * kGradRows];
+    for (size_t i = begin; i < end; ++i) {
+      const size_t piece = i / num_blocks, first = i % num_blocks * kGradInputs;
+      const size_t first_row = piece * kGradRows;
+      const size_t count = std::min(kGradRows, num_rows - first_row);
+      std::fill(out, out + kGradInputs * kGradRows, 0.0f);
+      kernels_->multiply_back({format_, data_, panel_bytes_, count_panels(out_features_), first,
+                               std::min(kGradInputs, size - first),
+                               turned + piece * outputs * kGradRows, kGradRows, out});
+      const size_t num_columns = std::min(kGradInputs, in_features_ - first);
+      for (size_t r = 0; r < count; ++r)
+        for (size_t c = 0; c < num_columns; ++c)
+          d_x[(first_row + r) * in_features_ + first + c] = out[c * kGradRows + r];
+    }
+  });
+}
+
 Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) const {
   if (batch.num_rows == 0) return {};
   thread_local Arena arena;

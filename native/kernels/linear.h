@@ -81,6 +81,9 @@ class PackedMatrix {
 
   // Errors: those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
+  // d_x[num_rows, in_features] = d_out[num_rows, out_features] W in fp32, with W dequantized: the
+  // gradient with respect to x. Errors: kCapacity, those of ThreadPool.
+  Status backward(ThreadPool& pool, const float* d_out, size_t num_rows, float* d_x) const;
   // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
   Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
 

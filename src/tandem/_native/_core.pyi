@@ -884,6 +884,14 @@ class ExpertBank:
         Raises: ShapeError (array or expert id; `out` is then untouched).
         """
 
+    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object) -> None:
+        """
+        Write the gradients with respect to `x` and `weights`; all float32 but the ids.
+
+        Raises: ShapeError (array or expert id; outputs are then untouched);
+            UnsupportedError (an activation other than silu).
+        """
+
     def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
         """
         Read the packed bytes of the first experts: a ceiling for benchmarks.
@@ -981,6 +989,13 @@ class PackedMatrix:
         Write x W^T + bias to `out`, or add it to what `out` holds.
 
         Raises: ShapeError (`out` is then untouched).
+        """
+
+    def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None:
+        """
+        Write d_out W, the gradient with respect to x, to `d_x`; both float32.
+
+        Raises: ShapeError (`d_x` is then untouched).
         """
 
     def forward_heads(self, pool: ThreadPool, x: TensorView, out: TensorView) -> None:

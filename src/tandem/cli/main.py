@@ -11,7 +11,10 @@ from tandem.cli import (
     config_show,
     convert,
     doctor,
+    evaluate,
     explain,
+    export,
+    finetune,
     generate,
     plan,
     pull,
@@ -40,6 +43,9 @@ app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("convert")(convert.convert)
+app.command("finetune")(finetune.finetune)
+app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)

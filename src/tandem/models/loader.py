@@ -39,7 +39,14 @@ from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 
-__all__ = ["CausalModel", "load_model", "make_kv_layout", "make_settings", "open_weights"]
+__all__ = [
+    "CausalModel",
+    "load_model",
+    "load_weights",
+    "make_kv_layout",
+    "make_settings",
+    "open_weights",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +213,7 @@ def load_model(
         source, hasher, caches = open_weights(checkpoint, plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
-        _load_weights(model, checkpoint, rename_reader(source, source.entries))
-        ignored = source.check_all_used(_list_harmless(checkpoint, source))
+        ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
     require_no_meta(model)
@@ -314,8 +320,19 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
 
 
-def _load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """Give every module its weights, in the order of the model, one operator at a time."""
+def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
+
+    Operators load themselves; modules that are transformers' own get frozen parameters.
+
+    Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
+    """
+    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    return source.check_all_used(_list_harmless(checkpoint, source))
+
+
+def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """In the order of the model, one operator at a time."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)

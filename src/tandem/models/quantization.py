@@ -6,7 +6,9 @@ that the checkpoint has; the configuration says how, and which must not be.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tandem.core.errors import ConfigError, UnsupportedError
@@ -110,9 +112,7 @@ class Quantization:
         Args:
             module: name of a linear module, or of the experts of a layer.
         """
-        is_ct = self.method == "compressed-tensors"
-        match = _is_target if is_ct else _is_kept
-        if any(match(module, pattern) for pattern in self.ignored):
+        if _make_matcher(self.ignored, self.method == "compressed-tensors")(module):
             return None
         for targets, scheme in self.schemes:
             if not targets or any(_is_target(module, target) for target in targets):
@@ -220,10 +220,30 @@ def _is_target(module: str, target: str) -> bool:
     return target == module
 
 
-def _is_kept(module: str, pattern: str) -> bool:
-    """As transformers reads ``modules_to_not_convert``: a prefix of whole words, or a suffix."""
+@cache
+def _make_matcher(patterns: tuple[str, ...], is_ct: bool) -> Callable[[str], bool]:
+    """Return whether a module is one of those that patterns name; made once, as names are many.
+
+    transformers reads ``modules_to_not_convert`` as a prefix of whole words or a suffix, as a
+    pattern or a name; compressed-tensors reads ``ignore`` as a name, or a pattern after ``re:``.
+    """
+    if is_ct:
+        names = {pattern for pattern in patterns if not pattern.startswith("re:")}
+        found = [re.compile(p.removeprefix("re:")) for p in patterns if p not in names]
+        return lambda module: module in names or any(p.match(module) for p in found)
+    names = {pattern for pattern in patterns if re.fullmatch(r"[\w.]+", pattern)}
     boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return module.endswith(pattern) or re.match(f"(?:{pattern}){boundary}", module) is not None
+    found = [re.compile(f"(?:{p}){boundary}") for p in patterns if p not in names]
+
+    def match(module: str) -> bool:
+        words = module.split(".")
+        return (
+            module.endswith(patterns)
+            or any(".".join(words[: i + 1]) in names for i in range(len(words)))
+            or any(pattern.match(module) for pattern in found)
+        )
+
+    return match
 
 
 def _check_integer(bits: int, method: str) -> None:

@@ -209,6 +209,20 @@ class PackedLinear:
         self._run(x_TK, out, is_added=False)
         return out
 
+    def backward(self, d_out_TN: Tensor) -> Tensor:
+        """Return ``d_out W``, the gradient with respect to x, float32 [T, K], new.
+
+        W is as it is dequantized, piece by piece; sums are in fp32 and in ascending order of n.
+
+        Args:
+            d_out_TN: float32, CPU, contiguous.
+
+        Raises: ShapeError; CapacityError.
+        """
+        d_x = torch.empty(len(d_out_TN), self.in_features)
+        self._matrix.backward(self._pool, d_out_TN.detach(), d_x)
+        return d_x
+
     @property
     def out_dtype(self) -> torch.dtype:
         """Float32, in which sums need no rounding."""

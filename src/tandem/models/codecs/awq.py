@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.models.codecs.codec import FLOATS, WORDS, find_scheme, require_format, split_name
+from tandem.models.codecs.codec import (
+    FLOATS,
+    WORDS,
+    find_scheme,
+    require_format,
+    split_name,
+    view_matrix,
+)
 from tandem.models.codecs.integers import IntegerMatrix, split_bytes
 from tandem.models.quantization import Quantization
 from tandem.models.sources.source import StoredTensors
@@ -32,6 +39,12 @@ class AwqCodec:
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there is a ``qweight``."""
         return f"{split_name(name)}.qweight" in stored.entries
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        stems = [n.removesuffix(".qweight") for n in stored.entries if n.endswith(".qweight")]
+        shapes = {stem: view_matrix(stored, f"{stem}.qweight", WORDS).shape for stem in stems}
+        return {f"{stem}.weight": (n * PER_WORD, k) for stem, (k, n) in shapes.items()}
 
     def tell(self, name: str) -> str:
         """Return the scheme of a weight in words."""
@@ -60,7 +73,7 @@ class AwqCodec:
     ) -> IntegerMatrix:
         stem, scheme = split_name(name), find_scheme(self._quantization, name)
         wanted = None if shape is None else (shape[1], shape[0] // PER_WORD)
-        words = stored.view(f"{stem}.qweight", WORDS, wanted)
+        words = view_matrix(stored, f"{stem}.qweight", WORDS, wanted)
         inputs, columns = words.shape
         groups = -(-inputs // (scheme.group_size or inputs))
         scales = stored.view(f"{stem}.scales", FLOATS, (groups, columns * PER_WORD))

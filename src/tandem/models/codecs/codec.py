@@ -4,12 +4,13 @@ A codec knows which tensors of a container a weight is made of. It owns no memor
 ``StoredTensors`` maps, and what it returns is new.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError, ShapeError, UnsupportedError
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
 from tandem.models.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
@@ -21,6 +22,7 @@ __all__ = [
     "find_scheme",
     "require_format",
     "split_name",
+    "view_matrix",
 ]
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,6 +39,10 @@ class Codec(Protocol):
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether ``name`` is stored in this format; marks nothing as used."""
+        ...
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format, with the shapes of their values."""
         ...
 
     def tell(self, name: str) -> str:
@@ -87,3 +93,20 @@ def require_format(weight_format: WeightFormat | None, name: str) -> WeightForma
         what = f"weight {name!r} has codes that no format of ours holds: read its values"
         raise UnsupportedError("models.read_weights", what)
     return weight_format
+
+
+def view_matrix(
+    stored: StoredTensors,
+    name: str,
+    dtypes: Mapping[str, torch.dtype],
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Return a tensor of two dimensions; see ``StoredTensors.view``.
+
+    Raises: as it; ShapeError (other dimensions, or none of one).
+    """
+    tensor = stored.view(name, dtypes, shape)
+    if tensor.dim() != 2 or not tensor.numel():
+        what = f"tensor {name!r} has shape {list(tensor.shape)}: a matrix is read here"
+        raise ShapeError("models.read_weights", what)
+    return tensor

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from tandem.core.errors import CorruptionError, ShapeError
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.models.codecs.codec import FLOATS, WORDS, find_scheme, require_format, split_name
+from tandem.models.codecs.codec import (
+    FLOATS,
+    WORDS,
+    find_scheme,
+    require_format,
+    split_name,
+    view_matrix,
+)
 from tandem.models.codecs.fp8 import E4M3, read_fp8
 from tandem.models.codecs.integers import IntegerMatrix, split_bytes
 from tandem.models.quantization import Quantization, Scheme
@@ -37,7 +44,18 @@ class CompressedTensorsCodec:
         if f"{split_name(name)}.weight_packed" in stored.entries:
             return True
         entry = stored.entries.get(name)
-        return entry is not None and (entry.dtype in SIGNED or entry.dtype in E4M3)
+        is_code = entry is not None and (entry.dtype in SIGNED or entry.dtype in E4M3)
+        return is_code and name.endswith(".weight")
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        found = {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
+        for name in stored.entries:
+            stem = name.removesuffix(".weight_packed")
+            if stem != name:
+                shape = stored.view(f"{stem}.weight_shape", SIZES, (2,))
+                found[f"{stem}.weight"] = tuple(int(size) for size in shape)
+        return found
 
     def tell(self, name: str) -> str:
         """Return the scheme of a weight in words."""
@@ -101,10 +119,7 @@ class CompressedTensorsCodec:
         """Return unsigned codes [N, K]."""
         middle = 1 << (scheme.bits - 1)
         if name in stored.entries:
-            codes = stored.view(name, SIGNED, shape)
-            if codes.dim() != 2:
-                what = f"tensor {name!r} has shape {list(codes.shape)}: a matrix is read here"
-                raise ShapeError("models.read_weights", what)
+            codes = view_matrix(stored, name, SIGNED, shape)
             if scheme.bits < 8 and not bool(((codes >= -middle) & (codes < middle)).all()):
                 raise CorruptionError(
                     "models.read_weights",

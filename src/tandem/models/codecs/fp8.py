@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.core.errors import ShapeError
 from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, find_format
-from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name
+from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name, view_matrix
 from tandem.models.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
 
@@ -34,7 +34,11 @@ class Fp8Codec:
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether the weight is stored in e4m3."""
         entry = stored.entries.get(name)
-        return entry is not None and entry.dtype in E4M3
+        return entry is not None and entry.dtype in E4M3 and name.endswith(".weight")
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        return {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
 
     def tell(self, name: str) -> str:
         """Return the scheme of a weight in words."""
@@ -93,10 +97,7 @@ def read_fp8(
 
     Raises: as ``StoredTensors.view``; ShapeError (scales that are not those of the scheme).
     """
-    codes = stored.view(name, E4M3, shape)
-    if codes.dim() != 2:
-        what = f"tensor {name!r} has codes of shape {list(codes.shape)}: a matrix is read here"
-        raise ShapeError("models.read_weights", what)
+    codes = view_matrix(stored, name, E4M3, shape)
     outputs, inputs = codes.shape
     stem = split_name(name)
     scale_name = f"{stem}.weight_scale_inv"

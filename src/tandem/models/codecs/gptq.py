@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tandem.core.errors import CorruptionError
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.models.codecs.codec import FLOATS, WORDS, find_scheme, require_format, split_name
+from tandem.models.codecs.codec import (
+    FLOATS,
+    WORDS,
+    find_scheme,
+    require_format,
+    split_name,
+    view_matrix,
+)
 from tandem.models.codecs.integers import IntegerMatrix, unpack_inputs, unpack_outputs
 from tandem.models.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
@@ -30,6 +37,16 @@ class GptqCodec:
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there is a ``qweight``."""
         return f"{split_name(name)}.qweight" in stored.entries
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        names = [n.removesuffix(".qweight") for n in stored.entries if n.endswith(".qweight")]
+        found: dict[str, tuple[int, ...]] = {}
+        for stem in names:
+            scheme = find_scheme(self._quantization, stem)
+            rows, outputs = view_matrix(stored, f"{stem}.qweight", WORDS).shape
+            found[f"{stem}.weight"] = (outputs, rows * 32 // scheme.bits)
+        return found
 
     def tell(self, name: str) -> str:
         """Return the scheme of a weight in words."""
@@ -59,9 +76,9 @@ class GptqCodec:
         stem, scheme = split_name(name), find_scheme(self._quantization, name)
         per_word = 32 // scheme.bits
         if shape is None:
-            words = stored.view(f"{stem}.qweight", WORDS)
+            words = view_matrix(stored, f"{stem}.qweight", WORDS)
         else:
-            words = stored.view(f"{stem}.qweight", WORDS, (shape[1] // per_word, shape[0]))
+            words = view_matrix(stored, f"{stem}.qweight", WORDS, (shape[1] // per_word, shape[0]))
         inputs, outputs = words.shape[0] * per_word, words.shape[1]
         groups = -(-inputs // (scheme.group_size or inputs))
         scales = stored.view(f"{stem}.scales", FLOATS, (groups, outputs))

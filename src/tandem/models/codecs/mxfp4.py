@@ -37,6 +37,15 @@ class Mxfp4Codec:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
 
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        shapes = {
+            name.removesuffix(BLOCKS): entry.shape
+            for name, entry in stored.entries.items()
+            if name.endswith(BLOCKS) and len(entry.shape) == 4
+        }
+        return {n: (e, groups * GROUP_SIZE, rows) for n, (e, rows, groups, _) in shapes.items()}
+
     def tell(self, name: str) -> str:
         """Return the scheme of a weight in words."""
         del name

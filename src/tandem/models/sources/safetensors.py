@@ -208,6 +208,10 @@ class SafetensorsSource:
                 self.entries[name] = entry
         self._check_index()
         refuse_foreign_tensors(folder, self.entries)
+        self._words: dict[str, list[str]] = {}
+        for name in self.entries:
+            module, _, word = name.rpartition(".")
+            self._words.setdefault(module, []).append(word)
         self._codec = None if quantization is None else make_codec(quantization)
         self._ledger = UseLedger(
             self.entries, progress, None if quantization is None else UNUSED_TENSORS
@@ -240,6 +244,17 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds ``name``, as it is or coded."""
         return name in self.entries or self._find_codec(name) is not None
+
+    def list_coded(self) -> dict[str, tuple[int, ...]]:
+        """Return the weights that are stored as codes, with the shapes of their values."""
+        return {} if self._codec is None else self._codec.list_weights(self)
+
+    def list_parts(self, name: str) -> list[str]:
+        """Return the tensors of a coded weight: all of its module but the bias."""
+        stem = name.removesuffix(".weight")
+        own = [n for n in (f"{name}_blocks", f"{name}_scales") if n in self.entries]
+        parts = self._words.get(stem, [])
+        return own or [f"{stem}.{word}" for word in parts if word != "bias"]
 
     def find_storage(self, name: str) -> str:
         """Return how a weight is coded; see ``WeightReader``."""
