@@ -52,11 +52,12 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             "for their request: leave engine.prefix_cache on, or serve with --unified",
             field="engine.prefix_cache",
         )
-    roles: list[tuple[str, InstanceRole]] = []
-    roles += [(f"prefill-{i}", "prefill") for i in range(config.prefill)]
-    roles += [(f"decode-{i}", "decode") for i in range(config.decode)]
-    if not roles:
-        roles = [(f"instance-{i}", "unified") for i in range(config.unified)]
+    counts: tuple[tuple[str, InstanceRole, int], ...] = (
+        ("prefill", "prefill", config.prefill),
+        ("decode", "decode", config.decode),
+        ("instance", "unified", config.unified),
+    )
+    roles = [(f"{name}-{i}", role) for name, role, count in counts for i in range(count)]
     shares = divide_cores(_native.read_topology().cores, len(roles))
     # Proved by both sides of each connection between the instances of this run.
     transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
