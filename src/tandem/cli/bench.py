@@ -17,6 +17,7 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
+    "finetune": "tandem.bench.finetune",
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
