@@ -17,6 +17,7 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
+    "finetune": "tandem.bench.finetune",
     "linear": "tandem.bench.linear",
     "load": "tandem.bench.load",
     "model": "tandem.bench.model",
