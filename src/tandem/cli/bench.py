@@ -17,6 +17,7 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
+    "families": "tandem.bench.families",
     "linear": "tandem.bench.linear",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
