@@ -294,6 +294,8 @@ class KvWorld(StoreWorld):
             self.violations.append(f"{request.request_id} does not end")
             return None
         self.ends[reason] += 1
+        if reason == FinishReason.DEADLINE:
+            self.violations.append(f"{request.request_id} waits longer than any fault lasts")
         right = continue_prompt(WEIGHTS, prompt, num_tokens, request.sampling.seed)
         is_whole = reason == FinishReason.LENGTH and tokens == right
         is_cut = reason != FinishReason.LENGTH and tokens == right[: len(tokens)]
