@@ -17,6 +17,7 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
+    "families": "tandem.bench.families",
     "finetune": "tandem.bench.finetune",
     "linear": "tandem.bench.linear",
     "load": "tandem.bench.load",
