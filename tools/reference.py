@@ -5,6 +5,7 @@ A reviewer sees a new setting as a changed line of ``docs/reference/config.md``.
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from disaggregation_page import render_disaggregation
@@ -66,7 +67,7 @@ def render_finetune() -> str:
         "|---|---|---|",
     ]
     for group in (ModelKeys, MethodKeys, DataKeys, OutputKeys, TrainKeys):
-        for field in inspect.type_info(group).fields:
+        for field in cast("inspect.StructType", inspect.type_info(group)).fields:
             has_default = field.default is not msgspec.NODEFAULT
             default = f"`{msgspec.json.encode(field.default).decode()}`" if has_default else ""
             meta = field.type.extra_json_schema if isinstance(field.type, inspect.Metadata) else {}

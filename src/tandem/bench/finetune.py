@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,7 +104,8 @@ def _make_format_cases(
 def _write_checkpoint(shape: Shape, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
+    kind: Any = Qwen3MoeConfig
+    config = kind(
         vocab_size=VOCABULARY,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
