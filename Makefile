@@ -9,13 +9,14 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-slow test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo test test-slow test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
 	@echo "make test       run the tests"
-	@echo "make test-slow  run the long tests as well"
+	@echo "make test-slow  run the slow tests as well"
+	@echo "make test-long  run the tests of many minutes under load"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
 	@echo "make check      lint, types, import contracts, names in pages"
@@ -25,10 +26,14 @@ demo: $(STAMPS)/serve
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "not slow and not download" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not long and not download" $(ARGS)
 
 test-slow: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "not download" $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not download" $(ARGS)
+
+# Twenty minutes of killed and stopped processes, ten of 200 streams.
+test-long: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m long -s $(ARGS)
 
 # The other end of the supported range; the newest is what `make test` installs.
 OLDEST := build/transformers-oldest

@@ -1,4 +1,4 @@
-"""Write the reference pages that are generated from the code; ``--check`` only compares.
+"""Write the pages that are generated from the code; ``--check`` only compares.
 
 A reviewer sees a new setting as a changed line of ``docs/reference/config.md``.
 """
@@ -6,15 +6,18 @@ A reviewer sees a new setting as a changed line of ``docs/reference/config.md``.
 import sys
 from pathlib import Path
 
+from disaggregation_page import render_disaggregation
+
 from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import list_fields
 from tandem.core.errors import ERROR_CODES
 from tandem.core.spec import DTYPE_BYTES
 from tandem.models.families import FAMILIES
 from tandem.models.families.gate import ACTIVATIONS, LAYER_TYPES, ROPE_TYPES
+from tandem.models.quantization import METHODS
 from tandem.server.metrics import METRICS
 
-DOCS = Path(__file__).parent.parent / "docs" / "reference"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def render_config() -> str:
@@ -83,11 +86,22 @@ def render_models() -> str:
         [
             *lines,
             "",
-            f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}; but for the formats above, a",
-            "  checkpoint with a `quantization_config` is refused.",
+            f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}, or coded as said below.",
             f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
             f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
+            "",
+            "| `quant_method` | what of it runs |",
+            "|---|---|",
+            *(f"| `{name}` | {what} |" for name, what in METHODS.items()),
+            "",
+            "Codes that a weight format holds (`tandem.kernels.formats`) are taken over as they",
+            "are, to the fp16 rounding of scales and minima, unless `model.expert_format` or",
+            "`model.linear_format` asks for another. Others are decoded, a matrix at a time, into",
+            "the model's dtype or the format that is asked for: fp8 with a scale for each output",
+            "or in blocks smaller than 128 x 128, and GPTQ with `desc_act`. `tandem plan` says",
+            "which and why, with the bytes that each matrix takes and those that are stored. Any",
+            "other method, and experts that KTransformers packed, are refused by name.",
             "",
         ]
     )
@@ -122,10 +136,11 @@ def render_metrics() -> str:
 
 
 PAGES = {
-    "config.md": render_config,
-    "errors.md": render_errors,
-    "models.md": render_models,
-    "metrics.md": render_metrics,
+    "reference/config.md": render_config,
+    "reference/errors.md": render_errors,
+    "reference/models.md": render_models,
+    "reference/metrics.md": render_metrics,
+    "design/disaggregation.md": render_disaggregation,
 }
 
 
@@ -139,7 +154,7 @@ def main() -> int:
             continue
         stale += 1
         if check:
-            sys.stderr.write(f"docs/reference/{name} is stale: run python tools/reference.py\n")
+            sys.stderr.write(f"docs/{name} is stale: run python tools/reference.py\n")
         else:
             page.write_text(text, encoding="utf-8")
     return stale if check else 0

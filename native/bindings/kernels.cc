@@ -153,6 +153,34 @@ void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const 
   run_expert_batch(bank, pool, batch);
 }
 
+void backward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
+              const AnyInput& weights, const AnyInput& d_out, const AnyOutput& d_x,
+              const AnyOutput& d_weights) {
+  constexpr const char* kWhere = "kernels.experts_backward";
+  const size_t num_tokens = x.ndim() == 2 ? x.shape(0) : 0;
+  const size_t top_k = ids.ndim() == 2 ? ids.shape(1) : 0;
+  const size_t hidden = bank.hidden_size();
+  const bool has_int64 = ids.dtype() == nb::dtype<int64_t>();
+  check_matrix(x, kWhere, "x", is_float(x.dtype()), "float32", num_tokens, hidden);
+  check_matrix(ids, kWhere, "expert_ids", has_int64 || ids.dtype() == nb::dtype<int32_t>(),
+               "int32 or int64", num_tokens, top_k);
+  check_matrix(weights, kWhere, "weights", is_float(weights.dtype()), "float32", num_tokens, top_k);
+  check_matrix(d_out, kWhere, "d_out", is_float(d_out.dtype()), "float32", num_tokens, hidden);
+  check_matrix(d_x, kWhere, "d_x", is_float(d_x.dtype()), "float32", num_tokens, hidden);
+  check_matrix(d_weights, kWhere, "d_weights", is_float(d_weights.dtype()), "float32", num_tokens,
+               top_k);
+  const ExpertBank::GradBatch batch{static_cast<const float*>(x.data()),
+                                    num_tokens,
+                                    ids.data(),
+                                    has_int64,
+                                    top_k,
+                                    static_cast<const float*>(weights.data()),
+                                    static_cast<const float*>(d_out.data()),
+                                    static_cast<float*>(d_x.data()),
+                                    static_cast<float*>(d_weights.data())};
+  run_released([&] { return bank.backward(pool, batch); });
+}
+
 void read_weights(const ExpertBank& bank, ThreadPool& pool, int64_t num_experts) {
   if (num_experts < 0 || num_experts > static_cast<int64_t>(bank.num_experts()))
     raise({Code::kNotFound, "kernels.read_weights",
@@ -246,6 +274,13 @@ void bind_kernels(nb::module_& module) {
            "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden]."
            "\n\n"
            "Raises: ShapeError (array or expert id; `out` is then untouched).")
+      .def("backward", &backward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "d_out"_a, "d_x"_a,
+           "d_weights"_a,
+           nb::sig("def backward(self, pool: ThreadPool, x: object, expert_ids: object, "
+                   "weights: object, d_out: object, d_x: object, d_weights: object) -> None"),
+           "Write the gradients with respect to `x` and `weights`; all float32 but the ids.\n\n"
+           "Raises: ShapeError (array or expert id; outputs are then untouched);\n"
+           "    UnsupportedError (an activation other than silu).")
       .def("read_weights", &read_weights, "pool"_a, "num_experts"_a,
            "Read the packed bytes of the first experts: a ceiling for benchmarks.\n\n"
            "Raises: NotFoundError (more than there are).")

@@ -86,6 +86,55 @@ void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
             {rows.data, rows.is_bf16, num_rows, out.data(), is_bf16(out.dtype()), is_added});
 }
 
+void run_matrix_back(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& d_out,
+                     const AnyOutput& d_x) {
+  constexpr const char* kWhere = "kernels.linear_backward";
+  const size_t num_rows = d_out.ndim() == 2 ? d_out.shape(0) : 0;
+  check_matrix(d_out, kWhere, "d_out", is_float(d_out.dtype()), "float32", num_rows,
+               matrix.out_features());
+  check_matrix(d_x, kWhere, "d_x", is_float(d_x.dtype()), "float32", num_rows,
+               matrix.in_features());
+  run_released([&] {
+    return matrix.backward(pool, static_cast<const float*>(d_out.data()), num_rows,
+                           static_cast<float*>(d_x.data()));
+  });
+}
+
+void run_heads_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
+                     const TensorView& out) {
+  constexpr const char* kWhere = "kernels.run_heads";
+  if (x.num_dims() != 3 || !x.is_float() || !x.is_dense_from(2) ||
+      x.shape(2) != matrix.in_features())
+    refuse_view(kWhere, "x", x,
+                "give [rows, heads, " + std::to_string(matrix.in_features()) +
+                    "] of float32 or bfloat16 with dense heads");
+  PackedMatrix::HeadsBatch batch;
+  batch.num_rows = x.shape(0);
+  batch.num_heads = x.shape(1);
+  const size_t num_panels = count_panels(matrix.out_features());
+  const size_t share = batch.num_heads == 0 ? 0 : num_panels / batch.num_heads * kPanelColumns;
+  if (out.num_dims() != 3 || !out.is_float() || !out.is_dense_from(2) ||
+      out.shape(0) != batch.num_rows || out.shape(1) != batch.num_heads || share == 0 ||
+      num_panels % batch.num_heads != 0 || out.shape(2) > share ||
+      out.shape(2) + kPanelColumns <= share ||
+      (batch.num_heads > 1 && matrix.out_features() % kPanelColumns != 0))
+    refuse_view(kWhere, "out", out,
+                "give [rows, heads, columns] of float32 or bfloat16 with dense heads: as many rows "
+                "and heads as x, which share " +
+                    std::to_string(matrix.out_features()) + " outputs in whole panels of " +
+                    std::to_string(kPanelColumns));
+  batch.x = x.data();
+  batch.is_bf16 = x.is_bfloat16();
+  batch.x_stride = x.stride(0);
+  batch.x_head_stride = x.stride(1);
+  batch.out = out.data();
+  batch.is_out_bf16 = out.is_bfloat16();
+  batch.head_columns = out.shape(2);
+  batch.out_stride = out.stride(0);
+  batch.out_head_stride = out.stride(1);
+  run_released([&] { return matrix.forward_heads(pool, batch); });
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& module) {
@@ -146,6 +195,17 @@ void bind_linear(nb::module_& module) {
                    "is_added: bool = False) -> None"),
            "Write x W^T + bias to `out`, or add it to what `out` holds.\n\n"
            "Raises: ShapeError (`out` is then untouched).")
+      .def("backward", &run_matrix_back, "pool"_a, "d_out"_a, "d_x"_a,
+           nb::sig("def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None"),
+           "Write d_out W, the gradient with respect to x, to `d_x`; both float32.\n\n"
+           "Raises: ShapeError (`d_x` is then untouched).")
+      .def("forward_heads", &run_heads_views, "pool"_a, "x"_a, "out"_a,
+           "out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.\n\n"
+           "Args:\n"
+           "    pool: threads.\n"
+           "    x: [rows, heads, in_features]; any strides of rows and heads.\n"
+           "    out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.\n"
+           "The matrix has no bias. Raises: ShapeError (`out` is then untouched).")
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {

@@ -118,6 +118,58 @@ void rotate_heads(const TensorView& x, const TensorView& cos, const TensorView& 
                [&] { return run_heads(kernels, pool, task); });
 }
 
+void place_latents(const TensorView& q, const TensorView& kv, const TensorView& weight, float eps,
+                   const TensorView& cos, const TensorView& sin, const TensorView& out,
+                   ThreadPool* pool, const std::string& isa) {
+  constexpr const char* kWhere = "kernels.place_latents";
+  LatentsTask task;
+  if (q.num_dims() != 3 || !q.is_dense_from(1) || !q.is_float())
+    refuse_view(kWhere, "q", q, "give [rows, heads, head_dim] with dense rows");
+  task.num_rows = q.shape(0);
+  task.num_heads = q.shape(1);
+  task.head_dim = q.shape(2);
+  if (weight.num_dims() != 1 || !weight.is_dense_from(0) || weight.shape(0) < 1)
+    refuse_view(kWhere, "weight", weight, "give [rank]");
+  task.rank = weight.shape(0);
+  if (kv.num_dims() != 2 || kv.shape(1) < task.rank)
+    refuse_view(kWhere, "kv", kv, "give [rows, rank + rotated items]");
+  task.rotary_size = kv.shape(1) - task.rank;
+  check_rows(kWhere, "kv", kv, task.num_rows, task.rank + task.rotary_size);
+  if (task.rotary_size % 2 != 0 || task.rotary_size > task.head_dim ||
+      task.rotary_size > kMaxHeadDim)
+    refuse_view(kWhere, "kv", kv,
+                "rotate an even number of items, at most " + std::to_string(task.head_dim) +
+                    " and " + std::to_string(kMaxHeadDim));
+  for (const auto& [angles, name] : {std::pair(&cos, "cos"), std::pair(&sin, "sin")}) {
+    check_rows(kWhere, name, *angles, task.num_rows, task.rotary_size);
+    check_same_type(kWhere, name, *angles, q);
+  }
+  if (task.num_rows > 1 && cos.stride(0) != sin.stride(0))
+    refuse_view(kWhere, "sin", sin, "give the strides of cos");
+  if (out.num_dims() != 3 || out.shape(0) != task.num_rows || out.shape(1) != task.num_heads + 1 ||
+      out.shape(2) != task.rank + task.rotary_size || !out.is_dense_from(1))
+    refuse_view(kWhere, "out", out, "give [rows, heads + 1, rank + rotated items], dense rows");
+  check_same_type(kWhere, "kv", kv, q);
+  check_same_type(kWhere, "weight", weight, q);
+  check_same_type(kWhere, "out", out, q);
+  task.q = q.data();
+  task.q_stride = q.stride(0);
+  task.kv = kv.data();
+  task.kv_stride = kv.stride(0);
+  task.weight = weight.data();
+  task.eps = eps;
+  task.cos = cos.data();
+  task.sin = sin.data();
+  task.angle_stride = cos.stride(0);
+  task.out = out.data();
+  task.out_stride = out.stride(0);
+  task.type = q.float_type();
+  if (task.num_rows == 0) return;
+  const RowKernels& kernels = row_kernels(isa);
+  run_sized(task.num_rows * (task.rank + (task.num_heads + 1) * task.rotary_size),
+            [&] { return run_latents(kernels, pool, task); });
+}
+
 GateKind find_gate(const std::string& name) {
   constexpr std::array<const char*, 3> kNames = {"silu", "gelu", "gelu_tanh"};
   for (size_t i = 0; i < kNames.size(); ++i)
@@ -184,7 +236,8 @@ Scoring find_scoring(const std::string& name) {
 
 void route(const TensorView& logits, const TensorView& weights, const TensorView& ids,
            const std::string& scoring, const TensorView* bias, size_t num_groups,
-           size_t num_top_groups, float weight_scale, ThreadPool* pool, const std::string& isa) {
+           size_t num_top_groups, float weight_scale, ThreadPool* pool, const std::string& isa,
+           size_t num_group_choices) {
   constexpr const char* kWhere = "kernels.route";
   if (logits.num_dims() != 2 || !logits.is_dense_from(0) || !logits.is_float())
     refuse_view(kWhere, "logits", logits, "give a contiguous [rows, experts] of floats");
@@ -206,6 +259,10 @@ void route(const TensorView& logits, const TensorView& weights, const TensorView
                " groups: give at most " + std::to_string(kMaxTopK) + " of " +
                std::to_string(kMaxRouterExperts) + ", in groups that divide them and hold enough",
            "ids"});
+  if (num_group_choices != 1 && num_group_choices != 2)
+    raise({Code::kConfig, kWhere,
+           std::to_string(num_group_choices) + " choices of a group: give 1 or 2",
+           "num_group_choices"});
   if (bias != nullptr && (bias->num_dims() != 1 || bias->shape(0) != experts ||
                           !bias->is_dense_from(0) || !bias->is_float32()))
     refuse_view(kWhere, "bias", *bias, "give float32 [experts]");
@@ -221,6 +278,7 @@ void route(const TensorView& logits, const TensorView& weights, const TensorView
   task.top_k = top_k;
   task.num_groups = num_groups;
   task.num_top_groups = num_top_groups;
+  task.num_group_choices = num_group_choices;
   task.scoring = find_scoring(scoring);
   task.weight_scale = weight_scale;
   if (rows == 0) return;
@@ -253,6 +311,17 @@ void bind_row_ops(nb::module_& module) {
              "Query heads come first, then key heads; a weight [head_dim], to which\n"
              "`weight_offset` is added, norms them, None does not. `cos` and `sin` [rows, r] rotate the first r items, halves by halves; only\n"
              "their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).");
+  module.def("place_latents", &place_latents, "q"_a, "kv"_a, "weight"_a, "eps"_a, "cos"_a, "sin"_a,
+             "out"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "Write what multi-head latent attention attends with, but for the absorbed parts.\n\n"
+             "Args:\n"
+             "    q: [rows, heads, head_dim]; the last `rotated` items of each head are read.\n"
+             "    kv: [rows, rank + rotated]; rank is the size of `weight`.\n"
+             "    weight: [rank], of the RMSNorm of the latent, with `eps`.\n"
+             "    cos, sin: [rows, rotated]; rotate halves by halves; the first half is read.\n"
+             "    out: [rows, heads + 1, rank + rotated]. Of each query only the rotated end is\n"
+             "        written; behind the queries comes the key: normed latent, rotated end.\n"
+             "Raises: ShapeError; ConfigError or UnsupportedError (isa).");
   module.def("gate", &gate, "gate_up"_a, "out"_a, "activation"_a = "silu",
              "row_gate"_a.none() = nb::none(), "pool"_a.none() = nb::none(), "isa"_a = "",
              "out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.\n\n"
@@ -264,6 +333,7 @@ void bind_row_ops(nb::module_& module) {
   module.def("route", &route, "logits"_a, "weights"_a, "ids"_a, "scoring"_a,
              "bias"_a.none() = nb::none(), "num_groups"_a = 1, "num_top_groups"_a = 1,
              "weight_scale"_a = 1.0f, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "num_group_choices"_a = 2,
              "Choose each row's top experts, best first; of equals the lower id.\n\n"
              "Args:\n"
              "    logits: [rows, experts].\n"
@@ -272,8 +342,9 @@ void bind_row_ops(nb::module_& module) {
              "    scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.\n"
              "    bias: float32 [experts] added for the choice, not to the weights.\n"
              "    num_groups: equal groups of experts, of which only the `num_top_groups` with the\n"
-             "        largest sum of their two best count.\n"
+             "        largest sum of their best choices count.\n"
              "    weight_scale: on the weights.\n"
+             "    num_group_choices: how many of a group's best are summed, 1 or 2.\n"
              "Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).");
 }
 

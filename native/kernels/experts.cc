@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "kernels/experts_routing.h"
 #include "kernels/operand.h"
 
 namespace tandem {
@@ -31,18 +32,6 @@ Status check_activation(const Activation& activation) {
 }
 
 }  // namespace
-
-// The (token, slot) pairs sorted by expert; within an expert by token, then slot.
-struct ExpertBank::Routing {
-  struct Active {
-    size_t expert_id;
-    size_t first_pair;
-    size_t num_pairs;
-  };
-  std::vector<Active> active;  // Ascending expert ids.
-  std::vector<int32_t> tokens;
-  std::vector<float> weights;
-};
 
 struct ExpertBank::Scratch {
   Operand x;
@@ -314,12 +303,14 @@ Result<ExpertBank::Routing> ExpertBank::route(const Batch& batch) const {
   }
   routing.tokens.resize(num_pairs);
   routing.weights.resize(num_pairs);
+  routing.slots.resize(num_pairs);
   for (size_t i = 0; i < num_slots; ++i) {
     const int64_t id = id_at(i);
     if (id < 0) continue;
     const size_t pair = next[static_cast<size_t>(id)]++;
     routing.tokens[pair] = static_cast<int32_t>(i / batch.top_k);
     routing.weights[pair] = batch.weights[i];
+    routing.slots[pair] = static_cast<int32_t>(i);
   }
   return routing;
 }

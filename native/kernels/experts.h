@@ -63,6 +63,19 @@ class ExpertBank {
     float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
   };
 
+  // What backward() reads and writes; everything borrowed for the call.
+  struct GradBatch {
+    const float* x = nullptr;  // [num_tokens, hidden_size], as forward() had it.
+    size_t num_tokens = 0;
+    const void* expert_ids = nullptr;  // As of Batch.
+    bool has_int64_ids = false;
+    size_t top_k = 0;
+    const float* weights = nullptr;  // [num_tokens, top_k]
+    const float* d_out = nullptr;    // [num_tokens, hidden_size]
+    float* d_x = nullptr;            // [num_tokens, hidden_size], overwritten.
+    float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
+  };
+
   // Errors: kUnsupported (format, ISA not here, storage for several parts), kShape (sizes that are
   // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
   // that is none, nodes for another number of parts), kCapacity (memory), kNotFound (no such node).
@@ -82,6 +95,10 @@ class ExpertBank {
 
   // Errors: kShape (an expert id; `out` is then untouched), those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
+
+  // The gradient of forward()'s exact function of the dequantized weights, in fp32, with respect to x
+  // and to the router weights. Errors: as forward, kUnsupported (an activation other than kSilu).
+  Status backward(ThreadPool& pool, const GradBatch& batch) const;
 
   // What a call could reach at best, for benchmarks: reads the packed bytes of the first
   // `num_experts` experts; performs as many multiply-adds with the format's dot product.
@@ -109,6 +126,8 @@ class ExpertBank {
  private:
   struct Routing;
   struct Scratch;
+  struct GradShare;
+  struct GradScratch;
   // A share of the intermediate dimension, laid out as a layer of its own.
   struct Part {
     size_t first = 0;  // Of the intermediate size.
@@ -136,6 +155,15 @@ class ExpertBank {
   Status run_gate_up(ThreadPool& pool, const Routing& routing, const Scratch& scratch) const;
   Status run_down(ThreadPool& pool, const Routing& routing, const Scratch& scratch,
                   const Batch& batch) const;
+  Status run_inner_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
+                         const GradBatch& batch) const;
+  void run_inner_task(const Routing& routing, const GradScratch& scratch, const GradBatch& batch,
+                      const GradShare& share, size_t part_id, size_t first_panel,
+                      size_t last_panel) const;
+  Status run_input_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
+                         const GradBatch& batch) const;
+  void sum_weight_grads(const Routing& routing, const GradScratch& scratch,
+                        const GradBatch& batch) const;
   Status merge_parts(ThreadPool& pool, const Scratch& scratch, const Batch& batch) const;
   Status pack_part(const Part& part, size_t expert_id, size_t panel, const MatrixView& gate,
                    const MatrixView& up, const MatrixView& down) const;

@@ -156,6 +156,93 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   });
 }
 
+Status PackedMatrix::backward(ThreadPool& pool, const float* d_out, size_t num_rows,
+                              float* d_x) const {
+  if (num_rows == 0) return {};
+  // Rows of one task: their transposed gradients stay in a core's L2 beside a few panels.
+  constexpr size_t kGradRows = 96;
+  const size_t outputs = count_panels(out_features_) * kPanelColumns;
+  const size_t num_pieces = (num_rows + kGradRows - 1) / kGradRows;
+  const size_t size = padded_size(format_, in_features_);
+  const size_t num_blocks = (in_features_ + kGradInputs - 1) / kGradInputs;
+  thread_local Arena arena;
+  Status status = arena.reserve(num_pieces * outputs * kGradRows * sizeof(float) + kPackedAlignment);
+  if (!status.is_ok()) return status;
+  float* turned = reinterpret_cast<float*>(
+      arena.take(num_pieces * outputs * kGradRows * sizeof(float)));
+  // [pieces][outputs][rows], zero beyond both.
+  status = pool.parallel_for(num_pieces, 1, [&](size_t begin, size_t end, int) {
+    for (size_t piece = begin; piece < end; ++piece) {
+      float* to = turned + piece * outputs * kGradRows;
+      const size_t first = piece * kGradRows, count = std::min(kGradRows, num_rows - first);
+      std::fill(to, to + outputs * kGradRows, 0.0f);
+      for (size_t n = 0; n < out_features_; n += 16)
+        for (size_t r = 0; r < count; ++r)
+          for (size_t i = n; i < std::min(n + 16, out_features_); ++i)
+            to[i * kGradRows + r] = d_out[(first + r) * out_features_ + i];
+    }
+  });
+  if (!status.is_ok()) return status;
+  return pool.parallel_for(num_blocks * num_pieces, 1, [&](size_t begin, size_t end, int) {
+    float out[kGradInputs * kGradRows];
+    for (size_t i = begin; i < end; ++i) {
+      const size_t piece = i / num_blocks, first = i % num_blocks * kGradInputs;
+      const size_t first_row = piece * kGradRows;
+      const size_t count = std::min(kGradRows, num_rows - first_row);
+      std::fill(out, out + kGradInputs * kGradRows, 0.0f);
+      kernels_->multiply_back({format_, data_, panel_bytes_, count_panels(out_features_), first,
+                               std::min(kGradInputs, size - first),
+                               turned + piece * outputs * kGradRows, kGradRows, out});
+      const size_t num_columns = std::min(kGradInputs, in_features_ - first);
+      for (size_t r = 0; r < count; ++r)
+        for (size_t c = 0; c < num_columns; ++c)
+          d_x[(first_row + r) * in_features_ + first + c] = out[c * kGradRows + r];
+    }
+  });
+}
+
+Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) const {
+  if (batch.num_rows == 0) return {};
+  thread_local Arena arena;
+  const size_t row_size = padded_size(format_, in_features_);
+  const size_t num_rows = batch.num_rows * batch.num_heads;
+  Status status = arena.reserve(operand_bytes(format_, num_rows, row_size) + kPackedAlignment);
+  if (!status.is_ok()) return status;
+  const Operand x = take_operand(arena, format_, num_rows, row_size);
+  status = prepare_rows(pool, *kernels_,
+                        {format_, batch.x, batch.is_bf16, in_features_, 0, num_rows, x,
+                         batch.num_rows, batch.x_head_stride, batch.x_stride});
+  if (!status.is_ok()) return status;
+  const size_t num_pieces = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
+  const size_t num_panels = count_panels(out_features_) / batch.num_heads;
+  const size_t out_bytes = batch.is_out_bf16 ? 2 : 4;
+  const auto run = [&](size_t head, size_t piece, size_t panel) {
+    // The head's rows of the operand.
+    const size_t skipped = head * batch.num_rows;
+    Operand own = x;
+    own.data += skipped * x.row_bytes;
+    if (own.scales != nullptr) own.scales += skipped * x.num_groups;
+    if (own.corrections != nullptr) own.corrections += skipped * x.num_groups;
+    if (own.offsets != nullptr) own.offsets += skipped * x.num_groups;
+    const size_t first = batch.num_rows * piece / num_pieces;
+    const size_t last = batch.num_rows * (piece + 1) / num_pieces;
+    const size_t column = panel * kPanelColumns;
+    kernels_->linear({format_, row_size, own, first, last - first,
+                      data_ + (head * num_panels + panel) * panel_bytes_, nullptr,
+                      static_cast<uint8_t*>(batch.out) +
+                          (head * batch.out_head_stride + column) * out_bytes,
+                      batch.is_out_bf16, false, batch.out_stride,
+                      std::min(kPanelColumns, batch.head_columns - column)});
+  };
+  const size_t num_items = batch.num_heads * num_pieces * num_panels;
+  return pool.parallel_for(num_items, pieces_per_task(pool, num_items),
+                           [&](size_t begin, size_t end, int) {
+                             for (size_t i = begin; i < end; ++i)
+                               run(i / (num_pieces * num_panels), i / num_panels % num_pieces,
+                                   i % num_panels);
+                           });
+}
+
 Status PackedMatrix::read_weights(ThreadPool& pool) const {
   return read_packed(pool, *kernels_, data_, size_bytes());
 }

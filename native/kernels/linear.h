@@ -50,6 +50,22 @@ class PackedMatrix {
     bool is_added = false;  // To what `out` holds; otherwise it is overwritten.
   };
 
+  // One matrix a head: head h of every row is multiplied with the h-th of `num_heads` equal shares of
+  // the outputs, each whole panels, of which `head_columns` are wanted. Strides count items.
+  struct HeadsBatch {
+    const void* x = nullptr;  // [num_rows][num_heads][in_features], fp32 or bf16.
+    bool is_bf16 = false;
+    size_t num_rows = 0;
+    size_t num_heads = 1;
+    size_t x_stride = 0;
+    size_t x_head_stride = 0;
+    void* out = nullptr;  // [num_rows][num_heads][head_columns], fp32 or bf16.
+    bool is_out_bf16 = false;
+    size_t head_columns = 0;
+    size_t out_stride = 0;
+    size_t out_head_stride = 0;
+  };
+
   // Errors: kUnsupported (format, ISA not here), kShape (in_features that are not whole groups),
   // kConfig (ISA name, a size of 0, nodes for storage), kCapacity (memory), kNotFound (node).
   static Result<PackedMatrix> create(const Config& config);
@@ -65,6 +81,11 @@ class PackedMatrix {
 
   // Errors: those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
+  // d_x[num_rows, in_features] = d_out[num_rows, out_features] W in fp32, with W dequantized: the
+  // gradient with respect to x. Errors: kCapacity, those of ThreadPool.
+  Status backward(ThreadPool& pool, const float* d_out, size_t num_rows, float* d_x) const;
+  // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
+  Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
 
   // As of ExpertBank.
   Status read_weights(ThreadPool& pool) const;

@@ -86,11 +86,15 @@ void prepare(const PrepareTask& task) {
   const size_t chunk =
       has_codes(task.format) ? code_group_size(task.format) : size_t{kMaxGroupSize};
   for (size_t row = task.first_row; row < task.last_row; ++row) {
+    const size_t start = task.head_rows == 0
+                             ? row * task.size
+                             : row / task.head_rows * task.head_stride +
+                                   row % task.head_rows * task.token_stride;
     for (size_t k = 0; k < task.out.row_size; k += chunk) {
       const size_t wanted = task.out.row_size - k < chunk ? task.out.row_size - k : chunk;
       const size_t left = task.size > k ? task.size - k : 0;
       const size_t count = left < wanted ? left : wanted;
-      const size_t at = row * task.size + k;
+      const size_t at = start + k;
       if (task.is_bf16) {
         const uint16_t* x = static_cast<const uint16_t*>(task.x) + at;
         for (size_t i = 0; i < count; ++i) values[i] = float_of(uint32_t{x[i]} << 16);

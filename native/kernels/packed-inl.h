@@ -20,6 +20,8 @@ namespace {
 
 #include "kernels/pack-inl.h"
 
+#include "kernels/backward-inl.h"
+
 // Rows that one task holds in fp32 at a time: 48 x 128 gate and up values are 48 KiB, in L2.
 constexpr size_t kRowChunk = 48;
 
@@ -177,7 +179,8 @@ int32_t multiply_registers(bool has_codes, size_t num_steps) {
 
 }  // namespace
 
-const PackedKernels TANDEM_PACKED_KERNELS = {prepare, gate_up,   down,        linear,
-                                             pack,    add_parts, read_memory, multiply_registers};
+const PackedKernels TANDEM_PACKED_KERNELS = {
+    prepare,     gate_up,            down,      linear,        pack,         add_parts,
+    read_memory, multiply_registers, recompute, multiply_back, activate_back};
 
 }  // namespace tandem

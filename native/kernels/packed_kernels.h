@@ -27,12 +27,16 @@ struct Operand {
 
 struct PrepareTask {
   WeightFormat format;
-  const void* x;  // [tokens][size], contiguous.
+  const void* x;  // [tokens][size], contiguous, unless there are heads.
   bool is_bf16;   // Otherwise fp32.
   size_t size;
   size_t first_row;
   size_t last_row;
   Operand out;
+  // With heads, row h * head_rows + t is head h of token t; strides count items. 0: no heads.
+  size_t head_rows = 0;
+  size_t head_stride = 0;
+  size_t token_stride = 0;
 };
 
 // What stands between gate, up and down: h = f(g) * (u + up_offset), where g = min(gate, limit),
@@ -120,6 +124,53 @@ struct PackTask {
 
 inline constexpr size_t kMaxBlockPanels = kMaxGroupSize / kPanelColumns;
 
+// Inputs of a panel that a gradient widens at a time: a tile of 8 KiB.
+inline constexpr size_t kGradInputs = 32;
+// Rows of transposed operands come in whole vectors of the widest ISA.
+inline constexpr size_t kGradLanes = 16;
+
+// out[num_rows][64] = x panel^T in fp32, with the weights as they are dequantized.
+struct RecomputeTask {
+  WeightFormat format;
+  size_t size;             // K in whole groups.
+  size_t num_inputs;       // Of x.
+  const float* x;
+  size_t x_stride;
+  const int32_t* row_ids;  // The row of x of each row.
+  size_t num_rows;
+  const uint8_t* panel;
+  float* out;
+};
+
+// out[num_k][row_stride] += sum over outputs n of W[n][first_k + k] * a[n][row_stride]: the rows of
+// a W for some inputs, everything transposed. Row strides are multiples of kGradLanes.
+struct BackTask {
+  WeightFormat format;
+  const uint8_t* panels;  // 64 outputs each.
+  size_t panel_stride;    // Bytes.
+  size_t num_panels;
+  size_t first_k;         // A multiple of kGradInputs.
+  size_t num_k;           // At most kGradInputs; fewer are whole steps of the format.
+  const float* a;         // [64 num_panels][row_stride]
+  size_t row_stride;
+  float* out;             // num_k rounded up to 8 rows.
+};
+
+// From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights;
+// all transposed, [columns][row_stride]. kSilu only.
+struct ActivateBackTask {
+  Activation activation;
+  size_t size;           // Columns * row_stride.
+  size_t row_stride;
+  const float* gate;     // With their biases.
+  const float* up;
+  const float* dh;       // Without the router weights.
+  const float* weights;  // [row_stride]
+  float* d_gate;
+  float* d_up;
+  float* d_weights;      // [row_stride], added to.
+};
+
 struct PackedKernels {
   void (*prepare)(const PrepareTask& task);
   void (*gate_up)(const GateUpTask& task);
@@ -133,6 +184,10 @@ struct PackedKernels {
   // the dot product that the format uses. The results only keep the work from being optimised away.
   int32_t (*read_memory)(const uint8_t* data, size_t size_bytes);
   int32_t (*multiply_registers)(bool has_codes, size_t num_steps);
+  // Gradients, in fp32.
+  void (*recompute)(const RecomputeTask& task);
+  void (*multiply_back)(const BackTask& task);
+  void (*activate_back)(const ActivateBackTask& task);
 };
 
 // Multiply-adds per step of multiply_registers.

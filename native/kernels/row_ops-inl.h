@@ -151,6 +151,8 @@ void heads(const HeadsTask& task, size_t begin, size_t end) {
   head_rows<uint16_t>(task, begin, end);
 }
 
+#include "kernels/latents-inl.h"
+
 template <GateKind kKind>
 TANDEM_INLINE inline F32 activate(F32 x) {
   if constexpr (kKind == GateKind::kSilu) return x * sigmoid(x);
@@ -241,7 +243,8 @@ inline size_t choose_groups(const RouterTask& task, const float* choices, int64_
   float sums[kMaxRouterExperts];
   for (size_t g = 0; g < task.num_groups; ++g) {
     int64_t best[2] = {};
-    const size_t found = keep_best(choices, g * size, (g + 1) * size, best, 0, 2);
+    const size_t found =
+        keep_best(choices, g * size, (g + 1) * size, best, 0, task.num_group_choices);
     sums[g] = choices[best[0]] + (found > 1 ? choices[best[1]] : 0.0f);
   }
   int64_t best[kMaxRouterExperts];
@@ -360,6 +363,6 @@ void route(const RouterTask& task, size_t begin, size_t end) {
 }  // namespace
 
 extern const RowKernels TANDEM_ROW_KERNELS;
-const RowKernels TANDEM_ROW_KERNELS = {norm, heads, gate, soft_cap, route};
+const RowKernels TANDEM_ROW_KERNELS = {norm, heads, latents, gate, soft_cap, route};
 
 }  // namespace tandem

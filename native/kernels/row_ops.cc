@@ -51,6 +51,11 @@ Status run_heads(const RowKernels& kernels, ThreadPool* pool, const HeadsTask& t
                   2 * (task.num_q_heads + task.num_k_heads) * task.head_dim);
 }
 
+Status run_latents(const RowKernels& kernels, ThreadPool* pool, const LatentsTask& task) {
+  return run_rows(kernels.latents, pool, task,
+                  task.rank + 2 * (task.num_heads + 1) * task.rotary_size);
+}
+
 Status run_gate(const RowKernels& kernels, ThreadPool* pool, const GateTask& task) {
   return run_rows(kernels.gate, pool, task, 2 * task.size);
 }

@@ -51,6 +51,30 @@ struct HeadsTask {
   size_t rotary_size = 0;
 };
 
+// What multi-head latent attention attends with: row t of `out` is, for each head, its query, and
+// then the key that all heads share, [num_heads + 1][rank + rotary_size]. Written are the rotated
+// ends of the queries, and the whole key: its latent normed, its end rotated, halves by halves. The
+// queries' first `rank` items are left alone.
+struct LatentsTask {
+  const void* q = nullptr;  // [rows][num_heads][head_dim], rows `q_stride` items apart.
+  size_t q_stride = 0;
+  const void* kv = nullptr;  // [rows][rank + rotary_size], rows `kv_stride` items apart.
+  size_t kv_stride = 0;
+  const void* weight = nullptr;  // [rank], of the norm.
+  float eps = 0.0f;
+  const void* cos = nullptr;  // [rows][rotary_size / 2 at least], rows `angle_stride` items apart.
+  const void* sin = nullptr;
+  size_t angle_stride = 0;
+  void* out = nullptr;
+  size_t out_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of everything here.
+  size_t num_rows = 0;
+  size_t num_heads = 0;
+  size_t head_dim = 0;  // The last `rotary_size` items of a query are rotated.
+  size_t rank = 0;
+  size_t rotary_size = 0;  // Even.
+};
+
 enum class GateKind { kSilu, kGeluErf, kGeluTanh };
 
 // out[row, i] = f(gate_up[row, i]) * gate_up[row, size + i], times sigmoid(row_gate[row]).
@@ -84,7 +108,7 @@ enum class Scoring {
 };
 
 // The top_k experts of each row, best first; of equals the lower id first. With several groups,
-// only those `num_top_groups` count whose two best choices have the largest sum. A row with a NaN
+// only those `num_top_groups` count whose best choices, one or two, have the largest sum. A row with a NaN
 // gets ids 0, 1, ... and NaN as weights.
 struct RouterTask {
   const void* logits = nullptr;  // [rows][num_experts], contiguous.
@@ -98,6 +122,7 @@ struct RouterTask {
   size_t top_k = 0;        // At most kMaxTopK and the experts of the groups that count.
   size_t num_groups = 1;   // Divides num_experts.
   size_t num_top_groups = 1;
+  size_t num_group_choices = 2;  // Of a group's best choices are summed: 1 or 2.
   Scoring scoring = Scoring::kSoftmax;
   float weight_scale = 1.0f;
 };
@@ -110,6 +135,7 @@ inline constexpr size_t kMaxHeadDim = 4096;
 struct RowKernels {
   void (*norm)(const NormTask&, size_t begin, size_t end);
   void (*heads)(const HeadsTask&, size_t begin, size_t end);
+  void (*latents)(const LatentsTask&, size_t begin, size_t end);
   void (*gate)(const GateTask&, size_t begin, size_t end);
   void (*soft_cap)(const SoftCapTask&, size_t begin, size_t end);
   void (*route)(const RouterTask&, size_t begin, size_t end);
@@ -122,6 +148,7 @@ const RowKernels& choose_row_kernels(Isa isa);
 // say; pointers are borrowed for the call.
 Status run_norm(const RowKernels& kernels, ThreadPool* pool, const NormTask& task);
 Status run_heads(const RowKernels& kernels, ThreadPool* pool, const HeadsTask& task);
+Status run_latents(const RowKernels& kernels, ThreadPool* pool, const LatentsTask& task);
 Status run_gate(const RowKernels& kernels, ThreadPool* pool, const GateTask& task);
 Status run_soft_cap(const RowKernels& kernels, ThreadPool* pool, const SoftCapTask& task);
 Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask& task);

@@ -64,6 +64,29 @@ std::vector<T> run_all(FloatType type, Isa isa, size_t size) {
   CHECK(run_heads(kernels, nullptr, rotation).is_ok());
   all.insert(all.end(), heads.begin(), heads.end());
 
+  std::vector<T> queries = make<T>(2 * 3 * (size + 4)), kv = make<T>(2 * (size + 2));
+  std::vector<T> latents(2 * 4 * (size + 2));
+  LatentsTask latent;
+  latent.q = queries.data();
+  latent.q_stride = 3 * (size + 4);
+  latent.kv = kv.data();
+  latent.kv_stride = size + 2;
+  latent.weight = weight.data();
+  latent.eps = 1e-6f;
+  latent.cos = kv.data();
+  latent.sin = queries.data();
+  latent.angle_stride = 2;
+  latent.out = latents.data();
+  latent.out_stride = 4 * (size + 2);
+  latent.type = type;
+  latent.num_rows = 2;
+  latent.num_heads = 3;
+  latent.head_dim = size + 4;
+  latent.rank = size;
+  latent.rotary_size = 2;
+  CHECK(run_latents(kernels, nullptr, latent).is_ok());
+  all.insert(all.end(), latents.begin(), latents.end());
+
   std::vector<T> gate_up = make<T>(2 * 2 * size), product(2 * size);
   std::vector<T> row_gate = make<T>(2);
   for (GateKind kind : {GateKind::kSilu, GateKind::kGeluErf, GateKind::kGeluTanh}) {

@@ -10,8 +10,9 @@ from tandem.bench.driver import EngineDriver
 from tandem.bench.engine import _make_deep_model
 from tandem.bench.harness import BenchRecord
 
-STEP_MS = 2.0
-"""Outside of kernels, of 48 layers of tiny width; here the whole step, kernels and all."""
+LAYERS = 48
+CALLS_PER_LAYER = 60
+"""Calls of Python and C functions that one layer of a decode step may cost; 44 when it was set."""
 
 
 def test_quick_case_checks_and_compares():
@@ -26,7 +27,7 @@ def test_quick_case_checks_and_compares():
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [record["case"].split()[1] for record in records] == ["dtype=float32", "dtype=bfloat16"]
+    assert [record["case"].split()[1] for record in records] == ["dtype=float32"]
     for record in records:
         assert set(record) == set(BenchRecord.__struct_fields__)
         assert record["check"] == "ok"
@@ -36,8 +37,22 @@ def test_quick_case_checks_and_compares():
 
 
 def test_a_deep_model_of_tiny_width_costs_little_outside_kernels(tmp_path):
-    """The best of some steps, as others may run here; it took 1.2 ms on the reference machine."""
+    """Calls are counted, not timed: they are what a step costs beside its kernels."""
     disable_progress_bar()
     driver = EngineDriver(_make_deep_model(tmp_path), "bfloat16")
-    best_ms = min(driver.measure("decode", [list(range(100))]) for _ in range(30))
-    assert best_ms < STEP_MS
+    driver.add(list(range(100)), 16)
+    for _ in range(4):  # The prompt, and what the first steps set up.
+        driver.engine.step()
+    num_calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        outputs = driver.engine.step()
+    finally:
+        sys.setprofile(None)
+    assert len(outputs) == 1
+    assert LAYERS < num_calls < CALLS_PER_LAYER * LAYERS

@@ -114,3 +114,20 @@ def test_an_unreachable_server_is_one_error(url):
     result = CliRunner().invoke(app, ["explain", "x", "--url", url])
     assert isinstance(result.exception, TandemError)
     assert url in str(result.exception)
+
+
+def test_prefill_and_decode_of_a_request_are_shown_apart():
+    """Each leg under the name of its instance, prefill first, at the times of the server."""
+    decode = make_instance(
+        instance="decode-0", role="decode", lookup=None, num_prefill_steps=0, num_preemptions=0,
+        miss=None, admitted_s=0.6, first_token_s=0.7,
+    )  # fmt: skip
+    prefill = make_instance(
+        instance="prefill-0", role="prefill", lookup=None, loads=[], num_decode_steps=0,
+        admitted_s=0.2, first_token_s=0.5, age_s=0.5, sent_s=0.1,
+    )  # fmt: skip
+    text = render_timeline(make_timeline(decode, prefill))
+    assert text.index("prefill-0 (prefill)") < text.index("decode-0 (decode)")
+    assert text.count("  prefill ") == 1, "the decode instance computed nothing of the prompt"
+    row = next(line for line in text.splitlines() if line.startswith("  prefill "))
+    assert row.split()[1:3] == ["400.0", "ms"], "0.1 to submit, 0.1 to send, 0.2 in the queue"

@@ -10,9 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # Sibling modules of these tests.
 
 START_TIMEOUT_S = 120.0
 

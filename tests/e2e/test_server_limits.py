@@ -62,7 +62,7 @@ def test_streams_outlive_a_killed_instance(serve_demo):
     seeded = {**LONG, "max_tokens": 800, "seed": 3}
     with serve_demo() as server:
         pid = server.instance_pid()
-        seen = threading.Event()
+        seen = threading.Semaphore(0)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
 
             def run() -> tuple[int, list[dict]]:
@@ -75,11 +75,13 @@ def test_streams_outlive_a_killed_instance(serve_demo):
                     for line in response.iter_lines():
                         if line.startswith("data: {"):
                             events.append(json.loads(line.removeprefix("data: ")))
-                            seen.set()
+                            if len(events) == 1:
+                                seen.release()
                 return response.status_code, events
 
             jobs = [pool.submit(run) for _ in range(4)]
-            assert seen.wait(30)
+            for _ in jobs:
+                assert seen.acquire(timeout=30)
             os.kill(pid, signal.SIGKILL)
             ready = server.client.get("/ready").json()
             results = [job.result(timeout=120) for job in jobs]

@@ -232,9 +232,10 @@ def test_route(isa, dtype, scoring, experts, top_k, draw, wide, count_outside):
 
 @every_isa
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_route_by_groups_with_bias(isa, scoring, draw, wide, count_outside):
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_route_by_groups_with_bias(isa, num_choices, scoring, draw, wide, count_outside):
     logits, bias = draw(40, 64, dtype=torch.float32), draw(64, dtype=torch.float32)
-    groups = {"num_groups": 8, "num_top_groups": 3}
+    groups = {"num_groups": 8, "num_top_groups": 3, "num_group_choices": num_choices}
     weights, ids = route(logits, 6, scoring, bias=bias, weight_scale=2.5, isa=isa, **groups)
     expected, expected_ids = reference.choose_experts(
         wide(logits), 6, scoring, bias_E=wide(bias), **groups
@@ -242,7 +243,12 @@ def test_route_by_groups_with_bias(isa, scoring, draw, wide, count_outside):
     assert np.array_equal(ids.numpy(), expected_ids)
     bound = tolerance.choose_experts(wide(logits), 2.5 * expected, torch.float32)
     assert count_outside(weights, 2.5 * expected, bound) == 0
-    others = ({}, {"num_groups": 8, "num_top_groups": 2}, {"num_groups": 4, "num_top_groups": 3})
+    others = (
+        {},
+        groups | {"num_top_groups": 2},
+        groups | {"num_groups": 4},
+        groups | {"num_group_choices": 3 - num_choices},
+    )
     for wrong in others:
         _, other = route(logits, 6, scoring, bias=bias, isa=isa, **wrong)
         assert not torch.equal(other, ids)
@@ -316,6 +322,31 @@ def test_route_is_deepseeks(draw):
         logits, want, want_ids = router(draw(50, 32, dtype=torch.float32))
     groups = {"num_groups": 8, "num_top_groups": 4}
     weights, ids = route(logits, 6, "sigmoid_normalised", bias=bias, weight_scale=2.5, **groups)
+    order, want_order = ids.argsort(-1), want_ids.argsort(-1)
+    assert torch.equal(ids.gather(1, order), want_ids.gather(1, want_order))
+    torch.testing.assert_close(weights.gather(1, order), want.gather(1, want_order))
+
+
+def test_route_is_deepseeks_second(draw):
+    """transformers' own router of DeepSeek-V2: a group counts by its best expert alone."""
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling
+
+    config = DeepseekV2Config(
+        hidden_size=32,
+        n_routed_experts=32,
+        n_group=8,
+        topk_group=3,
+        num_experts_per_tok=6,
+        routed_scaling_factor=16.0,
+        topk_method="group_limited_greedy",
+    )
+    router = modeling.DeepseekV2TopkRouter(config)
+    torch.nn.init.normal_(router.weight)
+    with torch.no_grad():
+        logits, want, want_ids = router(draw(50, 32, dtype=torch.float32))
+    groups = {"num_groups": 8, "num_top_groups": 3, "num_group_choices": 1}
+    weights, ids = route(logits, 6, "softmax", weight_scale=16.0, **groups)
     order, want_order = ids.argsort(-1), want_ids.argsort(-1)
     assert torch.equal(ids.gather(1, order), want_ids.gather(1, want_order))
     torch.testing.assert_close(weights.gather(1, order), want.gather(1, want_order))

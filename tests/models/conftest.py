@@ -17,6 +17,8 @@ pytest.importorskip("transformers", reason="models need the `serve` extra")
 from safetensors.torch import load_file, save_file  # noqa: E402 - after the skip
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -35,6 +37,8 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt_oss": GptOssConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
 }
 
 COMMON = {
@@ -48,6 +52,19 @@ COMMON = {
     "max_position_embeddings": 512,
     "eos_token_id": 2,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+"""Multi-head latent attention; keys and values have different sizes, neither the hidden's."""
 MOE = {
     "qwen3_moe": {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
     # A window shorter than most prompts of the tests; layers with and without one take turns.
@@ -57,6 +74,8 @@ MOE = {
         "num_experts_per_tok": 2,
         "sliding_window": 20,
     },
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},
 }
 
 
@@ -91,6 +110,9 @@ def save_model() -> Callable[..., Any]:
                 parameter.data = 0.1 * noise
             else:
                 parameter.data = noise * parameter.shape[-1] ** -0.5
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         model.save_pretrained(folder, max_shard_size=shard_size)
         return model
 

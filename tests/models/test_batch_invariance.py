@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33, 40))]
 FORMATS = [("auto", "auto"), ("int8g32", "int8g16"), ("int4g32", "bf16")]
 CODED_KV = ["int8", "fp8"]
@@ -132,7 +132,9 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+)
 def test_a_layer_of_a_decode_step_asks_torch_for_nothing(model_type, checkpoint, open_session):
     counts = []
     for num_layers in (2, 5):

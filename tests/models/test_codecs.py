@@ -7,7 +7,10 @@ from safetensors.torch import save_file
 
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.kernels.formats import dequantize
+from tandem.models.quantization import read_quantization
 from tandem.models.sources.containers import open_source
+
+MXFP4 = read_quantization({"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def test_the_smallest_scale_of_mxfp4_is_doubled(tmp_path):
@@ -16,7 +19,7 @@ def test_the_smallest_scale_of_mxfp4_is_doubled(tmp_path):
     blocks = (codes[0::2] | codes[1::2] << 4).view(1, 1, 1, 16)
     tensors = {"w_blocks": blocks, "w_scales": torch.zeros(1, 1, 1, dtype=torch.uint8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with open_source(tmp_path) as source:
+    with open_source(tmp_path, quantization=MXFP4) as source:
         decoded = torch.empty(1, 32, 1)
         source.read_into("w", decoded)
         ours = dequantize(source.read_packed("w", 0))
@@ -30,7 +33,7 @@ def test_packed_mxfp4_is_what_is_decoded(tmp_path):
     scales = torch.randint(100, 140, (3, 5, 2), dtype=torch.uint8, generator=generator)
     tensors = {"w_blocks": blocks, "w_scales": scales, "plain": torch.ones(2, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with open_source(tmp_path) as source:
+    with open_source(tmp_path, quantization=MXFP4) as source:
         found = source.find_format("w")
         assert found is not None
         assert found.name == "mxfp4"

@@ -84,7 +84,11 @@ def test_kv_layout_follows_the_model(checkpoint):
 
 
 REFUSED = {
-    "another family": ({"model_type": "gpt2"}, "gpt2", "model_type"),
+    "another family": (
+        {"model_type": "gpt2", "architectures": None},
+        "gpt2",
+        "model_type",
+    ),
     "a newer family": ({"model_type": "qwen9"}, "qwen9", "model_type"),
     "a classifier": (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -92,7 +96,11 @@ REFUSED = {
         "architectures",
     ),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder", "is_encoder_decoder"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq", "quantization_config"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "spqr"}},
+        "spqr",
+        "quantization_config.quant_method",
+    ),
     "activation": ({"hidden_act": "relu2"}, "relu2", "hidden_act"),
     "longrope": (
         {
@@ -209,7 +217,7 @@ def test_unknown_dtype_setting(checkpoint):
         ({"model_type": "mistral9"}, "mistral (MistralForCausalLM)"),
         ({"model_type": "gpt_neox"}, "llama (LlamaForCausalLM)"),
         ({"model_type": "jetmoe", "num_local_experts": 8}, "qwen3_moe (Qwen3MoeForCausalLM)"),
-        ({"model_type": "kimi", "text_config": {"n_routed_experts": 384}}, "qwen3_moe"),
+        ({"model_type": "kimi", "text_config": {"n_routed_experts": 384}}, "kimi_k2"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "llama"),
         ({"model_type": ""}, "llama"),
     ],

@@ -19,6 +19,14 @@ from tandem.kernels import paged, tolerance
 from tandem.kernels.paged import PagedBatch
 
 ROPE = {"rope_theta": 10000.0}
+LATENT_YARN = {
+    **ROPE,
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-mha-biases": (
@@ -72,6 +80,37 @@ VARIANTS = {
         {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
     ),
     "qwen3_moe-windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 17}),
+    "deepseek_v2": ("deepseek_v2", {"routed_scaling_factor": 1.5}),
+    "deepseek_v2-groups-yarn": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 32,
+            "attention_bias": True,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": LATENT_YARN,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": LATENT_YARN}),
+    "deepseek_v3-plain-queries": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    # No choice, so no near ties: held to the bound in bfloat16 too.
+    "deepseek_v3-all-experts": (
+        "deepseek_v3",
+        {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    ),
     "gpt_oss": ("gpt_oss", {}),
     # No choice, so no near ties: held to the bound in bfloat16 too.
     "gpt_oss-all-experts": ("gpt_oss", {"num_experts_per_tok": 6}),
@@ -164,7 +203,17 @@ def test_logits(name, dtype, pairs, open_session):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3-tied-bias", "qwen3_moe", "llama-dynamic", "qwen3-windows", "gpt_oss"]
+    "name",
+    [
+        "llama",
+        "qwen3-tied-bias",
+        "qwen3_moe",
+        "llama-dynamic",
+        "qwen3-windows",
+        "gpt_oss",
+        "deepseek_v2-groups-yarn",
+        "deepseek_v3",
+    ],
 )
 def test_greedy_tokens_are_identical(name, pairs, open_session):
     pair = pairs(name)
@@ -200,7 +249,7 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
     torch.testing.assert_close(at_once, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-mqa", "qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama-tied-mqa", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_feeding_does_not_matter(name, block_size, pairs, open_session):
     pair = pairs(name)
@@ -215,7 +264,7 @@ def test_feeding_does_not_matter(name, block_size, pairs, open_session):
         assert excess(torch.cat(parts), whole, 2 * bound) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_batched_is_alone(name, pairs, open_session):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
@@ -238,7 +287,7 @@ def test_batched_is_alone(name, pairs, open_session):
     assert done == lengths
 
 
-@pytest.mark.parametrize("name", ["llama-mha-biases", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama-mha-biases", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_torch_attention_agrees_with_the_native_one(name, pairs, open_session, monkeypatch):
     """Torch's runs where there is no native one: elsewhere than on the CPU."""
     pair = pairs(name)

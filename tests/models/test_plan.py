@@ -97,11 +97,11 @@ def test_known_name_without_operator_is_reported_and_refused_at_load(checkpoint,
     folder = checkpoint("llama")
     path = write_rules(
         "- match: {name: self_attn$}\n"
-        "  replace: {class: ktransformers.operators.attention.KDeepseekV2Attention}"
+        "  replace: {class: ktransformers.operators.attention.KQwen3NextAttention}"
     )
     plan = plan_model(folder, rules=path)
     assert modules_of(plan)["model.layers.0.self_attn"].note == "no operator here"
-    with pytest.raises(UnsupportedError, match=r"rules\.yaml:1.*KDeepseekV2Attention.*self_attn"):
+    with pytest.raises(UnsupportedError, match=r"rules\.yaml:1.*KQwen3NextAttention.*self_attn"):
         load_checkpoint(folder, rules=path)
 
 

@@ -435,7 +435,9 @@ def list_damage(folder: Path) -> list[tuple[str, object]]:
 
     def in_file(name: str, bit: int, *bases: int):
         def change() -> bool:
-            files = sorted(folder.glob(name))
+            end = max(bases) + bit // 8
+            # The newest bucket may hold no record yet.
+            files = sorted(path for path in folder.glob(name) if path.stat().st_size > end)
             if not files:
                 return False
             with files[-1].open("r+b") as file:

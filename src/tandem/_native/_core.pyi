@@ -884,6 +884,14 @@ class ExpertBank:
         Raises: ShapeError (array or expert id; `out` is then untouched).
         """
 
+    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object) -> None:
+        """
+        Write the gradients with respect to `x` and `weights`; all float32 but the ids.
+
+        Raises: ShapeError (array or expert id; outputs are then untouched);
+            UnsupportedError (an activation other than silu).
+        """
+
     def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
         """
         Read the packed bytes of the first experts: a ceiling for benchmarks.
@@ -981,6 +989,24 @@ class PackedMatrix:
         Write x W^T + bias to `out`, or add it to what `out` holds.
 
         Raises: ShapeError (`out` is then untouched).
+        """
+
+    def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None:
+        """
+        Write d_out W, the gradient with respect to x, to `d_x`; both float32.
+
+        Raises: ShapeError (`d_x` is then untouched).
+        """
+
+    def forward_heads(self, pool: ThreadPool, x: TensorView, out: TensorView) -> None:
+        """
+        out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.
+
+        Args:
+            pool: threads.
+            x: [rows, heads, in_features]; any strides of rows and heads.
+            out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.
+        The matrix has no bias. Raises: ShapeError (`out` is then untouched).
         """
 
     def read_weights(self, pool: ThreadPool) -> None:
@@ -1108,6 +1134,20 @@ def rotate_heads(x: TensorView, cos: TensorView, sin: TensorView, num_q_heads: i
     their first half is read. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
+def place_latents(q: TensorView, kv: TensorView, weight: TensorView, eps: float, cos: TensorView, sin: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    Write what multi-head latent attention attends with, but for the absorbed parts.
+
+    Args:
+        q: [rows, heads, head_dim]; the last `rotated` items of each head are read.
+        kv: [rows, rank + rotated]; rank is the size of `weight`.
+        weight: [rank], of the RMSNorm of the latent, with `eps`.
+        cos, sin: [rows, rotated]; rotate halves by halves; the first half is read.
+        out: [rows, heads + 1, rank + rotated]. Of each query only the rotated end is
+            written; behind the queries comes the key: normed latent, rotated end.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    """
+
 def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
     """
     out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
@@ -1123,7 +1163,7 @@ def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str
     Raises: ShapeError; ConfigError (cap, isa); UnsupportedError (isa).
     """
 
-def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '') -> None:
+def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str, bias: TensorView | None = None, num_groups: int = 1, num_top_groups: int = 1, weight_scale: float = 1.0, pool: ThreadPool | None = None, isa: str = '', num_group_choices: int = 2) -> None:
     """
     Choose each row's top experts, best first; of equals the lower id.
 
@@ -1134,8 +1174,9 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         scoring: softmax or sigmoid, over all experts or, `_normalised`, the chosen.
         bias: float32 [experts] added for the choice, not to the weights.
         num_groups: equal groups of experts, of which only the `num_top_groups` with the
-            largest sum of their two best count.
+            largest sum of their best choices count.
         weight_scale: on the weights.
+        num_group_choices: how many of a group's best are summed, 1 or 2.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 

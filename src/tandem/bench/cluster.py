@@ -6,9 +6,11 @@
 - ``case=chat``: several conversations take turns on a device that holds few of them. Per turn, the
   time to the first token with the device's blocks alone (the baseline), with a store in memory, and
   with a store whose memory is small and whose SSD is not. Hit rates are in the check.
+- ``case=interference``: what long prompts cost the requests that decode beside them, with prefill
+  and decode on instances of their own, against one instance on all cores (``interference.py``).
 
-Both arms run in one process on the same engine, in turn; the store is a process of its own. Before
-a time counts, the tokens must be those that an engine without a store gives.
+Both arms of the first two run in one process on the same engine, in turn; the store is a process of
+its own. Before a time counts, the tokens must be those that an engine without a store gives.
 """
 
 import asyncio
@@ -27,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase
+from tandem.bench.interference import make_interference_cases
 from tandem.bench.model import QUICK_SHAPE, SHAPE, write_random_model
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import DeadlineError, InternalError
@@ -204,6 +207,10 @@ class _Bench:
             write_random_model(self._model, self._shape, 8192)
         return self._model
 
+    @property
+    def cache(self) -> str:
+        return str(self._scratch / "packed")
+
     def draw(self, count: int) -> list[int]:
         size = self._shape["vocab_size"]
         return torch.randint(0, size, (count,), generator=self._random).tolist()
@@ -214,8 +221,7 @@ class _Bench:
         return store.config
 
     def open_instance(self, store: StoreConfig | None, num_blocks: int) -> _Instance:
-        cache = str(self._scratch / "packed")
-        instance = _Instance(self.model, store, num_blocks, cache)
+        instance = _Instance(self.model, store, num_blocks, self.cache)
         self._opened.callback(instance.close)
         return instance
 
@@ -334,3 +340,11 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
         yield bench.prefix_case()
         for tiers in ("L1+L3", "L1+L3+SSD"):
             yield from bench.chat_cases(tiers)
+        yield from make_interference_cases(
+            bench.model,
+            bench.cache,
+            WEIGHT_FORMAT,
+            bench.draw,
+            QUICK_PROMPT_LEN if quick else PROMPT_LEN,
+            quick=quick,
+        )

@@ -1,7 +1,8 @@
-"""`tandem bench model`: six layers of a large MoE model with experts in each weight format.
+"""`tandem bench model`: some layers of large MoE models with experts in each weight format.
 
-The shape is Qwen3-30B-A3B's with six of its 48 layers and a vocabulary of 32,000, random weights:
-large enough that no cache holds it, small enough for a laptop. Ours is whole engine steps; the
+The shapes are Qwen3-30B-A3B's with six of its 48 layers and, in the cases named ``mla``,
+DeepSeek-V2-Lite's with four of its 27, both with a vocabulary of 32,000 and random weights: large
+enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
 rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
 ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
 must be near transformers', as far as the format's own error; the peer's as well.
@@ -13,7 +14,7 @@ prefill is left to `tandem bench moe` and `linear`, whose operators bound it.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -29,14 +30,19 @@ from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.peers import PeerProcess, install_peer
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
+from tandem.models.families import find_family
 from tandem.models.planner import describe_model, plan_model
 from tandem.models.skeleton import build_skeleton
 
-__all__ = ["QUICK_SHAPE", "SHAPE", "make_cases", "write_random_model"]
+__all__ = ["LATENT_SHAPE", "QUICK_SHAPE", "SHAPE", "make_cases", "write_random_model"]
 
 FORMATS = ("int8g128", "int4g32", "bf16")
-LINEAR_FORMATS = {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"}
-"""Of the other matrices; llama.cpp's quantiser gives some of them more bits as well."""
+LINEAR_FORMATS = {
+    "qwen3_moe": {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"},
+    "deepseek_v2": {"int8g128": "int8g64", "int4g32": "int8g64", "bf16": "bf16"},
+}
+"""Of the other matrices, by model; llama.cpp's quantiser gives some of them more bits as well.
+V2-Lite's dense layer has 10,944 columns, which are no whole groups of 128."""
 LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
@@ -55,6 +61,36 @@ DECODE_CONTEXT = 128
 SPARE = 64
 """Tokens of context a sequence, for what is decoded in a measurement."""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
+LATENT_SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "vocab_size": 32_000,
+}
+"""Queries are compressed as in DeepSeek-V2, V3 and Kimi-K2: those of V2-Lite are not, and the peers
+read such a model with 27 layers only."""
+QUICK_LATENT_SHAPE = LATENT_SHAPE | {
+    "q_lora_rank": 128,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -111,15 +147,17 @@ class _LlamaCpp:
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
-    def __init__(self, folder: Path, shape: dict[str, int]) -> None:
+    def __init__(self, folder: Path, model_type: str, shape: Mapping[str, int]) -> None:
         self._folder = folder
+        self._model_type = model_type
         self._shape = shape
+        self._linear_formats = LINEAR_FORMATS[model_type]
         self._ours: tuple[str, EngineDriver] | None = None
         self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
-        write_random_model(self._folder, self._shape)
+        write_random_model(self._folder, self._shape, model_type=self._model_type)
         return self._folder
 
     @cached_property
@@ -143,7 +181,7 @@ class _Bench:
         if self._ours is None or self._ours[0] != weight_format:
             self._ours = None  # Two formats at once may not fit.
             driver = EngineDriver(
-                self.folder, "bfloat16", weight_format, LINEAR_FORMATS[weight_format]
+                self.folder, "bfloat16", weight_format, self._linear_formats[weight_format]
             )
             self._ours = (weight_format, driver)
         return self._ours[1]
@@ -174,7 +212,7 @@ class _Bench:
         def check() -> str:
             generator = torch.Generator().manual_seed(tokens * batch)
             shape = (batch, tokens)
-            vocab_size = self._shape["vocab_size"]
+            vocab_size = self.spec.vocab_size
             prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
             got = self.ours(weight_format).score(prompts[0][:64])
             want = self.rival.score(prompts[0][:64])
@@ -203,8 +241,9 @@ class _Bench:
         if peer is not None:
             words += f" peer={peer}"
         is_decode = phase == "decode"
+        model = "mla " if self._model_type == "deepseek_v2" else ""
         return BenchCase(
-            name=f"format={weight_format} phase={phase} {words}",
+            name=f"{model}format={weight_format} phase={phase} {words}",
             unit="ms",
             ours=lambda: self.ours(weight_format).measure(phase, prompts),
             check=check,
@@ -222,7 +261,7 @@ class _Bench:
         torch.set_num_threads(self.threads)
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec = self.spec
-        linear = LINEAR_FORMATS[weight_format]
+        linear = self._linear_formats[weight_format]
         plan = plan_model(self.folder, expert_format=weight_format, linear_format=linear)
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
         others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
@@ -238,19 +277,28 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             if need be, each with cases of its own.
     """
     disable_progress_bar()
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        bench = _Bench(Path(scratch), QUICK_SHAPE if quick else SHAPE)
-        stack.callback(bench.close)
-        if not quick:
-            _check_memory()
-        for weight_format in FORMATS:
-            has_peers = with_peers and weight_format in LLAMA_TYPES
-            for peer in PEERS if has_peers else [None]:
-                for batch in BATCHES[::2] if quick else BATCHES:
-                    yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
-                for tokens in PREFILLS[:1] if quick else PREFILLS:
-                    yield bench.case(weight_format, "prefill", tokens, 1, peer)
+    if not quick:
+        _check_memory()
+    shapes: dict[str, Mapping[str, int]] = {
+        "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
+        "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
+    }
+    for model_type, shape in shapes.items():
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            bench = _Bench(Path(scratch), model_type, shape)
+            stack.callback(bench.close)
+            yield from _list_cases(bench, quick=quick, with_peers=with_peers)
+
+
+def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:
+    for weight_format in FORMATS:
+        has_peers = with_peers and weight_format in LLAMA_TYPES
+        for peer in PEERS if has_peers else [None]:
+            for batch in BATCHES[::2] if quick else BATCHES:
+                yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
+            for tokens in PREFILLS[:1] if quick else PREFILLS:
+                yield bench.case(weight_format, "prefill", tokens, 1, peer)
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -268,17 +316,23 @@ def _check_memory() -> None:
 
 
 def write_random_model(
-    folder: Path, shape: dict[str, int], max_position_embeddings: int = 4096
+    folder: Path,
+    shape: Mapping[str, int],
+    max_position_embeddings: int = 4096,
+    *,
+    model_type: str = "qwen3_moe",
 ) -> None:
     """Write a checkpoint of random bfloat16 weights, a layer a file."""
     config = AutoConfig.for_model(
-        "qwen3_moe",
+        model_type,
         **shape,
         max_position_embeddings=max_position_embeddings,
-        norm_topk_prob=True,
+        norm_topk_prob=model_type == "qwen3_moe",
         dtype="bfloat16",
     )
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    family = find_family(model_type)
+    assert family is not None, model_type
+    config.architectures = [family.architecture]
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     files: dict[str, dict[str, torch.Tensor]] = {}

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -11,7 +12,8 @@ import typer
 from tandem.cli.local_server import connect
 from tandem.cli.stream import StreamResult, stream_events
 from tandem.cli.terminal_input import make_reader
-from tandem.core.errors import TandemError
+from tandem.cli.tuned_chat import chat_tuned
+from tandem.core.errors import ConfigError, TandemError
 
 __all__ = ["chat"]
 
@@ -36,9 +38,27 @@ def chat(
     prompt: Annotated[
         list[str] | None, typer.Option(help="Say this instead of asking; may be repeated.")
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="LoRA adapter; answers in this process, not from a server.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
     """Talk to a model; every answer is followed by its prompt and eval rates."""
+    if adapter is not None:
+        if url is not None:
+            what = "--url and --adapter: the server has its own weights: give one of both"
+            raise ConfigError("cli.chat", what, field="adapter")
+        chat_tuned(
+            model,
+            adapter,
+            prompts=prompt,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=0.0 if temperature is None else temperature,
+            seed=seed,
+            json=json,
+        )
+        return
     flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     start: list[dict[str, str]] = []

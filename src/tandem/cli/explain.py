@@ -81,19 +81,30 @@ def render_timeline(timeline: RequestTimeline) -> str:
 def _render_choice(timeline: RequestTimeline, choice: ChoiceTimeline) -> list[str]:
     total_s = timeline.age_s
     lines = [_row("read, tokenized", 0.0, timeline.tokenized_s, total_s)]
-    for instance in choice.instances:
-        lines += _render_phases(instance, choice.submitted_s, total_s, choice.end_s)
+    instances = sorted(choice.instances, key=_find_begin)
+    is_single = len(instances) == 1
+    for instance in instances:
+        if not is_single:
+            lines.append(f"  {instance.instance} ({instance.role})")
+        zero_s = choice.submitted_s + instance.sent_s
+        # Of one among several, the generation's end is not its own.
+        lines += _render_phases(instance, zero_s, total_s, choice.end_s if is_single else None)
     if not choice.instances:
         end_s = total_s if choice.end_s is None else choice.end_s
         lines.append(_row("at the instance", choice.submitted_s, end_s, total_s))
         lines.append("  the instance is down, or remembers nothing of it")
-    for instance in choice.instances:
+    for instance in instances:
         lines += _render_facts(instance)
     end = "goes on" if choice.end_s is None else f"ended: {choice.finish_reason}"
     lines.append(
         f"  {choice.prompt_tokens} tokens of prompt, {choice.output_tokens} generated; {end}"
     )
     return lines
+
+
+def _find_begin(told: InstanceTimeline) -> float:
+    """Return when an instance began to compute, or would have: prefill stands before decode."""
+    return told.sent_s + (told.age_s if told.admitted_s is None else told.admitted_s)
 
 
 def _render_phases(
@@ -113,8 +124,11 @@ def _render_phases(
     if told.admitted_s is None:
         return lines
     first_s = now_s if told.first_token_s is None else told.first_token_s
-    row = _row("prefill", zero_s + admitted_s, zero_s + first_s, total_s)
-    lines.append(f"{row}  {told.num_prefill_steps} steps, {_time(told.prefill_s)}")
+    if told.num_prefill_steps:
+        row = _row("prefill", zero_s + admitted_s, zero_s + first_s, total_s)
+        lines.append(f"{row}  {told.num_prefill_steps} steps, {_time(told.prefill_s)}")
+    else:
+        first_s = admitted_s  # It goes on after the first token of another instance.
     if told.first_token_s is not None and told.num_decode_steps:
         end_s = zero_s + now_s if ended_s is None else max(ended_s, zero_s + first_s)
         row = _row("decode", zero_s + first_s, end_s, total_s)

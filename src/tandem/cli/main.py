@@ -11,12 +11,16 @@ from tandem.cli import (
     config_show,
     convert,
     doctor,
+    evaluate,
     explain,
+    export,
+    finetune,
     generate,
     plan,
     pull,
     serve,
     store,
+    verify,
     version,
 )
 from tandem.core.errors import TandemError
@@ -37,7 +41,11 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
 app.command("convert")(convert.convert)
+app.command("finetune")(finetune.finetune)
+app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)

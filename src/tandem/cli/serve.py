@@ -67,13 +67,16 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     from tandem.models.families import read_json
     from tandem.models.hub import resolve_folder
     from tandem.models.packed_cache import may_write_cache
+    from tandem.models.sources.gguf_files import find_gguf
     from tandem.server.app import build_app
     from tandem.server.run import RunningServer, run_server
     from tandem.server.sampling import load_sampling_defaults
     from tandem.server.tokenizer import load_tokenizer
 
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
-    read_json(folder / "config.json")  # A folder without a model is refused before its tokenizer.
+    if find_gguf(folder) is None:
+        # A folder without a model is refused before its tokenizer.
+        read_json(folder / "config.json")
     with _show_loading(quiet=json) as on_stage:
         async with contextlib.AsyncExitStack() as opened:
             store = None

@@ -141,6 +141,11 @@ class GqaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="g
         """Elements of one head's key or value."""
         return self.head_dim
 
+    @property
+    def value_size(self) -> int:
+        """Elements of one head's value."""
+        return self.head_dim
+
     def head_offset(self, layer_idx: int, kind: int, head_idx: int) -> int:
         """Byte offset of one head's keys (``kind`` 0) or values (1) of a layer, in a block."""
         assert kind in (0, 1), kind
@@ -174,6 +179,11 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
     def row_size(self) -> int:
         """Elements of the latent and of the rotated part."""
         return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a row that are its value: the latent."""
+        return self.kv_lora_rank
 
 
 KVLayout = GqaLayout | MlaLayout

@@ -33,7 +33,17 @@ NO_FORMAT = "none"
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 MatrixRole = Literal[
-    "embedding", "head", "qkv", "attention_out", "gate_up", "down", "router", "experts", "other"
+    "embedding",
+    "head",
+    "qkv",
+    "q_up",
+    "head_matrices",
+    "attention_out",
+    "gate_up",
+    "down",
+    "router",
+    "experts",
+    "other",
 ]
 
 
@@ -45,6 +55,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     """Of a key; of MLA without and with rotation together."""
+    kv_lora_rank: NonNegativeInt = 0
+    """Of MLA: items of the latent that keys and values are made of."""
+    rope_dim: NonNegativeInt = 0
+    """Of MLA: items of a key that are rotated, the same for all heads."""
     window: NonNegativeInt = 0
     """Tokens that a token sees, itself included; 0 is all."""
     has_sinks: bool = False
@@ -102,6 +116,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
     """Of the matrices that the operator holds."""
+    keeps_codes: bool = False
+    """Whether matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""
     """The module above, whose operator took its weights; empty for none."""
     note: str = ""
@@ -117,13 +133,16 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The module that holds it, after the rules."""
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]."""
+    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
+    each head has one of [H, N, K]."""
     weight_format: str
     size_bytes: NonNegativeInt
     """As stored, scales and padding included; 0 where it is another matrix's memory."""
     plain_bytes: NonNegativeInt
     """The same in the model's dtype."""
     reason: str
+    stored_bytes: NonNegativeInt = 0
+    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +175,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
     packed_cache: str
     """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    notes: tuple[str, ...] = ()
+    """What of the checkpoint is not used, and why."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}

@@ -63,6 +63,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
+    """Of a key."""
+    kv_lora_rank: Annotated[int, Meta(ge=0)] = 0
+    """Of multi-head latent attention: items of the latent that all heads share; 0 is another."""
+    rope_dim: Annotated[int, Meta(ge=0)] = 0
+    """Of the same: rotated items of a key, which all heads share too."""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     """Of a dense MLP; models whose layers are all MoE carry it too."""

@@ -107,6 +107,9 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """Of the engine."""
     instance: str = ""
     role: str = "unified"
+    sent_s: float = 0.0
+    """When the server sent it there, after it had accepted the generation; other times count from
+    its arrival there."""
     state: str
     """``waiting``, ``loading``, ``running``, ``preempted`` or ``finished``."""
     age_s: float

@@ -35,6 +35,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.hub import resolve_folder
 from tandem.models.loader import CausalModel, load_model, make_kv_layout
 from tandem.models.planner import plan_model
+from tandem.models.proof.require import require_proof
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -234,6 +235,7 @@ def build_engine(
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
+    require_proof(plan.model.folder, model_config.proof)
     model = load_model(plan.model, threads, progress)
     spec = plan.model.spec
     pool = BlockPool(plan.kv.num_blocks)

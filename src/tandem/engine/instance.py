@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,9 +23,9 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import CapacityError, TandemError, UnsupportedError
+from tandem.core.errors import CapacityError, TandemError
 from tandem.core.logs import configure_logging
-from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
+from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     WIRE_VERSION,
     AddRequest,
@@ -39,13 +38,10 @@ from tandem.core.wire import (
     InstanceStats,
     KvPeer,
     ReleaseHold,
-    RequestOutput,
     StageChanged,
-    StepOutputs,
-    TierKv,
 )
 from tandem.engine.config import EngineConfig, KvEventConfig
-from tandem.engine.engine import Engine
+from tandem.engine.instance_api import InstanceApi
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
@@ -117,12 +113,11 @@ class Instance:
             config=spec.rpc,
         )
         self._stage = StageChanged(InstanceStage.STARTING)
-        self._engine: Engine | None = None
+        self._api: InstanceApi | None = None
         self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
         self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
-        self._owners: dict[str, Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._register()
@@ -143,115 +138,63 @@ class Instance:
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
 
-    def _require_engine(self) -> Engine:
-        if self._engine is None:
+    def _require_api(self) -> InstanceApi:
+        if self._api is None:
             raise CapacityError(
                 "instance.add", f"the model is not ready, stage {self._stage.stage}: try again"
             )
-        return self._engine
+        return self._api
 
     async def _add(self, peer: Peer, request: AddRequest) -> Empty:
-        engine = self._require_engine()
-        # The owner is known before the engine can produce anything for it.
-        owner = self._owners.setdefault(request.request_id, peer)
-        try:
-            num_stored_blocks, lookup = await self._look_up(engine, request)
-            if owner is peer and self._owners.get(request.request_id) is not peer:
-                return Empty()  # Cancelled while the store was asked; nobody waits for it.
-            engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
-        except TandemError:
-            if owner is peer and not engine.is_live(request.request_id):
-                self._owners.pop(request.request_id, None)
-            raise
+        await self._require_api().add(peer, request)
         return Empty()
 
-    def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
-        if self._owners.get(request.request_id) is not peer:
-            return False
-        return self._require_engine().continue_request(request)
-
-    async def _look_up(self, engine: Engine, request: AddRequest) -> tuple[int, StoreLookup | None]:
-        """Return how many leading blocks of a prompt the device or the store holds, and the lookup
-        that told.
-        """
-        if self._tier is None or not isinstance(request.kv_source, TierKv):
-            return 0, None
-        missing = engine.find_missing_blocks(request)
-        if not missing.keys:
-            return missing.num_cached, None
-        begin_s = time.monotonic()
-        num_found = await self._tier.count_stored(missing.keys)
-        lookup = StoreLookup(
-            asked_blocks=len(missing.keys),
-            found_blocks=num_found or 0,
-            seconds=time.monotonic() - begin_s,
-            is_answered=num_found is not None,
-        )
-        return missing.num_cached + lookup.found_blocks, lookup
+    async def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        # A coroutine like ``_add``, which may have come in the same turn: it begins first.
+        return self._require_api().continue_request(peer, request)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
-        if self._engine is None:
-            return
-        if isinstance(event, ReleaseHold):
-            self._engine.release_hold(event.request_id)
-        elif self._owners.get(event.request_id) is peer and not self._engine.cancel(
-            event.request_id
-        ):
-            # Not added yet, or just ended.
-            self._owners.pop(event.request_id, None)
+        # The ``_add`` that it is about may have come in the same turn and begin in the next one.
+        if self._api is not None:
+            asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
     async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
-        self._require_engine()
-        if self._exchange is None or self._exchange.reader is None:
-            raise UnsupportedError(
-                "instance.open_peer",
-                f"{self._spec.name} reads the blocks of no other instance, so not of {peer.name}",
-            )
-        await self._exchange.reader.open_peer(peer)
+        await self._require_api().open_peer(peer)
         return Empty()
 
     async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
-        if self._exchange is not None and self._exchange.reader is not None:
-            await self._exchange.reader.close_peer(message.name)
+        await self._require_api().close_peer(message.name)
         return Empty()
 
     def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
-        self._require_engine()
+        self._require_api()
         assert self._info is not None
         return self._info
 
     def _list_timelines(self, peer: Peer, query: TimelineQuery) -> list[InstanceTimeline]:
-        found = self._require_engine().list_timelines(query.request_ids)
+        found = self._require_api().engine.list_timelines(query.request_ids)
         name, role = self._spec.name, self._spec.role
         return [msgspec.structs.replace(each, instance=name, role=role) for each in found]
 
     async def _flush_cache(self, peer: Peer, _: Empty) -> int:
-        num_freed = self._require_engine().flush_cache()
-        if self._tier is not None:
-            await self._tier.flush()
-        return num_freed
+        return await self._require_api().flush_cache()
 
     def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
-        if self._engine is None:
+        if self._api is None:
             return InstanceStats(stage=self._stage.stage)
         assert self._info is not None
         return make_stats(
             self._stage.stage,
-            self._engine.get_stats(),
-            self._engine.counters,
+            self._api.engine.get_stats(),
+            self._api.engine.counters,
             TierCounters() if self._tier is None else self._tier.counters,
             block_size=self._info.block_size,
             reads=None if self._exchange is None else self._exchange.counters,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
-        """Nobody waits for the requests of a server that is gone."""
-        # The main thread removes owners meanwhile: iterate over a copy.
-        lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
-        logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
-        for request_id in lost:
-            if self._engine is None or not self._engine.cancel(request_id):
-                self._owners.pop(request_id, None)
+        if self._api is not None:
+            self._api.forget_peer(peer, error)
 
     def _push_stage(self) -> None:
         for peer in self._server.peers:
@@ -365,7 +308,8 @@ class Instance:
             load_seconds=time.monotonic() - begin_s,
             kv_peer=None if self._exchange is None else self._exchange.peer,
         )
-        self._engine = built.engine
+        reader = None if self._exchange is None else self._exchange.reader
+        self._api = InstanceApi(self._spec.name, built.engine, clock, self._tier, reader)
         self.set_stage(StageChanged(InstanceStage.READY))
 
     def _open_tier(
@@ -389,25 +333,10 @@ class Instance:
         self._tier = tier
 
     def _run_engine(self) -> None:
-        engine = self._require_engine()
+        api = self._require_api()
         while not self._stopping.is_set():
-            if engine.wait_for_work(IDLE_WAIT_S):
-                self._deliver(engine.step())
-
-    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        by_peer: dict[Peer, list[RequestOutput]] = {}
-        for output in outputs:
-            owner = (
-                self._owners.get(output.request_id)
-                if output.finish_reason is None
-                else self._owners.pop(output.request_id, None)
-            )
-            if owner is not None:
-                by_peer.setdefault(owner, []).append(output)
-        for peer, its_outputs in by_peer.items():
-            # A lost peer's requests are being cancelled on the other thread.
-            with contextlib.suppress(TandemError):
-                peer.push_threadsafe(StepOutputs(its_outputs))
+            if api.engine.wait_for_work(IDLE_WAIT_S):
+                api.deliver(api.engine.step())
 
 
 def read_spec(line: bytes) -> InstanceSpec:

@@ -8,6 +8,7 @@ event loop.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -29,31 +30,57 @@ from tandem.core.wire import (
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.instance import SERVER_ROLE, compat_facts
-from tandem.rpc import Auth, Peer, RpcClient, RpcConfig, make_identity
+from tandem.rpc import Peer
 
-__all__ = ["InstanceSession"]
+__all__ = ["InstanceSession", "SessionClient"]
 
-CONNECT_TIMEOUT_S = 120.0
-"""From the start of the process to its socket; loading comes after. Python on a cold, busy disk
-has been seen to take half a minute to import torch."""
 CALL_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+class SessionClient(Protocol):
+    """The control channel to one instance; ``tandem.rpc.RpcClient`` says what each part does."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls reach it."""
+        ...
+
+    def on_event(self, callback: Callable[[Peer, Any], None], event_type: Any) -> None:
+        """Name who takes its events; before it connects."""
+        ...
+
+    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
+        """Name who hears of the loss; before it connects."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *details: object) -> None: ...
+
+    async def call(
+        self, method: str, request: Any, response_type: type[T], *, timeout_s: float | None = None
+    ) -> T:
+        """Call a method of the instance."""
+        ...
+
+    def push(self, event: msgspec.Struct) -> None:
+        """Send an event."""
+        ...
 
 
 class InstanceSession:
     """Speaks to one instance process, from its start to its loss.
 
     Args:
-        endpoint: where the instance serves its control channel.
-        rpc: the control channel's settings.
+        client: the control channel, not connected yet. Owned.
         on_stage: called with every change of stage but the last, and every step of progress.
         on_ready: called once, when the instance serves, with what runs.
     """
 
     def __init__(
         self,
-        endpoint: str,
-        rpc: RpcConfig,
+        client: SessionClient,
         *,
         on_stage: Callable[[StageChanged], None],
         on_ready: Callable[[InstanceInfo], None],
@@ -63,12 +90,7 @@ class InstanceSession:
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         self._ready = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._client = RpcClient(
-            endpoint,
-            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
-            config=msgspec.structs.replace(rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)),
-        )
+        self._client = client
         self._client.on_event(self._take_event, StepOutputs | StageChanged)
         self._client.on_peer_lost(self._note_loss)
 

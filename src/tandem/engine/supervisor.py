@@ -7,19 +7,14 @@ starts keep failing. All of it runs on one event loop.
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
-
-import msgspec
 
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
-from tandem.engine.child_process import end_child, start_child
 from tandem.engine.instance import InstanceSpec
+from tandem.engine.launcher import InstanceChild, Launcher, ProcessLauncher
 from tandem.engine.session import InstanceSession
-from tandem.rpc import make_runtime_dir
 
 __all__ = ["InstanceSupervisor"]
 
@@ -35,20 +30,25 @@ class InstanceSupervisor:
     """One supervised process. An async context manager; entering starts it.
 
     Args:
-        spec: of the instance; its endpoint is chosen here, anew for each process.
+        spec: of the instance.
         on_stage: called with every change of stage and every step of progress.
+        launcher: starts it; None: as a child process. Owned.
     """
 
     def __init__(
-        self, spec: InstanceSpec, *, on_stage: Callable[[StageChanged], None] | None = None
+        self,
+        spec: InstanceSpec,
+        *,
+        on_stage: Callable[[StageChanged], None] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._spec = spec
         self._on_stage = on_stage
+        self._launcher = ProcessLauncher() if launcher is None else launcher
         self._stage = StageChanged(InstanceStage.STARTING)
         self._info: InstanceInfo | None = None
         self._session: InstanceSession | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder: Path | None = None
+        self._child: InstanceChild | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._was_ready = False
         """Whether the present process has served."""
@@ -57,7 +57,6 @@ class InstanceSupervisor:
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
-        self._folder = make_runtime_dir()
         self._supervision = asyncio.create_task(self._supervise())
         return self
 
@@ -65,8 +64,7 @@ class InstanceSupervisor:
         assert self._supervision is not None
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._launcher.close()
 
     @property
     def info(self) -> InstanceInfo | None:
@@ -81,7 +79,7 @@ class InstanceSupervisor:
     @property
     def pid(self) -> int | None:
         """Process id of the instance, if one runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     @property
     def is_connected(self) -> bool:
@@ -136,26 +134,30 @@ class InstanceSupervisor:
 
     async def _run_process(self) -> str:
         """Start one process and stay until it is gone; return why it is."""
-        assert self._folder is not None
-        endpoint = f"ipc://{self._folder / f'{self.num_restarts}.sock'}"
-        spec = msgspec.structs.replace(self._spec, endpoint=endpoint)
-        process = self._process = await start_child("tandem.engine.instance", spec)
-        exited = asyncio.create_task(process.wait())
+        child = self._child = await self._launcher.start(self._spec)
+        exited = asyncio.create_task(child.wait())
         self._session = InstanceSession(
-            endpoint, self._spec.rpc, on_stage=self._set_stage, on_ready=self._note_ready
+            child.client, on_stage=self._set_stage, on_ready=self._note_ready
         )
         session = asyncio.create_task(self._session.run())
         try:
             await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
             if session.done():
-                return session.result()
-            return f"the process ended with status {process.returncode}"
+                reason = session.result()
+            else:
+                reason = f"the process ended with status {exited.result()}"
+            self._session, self._info = None, None
+            if self._was_ready:
+                # Before the process is ended, which takes seconds if it hangs.
+                self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+            return reason
         finally:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
             self._session, self._info = None, None
-            await end_child(process, exited)
-            self._process = None
+            await child.end()
+            exited.cancel()
+            self._child = None
 
     def _note_ready(self, info: InstanceInfo) -> None:
         self._info = info

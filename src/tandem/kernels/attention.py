@@ -6,14 +6,17 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.execution import Step
 from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
+
+if TYPE_CHECKING:
+    from tandem.kernels.execution import Step
 
 __all__ = ["PLAIN", "Attention", "AttentionRule"]
 
@@ -154,7 +157,7 @@ class Attention(Operator):
         return torch.cat(((firsts[:, None] + head).flatten(), values))
 
     def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
+        self, hidden_states: Tensor, *_: object, tandem_step: "Step", **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = tandem_step.mix(self, hidden_states[0])

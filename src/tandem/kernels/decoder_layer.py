@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import Attention
 from tandem.kernels.execution import Step
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock
 from tandem.kernels.norm import RmsNorm
@@ -21,7 +22,7 @@ class LayerParts(NamedTuple):
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention
+    attention: Attention | MlaAttention
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: Mlp | MoeBlock

@@ -18,6 +18,7 @@ from tandem.kernels.torch.execution import TorchExecution
 if TYPE_CHECKING:
     from tandem.kernels.attention import Attention, AttentionRule
     from tandem.kernels.decoder_layer import DecoderLayer
+    from tandem.kernels.mla import MlaAttention
     from tandem.kernels.paged import PagedBatch, PagedKvCache
     from tandem.kernels.rope import Rope
 
@@ -41,10 +42,10 @@ class Step(Protocol):
         """Add what the last layer left to a next one, if it did, to the residual stream."""
         ...
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
-        """Return the attended heads [T, H * d] before the output projection; writes the KV.
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
+        """Return the attended heads before the output projection; writes the KV.
 
-        Valid until the next layer's.
+        [T, H * size of a head's value], valid until the next layer's.
         """
         ...
 

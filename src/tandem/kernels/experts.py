@@ -14,7 +14,13 @@ from tandem.core.errors import DeadlineError
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.operator import Operator, WeightReader
 
-__all__ = ["PendingExperts", "RoutedExperts", "read_biases", "read_experts"]
+__all__ = [
+    "PendingExperts",
+    "RoutedExperts",
+    "list_expert_weights",
+    "read_biases",
+    "read_experts",
+]
 
 MAX_RUN_S = 60.0
 """Far above what the experts of a layer take for the longest prefill."""
@@ -126,6 +132,14 @@ def read_experts(
         reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[:size])
         reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[size:])
         reader.read_into(f"{name}.{i}.down_proj.weight", down)
+
+
+def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> list[str]:
+    """Return the names of all experts' weights, whichever way the checkpoint stores them."""
+    if reader.has(f"{name}.gate_up_proj"):
+        return [f"{name}.gate_up_proj", f"{name}.down_proj"]
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return [f"{name}.{i}.{part}.weight" for i in range(num_experts) for part in parts]
 
 
 def read_biases(

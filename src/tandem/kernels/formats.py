@@ -139,7 +139,7 @@ class QuantizedMatrix:
 
     weight_format: WeightFormat
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float16] | NDArray[np.float32]
+    scales: NDArray[np.float16 | np.float32]
     minima: NDArray[np.float16] | None
 
     @property

@@ -103,7 +103,9 @@ class LmHead(Linear):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``, or share the embedding's, which must have been loaded before."""
         self._execution = choose_execution(reader.device, reader.dtype)
-        if self._tied_to is None:
+        # Codes that the checkpoint has under this name, too, are those of the embedding.
+        is_packed = self.settings.weight_format is not None
+        if self._tied_to is None or (is_packed and reader.find_format(f"{name}.weight")):
             super().load(reader, name)
             return
         weight: Any = self._tied_to().weight

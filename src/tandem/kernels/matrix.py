@@ -19,6 +19,7 @@ from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, select_rows, stack
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.recode import can_hold, join_formats, recode
 
 __all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
 
@@ -54,6 +55,9 @@ class MatrixSettings:
     """None: tensors of the model's dtype."""
     pool: ThreadPool | None = None
     """Runs the kernels of a format; borrowed for the life of the matrices."""
+    keeps_codes: bool = False
+    """Whether a matrix that the checkpoint has in codes keeps them, in the smallest format that
+    holds those of all its parts, whatever ``weight_format`` is."""
 
 
 TENSORS = MatrixSettings()
@@ -126,6 +130,8 @@ def read_matrix(
     codes = _read_codes(reader, settings, weights, in_features, order)
     if codes is not None:
         bias = _read_bias(reader, biases, order) if has_bias else None
+        if settings.keeps_codes:
+            owner.code_formats = owner.code_formats | {name: codes.weight_format.name}
         return _keep_packed(owner, settings, codes, bias)
     weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
     weight = weight if order is None else weight[order]
@@ -158,14 +164,17 @@ def _read_codes(
     in_features: int,
     order: Tensor | None,
 ) -> QuantizedMatrix | None:
-    """Return the stacked codes of parts that are all stored in the wanted format."""
+    """Return the stacked codes of parts whose formats the wanted one holds."""
+    formats = [reader.find_format(name) for name, _ in parts]
     wanted = settings.weight_format
-    if wanted is None or any(reader.find_format(name) != wanted for name, _ in parts):
+    if settings.keeps_codes:
+        wanted = join_formats(formats)
+    if wanted is None or not all(held is not None and can_hold(wanted, held) for held in formats):
         return None
     is_block = wanted.is_float and wanted.bits == 8
     if is_block and (order is not None or any(rows % BLOCK_ROWS for _, rows in parts[:-1])):
         return None
-    matrices = [reader.read_packed(name) for name, _ in parts]
+    matrices = [recode(reader.read_packed(name), wanted) for name, _ in parts]
     for (name, rows), matrix in zip(parts, matrices, strict=True):
         if matrix.codes.shape != (rows, in_features):
             raise ShapeError(
@@ -184,11 +193,11 @@ def _keep_packed(
     bias_N: Tensor | None,
 ) -> PackedLinear:
     assert settings.pool is not None, "a weight format needs a pool"
-    assert settings.weight_format is not None, "tensors are not packed"
     pool, is_bound = settings.pool, len(settings.pool.node_ids) > 1
     if isinstance(weight, QuantizedMatrix):
         packed = PackedLinear.from_codes(weight, bias_N, pool=pool, is_bound=is_bound)
     else:
+        assert settings.weight_format is not None, "tensors are not packed"
         packed = PackedLinear.pack(
             settings.weight_format, weight, bias_N, pool=pool, is_bound=is_bound
         )

@@ -2,7 +2,9 @@
 
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -31,6 +33,10 @@ class WeightReader(Protocol):
             ShapeError: its shape is not that of ``out``, or its dtype is not floating.
             CorruptionError: its bytes are not all there.
         """
+        ...
+
+    def find_storage(self, name: str) -> str:
+        """Return in words how ``name`` is coded; empty for values. Marks nothing as used."""
         ...
 
     def find_format(self, name: str) -> WeightFormat | None:
@@ -66,6 +72,8 @@ class Operator(nn.Module, ABC):
 
     packed_bytes: int = 0
     """Of the weights that are packed, and so are no parameters of the module."""
+    code_formats: Mapping[str, str] = MappingProxyType({})
+    """Formats of matrices that have others than the operator's, by their prefix in it."""
     is_misplaced: bool = False
     """Whether packed weights should lie on several NUMA nodes and the kernel refused."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tandem._native import AlignedBuffer, KvPool, ThreadPool
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout, MlaLayout
-from tandem.kernels.native import Buffer, is_native, view_tensor
+from tandem.kernels.native import is_native, view_tensor
 
 __all__ = ["TORCH_DTYPES", "PagedBatch", "PagedKvCache", "SequenceChunk", "allocate_blocks"]
 
@@ -221,7 +221,7 @@ class PagedKvCache:
         self.tensor = tensor
         self.native = _view_natively(tensor, layout)
         """The same memory as native attention takes it; None where torch attends."""
-        self._step_buffers: tuple[object, dict[tuple[object, ...], Buffer]] = (None, {})
+        self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
         if layout.is_coded:
             size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
             codes = tensor[:, :, :size].unflatten(2, layout.layer_shape)
@@ -266,8 +266,8 @@ class PagedKvCache:
             self._scratch = self.tensor.new_empty(num_rows, width)
         return self._scratch[:num_rows]
 
-    def step_buffers(self, num_tokens: int, dtype: torch.dtype) -> dict[tuple[object, ...], Buffer]:
-        """Return what the last native step of as many rows left, or nothing to start from.
+    def step_buffers(self, num_tokens: int, dtype: torch.dtype) -> dict[tuple[object, ...], Any]:
+        """Return the buffers that the last native step of as many rows left, or none.
 
         Decoding has the same number of rows again and again; memory for a long prefill is given
         back by the next step.

@@ -23,6 +23,7 @@ __all__ = [
     "experts",
     "gather_context",
     "keep_tokens",
+    "latent_attention",
     "linear",
     "log_softmax",
     "mlp",
@@ -152,6 +153,50 @@ def attention(
     return out
 
 
+def latent_attention(
+    x_TD: Array,
+    w: dict[str, Array],
+    positions_T: Ids,
+    p: RopeParameters,
+    *,
+    num_heads: int,
+    nope: int,
+    scale: float,
+    eps: float,
+    is_interleaved: bool,
+) -> Array:
+    """Multi-head latent attention of a whole sequence, every key and value expanded.
+
+    DeepSeek-V2, arXiv:2405.04434, equations 37 to 47. ``w`` by checkpoint name, without the
+    module's; a missing bias is none. Interleaved, the rotated items are pairs of neighbours.
+    """
+    rope_dim = p.head_dim
+    order = np.arange(rope_dim)
+    if is_interleaved:
+        order = np.concatenate([order[0::2], order[1::2]])
+
+    def project(h: Array, name: str) -> Array:
+        return linear(h, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    if "q_a_proj.weight" in w:
+        compressed = rms_norm(project(x_TD, "q_a_proj"), w["q_a_layernorm.weight"], eps)
+        q = project(compressed, "q_b_proj")
+    else:
+        q = project(x_TD, "q_proj")
+    q_THd = q.reshape(len(x_TD), num_heads, nope + rope_dim)
+    joint = project(x_TD, "kv_a_proj_with_mqa")
+    rank = joint.shape[1] - rope_dim
+    latent = rms_norm(joint[:, :rank], w["kv_a_layernorm.weight"], eps)
+    expanded = project(latent, "kv_b_proj").reshape(len(x_TD), num_heads, -1)
+    cos, sin = rope(p, positions_T)
+    q_end = rotate(q_THd[..., nope:][..., order], cos, sin)
+    k_end = rotate(joint[:, None, rank:][..., order], cos, sin).repeat(num_heads, axis=1)
+    queries = np.concatenate([q_THd[..., :nope], q_end], axis=-1)
+    keys = np.concatenate([expanded[..., :nope], k_end], axis=-1)
+    mixed = attention(queries, keys, expanded[..., nope:], scale)
+    return project(mixed.reshape(len(x_TD), -1), "o_proj")
+
+
 def silu(x: Array) -> Array:
     """``x * sigmoid(x)``, without overflow."""
     return x * 0.5 * (1 + np.tanh(x / 2))
@@ -177,12 +222,14 @@ def choose_experts(
     bias_E: Array | None = None,
     num_groups: int = 1,
     num_top_groups: int = 1,
+    num_group_choices: int = 2,
 ) -> tuple[Array, Ids]:
     """Return weights and ids [T, P], best first; of equals the lower id.
 
     Scores are softmax or sigmoid of the logits; the choice is by score (of a softmax: by logit)
-    plus bias, among the groups whose two best choices have the largest sum (DeepSeek-V3, arXiv:
-    2412.19437, section 2.1.2); the weights are scores, ``_normalised`` to a sum of one.
+    plus bias, among the groups whose best choices have the largest sum: two of each (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2) or one (DeepSeek-V2, arXiv:2405.04434, section 2.2.2); the
+    weights are scores, ``_normalised`` to a sum of one.
     """
     is_sigmoid = scoring.startswith("sigmoid")
     p = np.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
@@ -190,7 +237,7 @@ def choose_experts(
     choice = (scores if is_sigmoid else logits_TE) + (0 if bias_E is None else bias_E)
     if num_groups > 1:
         groups = choice.reshape(len(choice), num_groups, -1)
-        sums = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+        sums = np.sort(groups, axis=-1)[..., -num_group_choices:].sum(axis=-1)
         dropped = np.argsort(-sums, axis=-1, kind="stable")[:, num_top_groups:]
         np.put_along_axis(groups, dropped[..., None], -np.inf, axis=1)
         choice = groups.reshape(choice.shape)

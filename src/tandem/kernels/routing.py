@@ -15,8 +15,9 @@ class RoutingRule:
     """Whether the weights of the chosen are scaled to sum to one."""
     num_groups: int = 1
     """Equal groups of experts, of which only the ``num_top_groups`` best count: those with the
-    largest sum of their two best choices."""
+    largest sum of their ``num_group_choices`` best choices."""
     num_top_groups: int = 1
+    num_group_choices: Literal[1, 2] = 2
     weight_scale: float = 1.0
     """On the weights."""
 

@@ -5,7 +5,7 @@ computes (``probes``), not at its name, so any family whose module has the commo
 one that has not is refused with what is missing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from tandem.kernels.experts import RoutedExperts
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.linear import Embedding, Linear, LmHead
 from tandem.kernels.matrix import MatrixSettings
+from tandem.kernels.mla import MlaAttention, MlaSizes
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
@@ -28,6 +29,7 @@ from tandem.kernels.operator import Operator
 from tandem.kernels.rope import LayeredRope, Rope, RopeParameters
 from tandem.kernels.torch.experts import Experts
 from tandem.models.families import head_dim_of
+from tandem.models.families.deepseek import has_interleaved_latents
 from tandem.models.families.gpt_oss import PAIR_BLOCK
 from tandem.models.packed_cache import PackedCaches
 from tandem.models.precision import choose_expert_parts
@@ -47,9 +49,11 @@ from tandem.models.roles import (
     find_projections,
     has_layered_rope,
 )
+from tandem.models.stored import StoredModel
 
 __all__ = [
     "FORMAT_KWARG",
+    "KEEPS_CODES_KWARG",
     "BuildContext",
     "UnfitModuleError",
     "WeightSettings",
@@ -59,6 +63,7 @@ __all__ = [
     "build_experts",
     "build_linear",
     "build_lm_head",
+    "build_mla_attention",
     "build_mlp",
     "build_moe_block",
     "build_norm",
@@ -70,6 +75,9 @@ __all__ = [
 
 FORMAT_KWARG = "format"
 """Weight format of an operator's matrices, by name; our own word in the grammar."""
+
+KEEPS_CODES_KWARG = "keeps_codes"
+"""What a plan, not a rule, says of a module: see ``ModulePlan.keeps_codes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,8 @@ class WeightSettings:
     """Where packed experts are kept between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    stored: StoredModel = field(default_factory=StoredModel)
+    """What of the checkpoint may keep the format that it is stored in."""
 
     @classmethod
     def of_choices(
@@ -96,6 +106,7 @@ class WeightSettings:
         *,
         caches: PackedCaches | None = None,
         expert_parts: int = 0,
+        stored: StoredModel | None = None,
     ) -> "WeightSettings":
         """Return the settings that a plan's choices come to."""
         return cls(
@@ -105,6 +116,7 @@ class WeightSettings:
             router=parse_format(router.weight_format),
             caches=caches,
             expert_parts=expert_parts,
+            stored=stored or StoredModel(),
         )
 
 
@@ -131,19 +143,32 @@ class BuildContext:
     """See ``roles.observe_attentions``."""
 
     def choose_format(self, default: WeightFormat | None) -> WeightFormat | None:
-        """Return the format that the rule asks for, or the default."""
+        """Return the format that the rule asks for, that of the checkpoint, or the default."""
         wish = self.kwargs.get(FORMAT_KWARG)
         if wish is None:
-            return default
+            return self.settings.stored.find_format(self.name) or default
         return parse_format(wish)
 
     def choose_matrix(self) -> MatrixSettings:
         """Return how a linear operator stores its matrices."""
-        return MatrixSettings(self.choose_format(self.settings.linear), self.settings.pool)
+        return MatrixSettings(
+            self.choose_format(self.settings.linear), self.settings.pool, self._keeps_codes()
+        )
+
+    def _keeps_codes(self) -> bool:
+        """Whether each matrix of the module has a format of its own, that of its codes."""
+        if FORMAT_KWARG not in self.kwargs:
+            return self.settings.stored.is_mixed(self.name)
+        return bool(self.kwargs.get(KEEPS_CODES_KWARG, False))
 
     def choose_router(self) -> MatrixSettings:
-        """Return how an operator stores a matrix of scores, which choose."""
-        return MatrixSettings(self.choose_format(self.settings.router), self.settings.pool)
+        """Return how an operator stores a matrix of scores, which choose.
+
+        Not as the checkpoint has it: our products of codes have coded activations too.
+        """
+        wish = self.kwargs.get(FORMAT_KWARG)
+        weight_format = self.settings.router if wish is None else parse_format(wish)
+        return MatrixSettings(weight_format, self.settings.pool)
 
 
 def _require(module: Any, *names: str) -> None:
@@ -314,6 +339,36 @@ def build_attention(module: Any, context: BuildContext) -> Attention:
     )
 
 
+def build_mla_attention(module: Any, context: BuildContext) -> MlaAttention:
+    """Build ``MlaAttention``."""
+    _require(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling")
+    q_norm = getattr(module, "q_a_layernorm", None)
+    norm_eps = _norm_eps(module.kv_a_layernorm)
+    if q_norm is not None and _norm_eps(q_norm) != norm_eps:
+        raise UnfitModuleError(f"{type(module).__name__} has norms of two epsilons")
+    if _has_bias(module.kv_b_proj):
+        raise UnfitModuleError(f"{type(module).__name__} has a bias on what is absorbed")
+    sizes = MlaSizes(
+        num_heads=module.num_heads,
+        rank=module.kv_lora_rank,
+        rope=module.qk_rope_head_dim,
+        nope=module.qk_nope_head_dim,
+        value=module.v_head_dim,
+        q_rank=module.q_lora_rank or 0,
+    )
+    return MlaAttention(
+        hidden_size=module.o_proj.out_features,
+        sizes=sizes,
+        layer_idx=module.layer_idx,
+        scale=module.scaling,
+        norm_eps=norm_eps,
+        has_bias=_has_bias(module.kv_a_proj_with_mqa),
+        is_interleaved=has_interleaved_latents(context.config),
+        rope_idx=_find_rope_idx(module, context),
+        settings=context.choose_matrix(),
+    )
+
+
 def build_mlp(module: Any, context: BuildContext) -> Mlp:
     """Build ``Mlp``."""
     names = find_gate_up(module)
@@ -434,7 +489,7 @@ def build_decoder_layer(module: Any, context: BuildContext) -> DecoderLayer:
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
     attention, mlp = operators["self_attn"], operators["mlp"]
-    if not isinstance(attention, Attention) or not isinstance(mlp, (Mlp, MoeBlock)):
+    if not isinstance(attention, (Attention, MlaAttention)) or not isinstance(mlp, (Mlp, MoeBlock)):
         raise UnfitModuleError("self_attn or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlock) and not mlp.is_fusable:
         raise UnfitModuleError("mlp is not all operators of ours")

@@ -52,4 +52,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "that computes. One is mapped from the cache; several are copied to their nodes.",
         ),
     ] = 0
+    proof: Annotated[
+        Literal["auto", "always", "off"],
+        Meta(
+            description="Whether an architecture is proved against transformers on a tiny random "
+            "model before it is loaded: auto leaves out those that CI proves."
+        ),
+    ] = "auto"
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"

@@ -83,7 +83,7 @@ def convert_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, _, caches = open_weights(plan, pool, progress, stack)
+        source, _, caches = open_weights(checkpoint, plan, pool, progress, stack)
         reader = rename_reader(source, source.entries)
         apply_plan(model, checkpoint.config, plan, make_settings(plan, pool, caches))
         modules = model.named_modules()

@@ -25,24 +25,25 @@ Progress = Callable[[int, int, str], None]
 
 
 def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint without touching the network.
+    """Return the folder of a checkpoint, or its GGUF file, without touching the network.
 
     Args:
-        path_or_id: a folder, a hub id that was pulled before, or ``demo`` (a folder of that
-            name is ``./demo``).
+        path_or_id: a folder, a GGUF file, a hub id that was pulled before, or ``demo`` (a folder of
+            that name is ``./demo``).
         revision: of a hub id.
 
     Raises:
-        NotFoundError: no such folder and no such snapshot in the local cache.
+        NotFoundError: no such folder or file, and no such snapshot in the local cache.
     """
     if path_or_id == DEMO_MODEL:
         return DEMO_FOLDER
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
     if not _looks_like_id(str(path_or_id)):
         raise NotFoundError(
-            "models.resolve", f"no folder {str(path_or_id)!r}: give a folder or a hub id (org/name)"
+            "models.resolve",
+            f"no folder or GGUF file {str(path_or_id)!r}: give one, or a hub id (org/name)",
         )
     return _snapshot(str(path_or_id), revision, local_only=True, progress=None)
 

@@ -101,6 +101,9 @@ def _list_formats(skeleton: nn.Module, dtype: str) -> dict[str, str]:
         for name, weight_format in found.items()
         if weight_format is not None
     }
+    for name, module in skeleton.named_modules():
+        if isinstance(module, Operator):
+            names |= {f"{name}.{part}": held for part, held in module.code_formats.items()}
     return {name: format_name for name, format_name in names.items() if format_name != dtype}
 
 

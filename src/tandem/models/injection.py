@@ -12,7 +12,13 @@ from tandem.core.model_plan import NO_FORMAT, ModelPlan, ModulePlan
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.matrix import MatrixSettings
-from tandem.models.builders import FORMAT_KWARG, BuildContext, UnfitModuleError, WeightSettings
+from tandem.models.builders import (
+    FORMAT_KWARG,
+    KEEPS_CODES_KWARG,
+    BuildContext,
+    UnfitModuleError,
+    WeightSettings,
+)
 from tandem.models.operators import DEVICE_KWARGS, OPERATORS, OperatorEntry, resolve_operator
 from tandem.models.probes import AttentionCall
 from tandem.models.roles import observe_attentions
@@ -108,7 +114,7 @@ def apply_plan(model: nn.Module, config: Any, plan: ModelPlan, settings: WeightS
         if planned.operator == DEFAULT:
             continue
         entry = OPERATORS.resolve(planned.operator, where="models.apply_plan", field="operator")
-        kwargs = {FORMAT_KWARG: planned.weight_format}
+        kwargs = {FORMAT_KWARG: planned.weight_format, KEEPS_CODES_KWARG: planned.keeps_codes}
         context = BuildContext(planned.module, model, config, kwargs, settings, attentions)
         try:
             built = entry.build(model.get_submodule(planned.module), context)
@@ -162,6 +168,7 @@ def _apply_one(
         kept,
         operator=entry.name,
         weight_format=NO_FORMAT if weight_format is None else weight_format.name,
+        keeps_codes=_keeps_codes(built),
         note=_note_devices(rule, device),
     )
 
@@ -176,6 +183,11 @@ def find_module_format(module: nn.Module) -> WeightFormat | None:
         return module.weight_format
     settings = getattr(module, "settings", None)
     return settings.weight_format if isinstance(settings, MatrixSettings) else None
+
+
+def _keeps_codes(module: nn.Module) -> bool:
+    settings = getattr(module, "settings", None)
+    return isinstance(settings, MatrixSettings) and settings.keeps_codes
 
 
 def _note_devices(rule: Rule, device: str) -> str:

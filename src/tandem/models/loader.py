@@ -19,6 +19,7 @@ from tandem.core.spec import (
     KvIdentity,
     KVLayout,
     KvSharing,
+    MlaLayout,
     ModelSpec,
 )
 from tandem.kernels.decoder_layer import DecoderLayer
@@ -38,7 +39,14 @@ from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 
-__all__ = ["CausalModel", "load_model", "make_kv_layout", "make_settings", "open_weights"]
+__all__ = [
+    "CausalModel",
+    "load_model",
+    "load_weights",
+    "make_kv_layout",
+    "make_settings",
+    "open_weights",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +75,8 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self._ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
-        for rope in self._ropes:
+        self.ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self.ropes:
             rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
@@ -154,7 +162,7 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        step = self._execution.begin_step(batch, kv_cache, self._ropes, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -202,11 +210,10 @@ def load_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, hasher, caches = open_weights(plan, pool, progress, stack)
+        source, hasher, caches = open_weights(checkpoint, plan, pool, progress, stack)
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
-        _load_weights(model, checkpoint, rename_reader(source, source.entries))
-        ignored = source.check_all_used(_list_harmless(checkpoint))
+        ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
     require_no_meta(model)
@@ -219,18 +226,29 @@ def load_model(
 
 
 def open_weights(
-    plan: ModelPlan, pool: ThreadPool, progress: Progress | None, stack: ExitStack
+    checkpoint: Checkpoint,
+    plan: ModelPlan,
+    pool: ThreadPool,
+    progress: Progress | None,
+    stack: ExitStack,
 ) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
     """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
 
     Args:
+        checkpoint: says how its weights are coded.
         plan: names the folder, the dtype and the cache.
         pool: as many threads hash.
         progress: see ``load_model``.
         stack: closes all three.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
-    source = open_source(folder, dtype=dtype, device=plan.device, progress=progress)
+    source = open_source(
+        folder,
+        dtype=dtype,
+        device=plan.device,
+        progress=progress,
+        quantization=checkpoint.quantization,
+    )
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
@@ -274,6 +292,14 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             "use auto",
             field="kv_dtype",
         )
+    if spec.kv_lora_rank:
+        return MlaLayout(
+            num_layers=spec.num_layers,
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.rope_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
     return GqaLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -283,14 +309,30 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     )
 
 
-def _list_harmless(checkpoint: Checkpoint) -> dict[str, str]:
+def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    harmless: dict[str, str] = {}
     if checkpoint.config.tie_word_embeddings:
-        return {"lm_head.weight": "the model ties it to the embedding"}
-    return {}
+        harmless["lm_head.weight"] = "the model ties it to the embedding"
+    num_extra = getattr(checkpoint.config, "num_nextn_predict_layers", None) or 0
+    first = checkpoint.config.num_hidden_layers
+    prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
+    why = "of a layer that predicts tokens further ahead"
+    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
 
 
-def _load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """Give every module its weights, in the order of the model, one operator at a time."""
+def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
+
+    Operators load themselves; modules that are transformers' own get frozen parameters.
+
+    Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
+    """
+    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    return source.check_all_used(_list_harmless(checkpoint, source))
+
+
+def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """In the order of the model, one operator at a time."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)

@@ -22,6 +22,7 @@ from tandem.models.builders import (
     build_experts,
     build_linear,
     build_lm_head,
+    build_mla_attention,
     build_mlp,
     build_moe_block,
     build_norm,
@@ -65,6 +66,10 @@ class OperatorEntry:
     """Names the operator that a module becomes instead, by its parts; None is this one."""
 
 
+def _choose_attention(module: Any) -> str:
+    return "MlaAttention" if hasattr(module, "kv_b_proj") else "Attention"
+
+
 def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
 
@@ -85,40 +90,39 @@ _ALIASES = {
         "KQwen3MoeSparseMoeBlockV2",
         "KQwen2MoeSparseMoeBlock",
         "KMistralSparseMoEBlock",
+        "KDeepseekV2MoE",
+        "KDeepseekV3MoE",
+        "KDeepseekV3MoEV2",
     ),
-    "Router": ("KMoEGateQwen2Moe",),
+    "Router": ("KMoEGate", "KMoEGateQwen2Moe"),
+    "MlaAttention": ("KDeepseekV2Attention", "deepseek_torch_attn", "flashinfer_attn"),
     "Attention": ("KQwen3MoeAttention", "KQwen2MoeAttention", "KLlamaAttention"),
-    "RmsNorm": ("KQwen3MoeRMSNorm", "KQwen2MoeRMSNorm", "RMSNorm"),
-    "Mlp": ("KQwen2MoeMLP",),
+    "RmsNorm": (
+        "KQwen3MoeRMSNorm",
+        "KQwen2MoeRMSNorm",
+        "RMSNorm",
+        "DeepseekV3RMSNormTorch",
+    ),
+    "Mlp": ("KQwen2MoeMLP", "kDeepseekV3MLP"),
     "Rope": (
         "RotaryEmbedding",
         "RotaryEmbeddingV2",
+        "RotaryEmbeddingV3",
+        "RotaryEmbeddingV4",
         "YarnRotaryEmbedding",
+        "YarnRotaryEmbeddingV3",
         "DynamicNTKScalingRotaryEmbedding",
         "KQwen3MoeRotaryEmbedding",
     ),
-    DEFAULT: ("KQwen2MoeModel", "KQwen3MoeModel", "KLlamaModel"),
+    DEFAULT: ("KQwen2MoeModel", "KQwen3MoeModel", "KLlamaModel", "KDeepseekV2Model"),
 }
 """Names of the KTransformers documents. Its model classes move hidden states between devices and
 prefill layer by layer; here the step does that, so the module itself is kept."""
 
 ABSENT = frozenset(
     {
-        "KDeepseekV2Attention",
-        "KDeepseekV2Model",
-        "KDeepseekV2MoE",
-        "KDeepseekV3MoE",
-        "KDeepseekV3MoEV2",
-        "kDeepseekV3MLP",
-        "DeepseekV3RMSNormTorch",
         "KDeepseekRMSNormIPEXLLM",
-        "flashinfer_attn",
-        "deepseek_torch_attn",
-        "KMoEGate",
         "KMoEGateIPEXLLM",
-        "RotaryEmbeddingV3",
-        "RotaryEmbeddingV4",
-        "YarnRotaryEmbeddingV3",
         "KGlm4MoeMoE",
         "KGlm4Experts",
         "KGlm4MoeAttention",
@@ -147,11 +151,13 @@ for _entry in (
     OperatorEntry("RmsNorm", build_norm),
     OperatorEntry("Rope", build_rope),
     OperatorEntry("Attention", build_attention, absorbs=True, takes_format=True),
+    OperatorEntry("MlaAttention", build_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", build_mlp, absorbs=True, takes_format=True),
     OperatorEntry("Router", build_router),
     OperatorEntry("Experts", build_experts, absorbs=True, takes_format=True),
     OperatorEntry("MoeBlock", build_moe_block),
     OperatorEntry("DecoderLayer", build_decoder_layer, is_optional=True),
+    OperatorEntry("SelfAttention", _keep, choose=_choose_attention),
     OperatorEntry("FeedForward", _keep, choose=_choose_feed_forward),
     OperatorEntry(DEFAULT, _keep),
 ):

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import CorruptionError
+from tandem.models.sources.gguf_files import find_gguf, list_parts
 
 if TYPE_CHECKING:
     from typing import Self
@@ -77,7 +78,9 @@ def may_write_cache(wish: str, folder: Path) -> bool:
 
     Args: as of ``choose_root``.
     """
-    num_bytes = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    gguf = find_gguf(folder)
+    files = folder.glob("*.safetensors") if gguf is None else list_parts(gguf)
+    num_bytes = sum(each.stat().st_size for each in files)
     # Packing makes a half or a quarter of what a file has, so what is near the limit counts.
     return choose_root(wish, folder, 2 * num_bytes) is not None
 

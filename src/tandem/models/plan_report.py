@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from tandem.core.model_plan import AttentionSpec, LayerSpec, ModelPlan, MoeSpec
+from tandem.core.model_plan import AttentionSpec, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.placement.rules import DEFAULT
 
 __all__ = ["render_plan"]
@@ -17,7 +17,7 @@ def render_plan(plan: ModelPlan) -> str:
     lines = [f"{plan.spec.name}: {plan.spec.dtype_reason}", ""]
     lines += _align([("layers", "attention", "RoPE", "MLP"), *_list_layers(plan)])
     lines += ["", *_align([("module", "class", "operator", "rule", "note"), *_list_modules(plan)])]
-    head = ("matrix", "role", "shape", "format", "MiB", "why")
+    head = ("matrix", "role", "shape", "format", "MiB", "stored", "why")
     lines += ["", *_align([head, *_list_matrices(plan)])]
     lines += ["", *_tell_rules(plan)]
     return "\n".join(lines)
@@ -73,16 +73,18 @@ def _list_modules(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _list_matrices(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
-    groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    groups: dict[tuple[str, ...], list[MatrixPlan]] = {}
     for matrix in plan.matrices:
         pattern = re.sub(r"\d+", "*", matrix.module)
         shape = "x".join(map(str, matrix.shape))
         key = (pattern, matrix.role, shape, matrix.weight_format, matrix.reason)
-        groups.setdefault(key, []).append((matrix.module, matrix.size_bytes))
+        groups.setdefault(key, []).append(matrix)
     for (pattern, role, shape, weight_format, reason), members in groups.items():
-        size = sum(size_bytes for _, size_bytes in members)
-        name = _name_group(pattern, [module for module, _ in members])
-        yield (name, role, shape, weight_format, f"{size / MIB:.1f}", reason)
+        size = sum(matrix.size_bytes for matrix in members)
+        stored = sum(matrix.stored_bytes for matrix in members)
+        name = _name_group(pattern, [matrix.module for matrix in members])
+        sizes = (f"{size / MIB:.1f}", f"{stored / MIB:.1f}" if stored else "-")
+        yield (name, role, shape, weight_format, *sizes, reason)
 
 
 def _name_group(pattern: str, members: list[str]) -> str:
@@ -96,6 +98,7 @@ def _tell_rules(plan: ModelPlan) -> list[str]:
         f"{plan.weight_bytes / MIB:.1f} MiB."
     ]
     unused = [place for place in plan.unused_rules if not place.startswith(BUILT_IN)]
+    lines += [f"not used: {note}" for note in plan.notes]
     lines += [f"unused: {place} matched no module" for place in unused]
     for place, by in plan.shadowed_rules.items():
         if not place.startswith(BUILT_IN):

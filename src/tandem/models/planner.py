@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+import msgspec
+
 from tandem._native import ThreadPool, read_topology
 from tandem.core.model_plan import (
     NO_FORMAT,
@@ -22,6 +24,8 @@ from tandem.core.model_plan import (
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
+from tandem.kernels.head_matrix import choose_head_format, count_head_bytes
+from tandem.kernels.recode import join_formats
 from tandem.models.builders import FORMAT_KWARG, WeightSettings, parse_format
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
@@ -35,6 +39,7 @@ from tandem.models.precision import (
 )
 from tandem.models.roles import RawMatrix, complete_spec, list_layers, list_matrices
 from tandem.models.skeleton import build_skeleton
+from tandem.models.stored import StoredMatrix, StoredModel, read_stored
 from tandem.placement.rules import Rule
 
 __all__ = ["describe_model", "plan_model"]
@@ -48,7 +53,8 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
     matrices, num_vectors = list_matrices(skeleton)
-    return _describe(checkpoint, list_layers(skeleton), matrices, num_vectors)
+    stored = read_stored(checkpoint, matrices)
+    return _describe(checkpoint, list_layers(skeleton), matrices, num_vectors, stored)
 
 
 def plan_model(
@@ -91,12 +97,15 @@ def plan_model(
     skeleton = build_skeleton(checkpoint.config)
     layers = list_layers(skeleton)
     raw, num_vectors = list_matrices(skeleton)
-    spec = choose_dtype(_describe(checkpoint, layers, raw, num_vectors), dtype)
+    stored = read_stored(checkpoint, raw)
+    spec = choose_dtype(_describe(checkpoint, layers, raw, num_vectors, stored), dtype)
     choices = choose_formats(
         spec, expert_format=expert_format, linear_format=linear_format, device=device
     )
     all_rules = load_rules(rules)
-    settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1)
+    wishes = {"experts": expert_format, "linear": linear_format}
+    kept = _keep_stored(stored, raw, wishes) if device == "cpu" else StoredModel()
+    settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1, stored=kept)
     table, modules = apply_rules(
         skeleton, checkpoint.config, all_rules, device=device, settings=settings
     )
@@ -108,13 +117,14 @@ def plan_model(
         config=list_config_values(checkpoint.config),
         layers=layers,
         modules=modules,
-        matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec)),
+        matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec, stored, kept)),
         vector_bytes=num_vectors * DTYPE_BYTES[spec.dtype],
         experts=choices.experts,
         linear=choices.linear,
         router=choices.router,
         expert_parts=choose_expert_parts(expert_parts, nodes, spec.moe_intermediate_size),
         packed_cache=packed_cache,
+        notes=() if checkpoint.quantization is None else checkpoint.quantization.notes,
         unused_rules=tuple(all_rules[i].place for i in table.unused),
         shadowed_rules={
             all_rules[i].place: tuple(all_rules[j].place for j in by)
@@ -128,8 +138,25 @@ def _describe(
     layers: tuple[LayerSpec, ...],
     matrices: list[RawMatrix],
     num_vectors: int,
+    stored: StoredModel,
 ) -> ModelSpec:
-    return set_auto_dtype(complete_spec(checkpoint.spec, layers, matrices, num_vectors))
+    experts = [stored.matrices.get(m.module) for m in matrices if m.role == "experts"]
+    formats = {None if matrix is None else matrix.weight_format for matrix in experts}
+    held = formats.pop() if len(formats) == 1 else None
+    spec = msgspec.structs.replace(checkpoint.spec, expert_format="" if held is None else held.name)
+    return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors))
+
+
+def _keep_stored(stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str]) -> StoredModel:
+    """Return what may keep its format, as nobody asked for another."""
+    roles = {matrix.module: matrix.role for matrix in raw}
+    return StoredModel(
+        {
+            name: matrix
+            for name, matrix in stored.matrices.items()
+            if wishes["experts" if roles[name] == "experts" else "linear"] == "auto"
+        }
+    )
 
 
 def _plan_matrices(
@@ -138,41 +165,78 @@ def _plan_matrices(
     choices: FormatChoices,
     rules: tuple[Rule, ...],
     spec: ModelSpec,
+    stored: StoredModel,
+    kept: StoredModel,
 ) -> Iterator[MatrixPlan]:
     by_name = {module.module: module for module in modules}
     asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
     for holder, group in _group_by_holder(raw, by_name):
         module, role = by_name[holder], group[0].role
         plain = sum(prod(m.shape) for m in group) * DTYPE_BYTES[spec.dtype]
-        is_view = group[0].is_shared and module.weight_format == NO_FORMAT
+        weight_format = _choose_group_format(module, group, kept)
+        is_view = group[0].is_shared and weight_format == NO_FORMAT
         shape = (sum(m.shape[0] for m in group), *group[0].shape[1:])
         yield MatrixPlan(
             module=holder,
             role=role,
             shape=shape,
-            weight_format=module.weight_format,
-            size_bytes=0 if is_view else _count_bytes(role, shape, module.weight_format, plain),
+            weight_format=_find_format(role, shape, weight_format),
+            size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
             plain_bytes=0 if group[0].is_shared else plain,
-            reason=_give_reason(module, role, choices, asked, is_view=is_view),
+            reason=_tell_stored(
+                [stored.matrices[m.module] for m in group if m.module in stored.matrices],
+                weight_format,
+                _give_reason(module, role, choices, asked, is_view=is_view),
+                is_kept=(module.keeps_codes or kept.find_format(holder) is not None)
+                and module.rule not in asked,
+            ),
+            stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
         )
+
+
+def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: StoredModel) -> str:
+    """Return the format of matrices that become one; ``read_matrix`` chooses the same."""
+    if module.keeps_codes:
+        stored = [kept.matrices[m.module] for m in group if m.module in kept.matrices]
+        held = join_formats([matrix.weight_format for matrix in stored])
+        if held is not None and len(stored) == len(group):
+            return held.name
+    return module.weight_format
+
+
+def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
+    if role != "head_matrices" or weight_format == NO_FORMAT:
+        return weight_format
+    chosen = choose_head_format(parse_format(weight_format), shape[2])
+    assert chosen is not None, weight_format
+    return chosen.name
 
 
 def _group_by_holder(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan]
 ) -> Iterator[tuple[str, list[RawMatrix]]]:
     """Yield (the module that holds them, matrices that it stacks into one)."""
-    group: list[RawMatrix] = []
+    run: list[RawMatrix] = []
     holder = ""
     for matrix in raw:
         owner = by_name[matrix.module].owner
-        if group and owner and owner == holder and matrix.role == group[0].role:
-            group.append(matrix)
-            continue
-        if group:
-            yield holder, group
-        holder, group = owner or matrix.module, [matrix]
-    if group:
+        if not (run and owner and owner == holder):
+            for group in _group_by_role(run):
+                yield holder, group
+            run = []
+        holder = owner or matrix.module
+        run.append(matrix)
+    for group in _group_by_role(run):
         yield holder, group
+
+
+def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
+    """Return which matrices of one holder become one; those of heads stay apart."""
+    groups: dict[tuple[MatrixRole, tuple[int, ...]], list[RawMatrix]] = {}
+    for matrix in run:
+        shape = matrix.shape if matrix.role == "head_matrices" else ()
+        groups.setdefault((matrix.role, shape), []).append(matrix)
+    return list(groups.values())
 
 
 def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
@@ -182,7 +246,24 @@ def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, p
     if role == "experts":
         count, rows, hidden = shape
         return native_experts.count_bytes(packed, count, hidden, rows // 3)
+    if role == "head_matrices":
+        return count_head_bytes(packed, shape[0], shape[2], shape[1])
     return native_linear.count_bytes(packed, shape[1], shape[0])
+
+
+def _tell_stored(
+    matrices: list[StoredMatrix], weight_format: str, reason: str, *, is_kept: bool
+) -> str:
+    """Return the reason of a format, with what the checkpoint has instead of values."""
+    storage = " and ".join(sorted({matrix.storage for matrix in matrices if matrix.storage}))
+    if not storage:
+        return reason
+    held = join_formats([m.weight_format for m in matrices])
+    if held is not None and held.name == weight_format:
+        return f"as the checkpoint stores it: {storage}" if is_kept else f"{reason}: stored so"
+    has_none = any(m.weight_format is None for m in matrices)
+    why = ", which no format here holds" if has_none else ""
+    return f"{reason}; decoded from {storage}{why}"
 
 
 def _give_reason(

@@ -91,8 +91,9 @@ def choose_formats(
     """
     experts = _choose(spec, expert_format, device, "expert_format")
     if expert_format == "auto" and spec.expert_format and device == "cpu":
-        name = find_format(spec.expert_format).name
-        experts = FormatChoice(weight_format=name, reason="as the checkpoint stores them")
+        experts = FormatChoice(
+            weight_format=spec.expert_format, reason="as the checkpoint stores them"
+        )
     if not spec.is_moe:
         experts = FormatChoice(weight_format=NO_FORMAT, reason="the model has no routed experts")
     linear = _choose(spec, linear_format, device, "linear_format")

@@ -11,7 +11,7 @@ import inspect
 import sys
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +174,13 @@ def _list_rules(gate: Any) -> list[RoutingRule]:
     groups = getattr(gate, "n_group", getattr(gate, "num_group", None)) or 1
     top_groups = getattr(gate, "topk_group", None) or 1
     scale = float(getattr(gate, "routed_scaling_factor", 1.0))
-    sizes = dict.fromkeys(((groups, top_groups), (1, 1)))
+    choices: tuple[Literal[1, 2], ...] = (2, 1)
+    sizes = [(groups, top_groups, count) for count in choices] if groups > 1 else []
     scales = dict.fromkeys((scale, 1.0))
     return [
         RoutingRule(scoring, is_normalised, *counts, weight_scale=weight_scale)
         for counts, weight_scale, scoring, is_normalised in product(
-            sizes, scales, ("softmax", "sigmoid"), (True, False)
+            [*sizes, (1, 1, choices[0])], scales, ("softmax", "sigmoid"), (True, False)
         )
     ]
 
@@ -233,7 +234,7 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     return replace(recorder.call, interleaved_size=width if is_interleaved else 0)
 
 
-def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> tuple[Tensor, Tensor]:
+def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
     # Without transformers' decorator, which asks for the longest position: there is none on meta.
     forward = inspect.unwrap(type(rotary).forward)
     positions = torch.empty(1, 1, device="meta")
@@ -247,8 +248,11 @@ def gives_whole_angles(rotary: Any) -> bool:
     if not hasattr(rotary, "inv_freq"):
         return True
     x = torch.empty(1, 1, 1, device="meta")
-    cos, _ = _compute_angles(rotary, x, None)
-    return cos.shape[-1] > rotary.inv_freq.shape[-1]
+    angles = _compute_angles(rotary, x, None)
+    if isinstance(angles, Tensor):
+        # DeepSeek-V2's are complex numbers; its attention is never the skeleton's.
+        return True
+    return angles[0].shape[-1] > rotary.inv_freq.shape[-1]
 
 
 def _has_interleaved_rope(module: nn.Module, width: int) -> bool:

@@ -59,6 +59,9 @@ none. Which names a layer has says which of these it is."""
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
     "q_proj": "qkv",
+    "q_a_proj": "qkv",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
     "o_proj": "attention_out",
@@ -78,7 +81,7 @@ class RawMatrix:
     module: str
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], of experts [E, 3 F, D]."""
+    """[N, K], of experts [E, 3 F, D], of matrices that each head has one of [H, N, K]."""
     is_shared: bool = False
     """Whether another module holds the same tensor, and is listed before."""
 
@@ -88,14 +91,20 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
 
     Raises: UnsupportedError (a layer has no attention or no MLP that we know).
     """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise UnsupportedError(
+            "models.read_layers", f"{type(model).__name__} has no list of layers where it should be"
+        )
+    attentions = observe_attentions(model)
     return tuple(
         LayerSpec(
             index=index,
-            attention=_read_attention(model, layer, index),
+            attention=_read_attention(layer, index, attentions),
             rope=_read_rope(model.config, layer),
             mlp=_read_mlp(layer, index, model.config.hidden_size),
         )
-        for index, layer in enumerate(model.model.layers)
+        for index, layer in enumerate(layers)
     )
 
 
@@ -104,12 +113,18 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     matrices: list[RawMatrix] = []
     num_vector_weights = 0
     seen: set[int] = set()
+    heads_of: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if _is_experts(module):
             count, hidden, inner = _expert_sizes(module, model.config.hidden_size)
             matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
             own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+        if hasattr(module, "kv_b_proj"):
+            heads_of[f"{name}.kv_b_proj"] = module
+        if name in heads_of:
+            matrices += _list_head_matrices(name, heads_of[name])
+            own.clear()
         for key, parameter in own.items():
             if key.endswith("bias") or parameter.dim() < 2:
                 num_vector_weights += parameter.numel()
@@ -121,6 +136,15 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
     return matrices, num_vector_weights
 
 
+def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
+    """Return what latent attention makes of its up-projection: it is absorbed, head by head."""
+    heads, rank = attention.num_heads, attention.kv_lora_rank
+    return [
+        RawMatrix(name, "head_matrices", (heads, rank, attention.qk_nope_head_dim)),
+        RawMatrix(name, "head_matrices", (heads, attention.v_head_dim, rank)),
+    ]
+
+
 def complete_spec(
     spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
 ) -> ModelSpec:
@@ -128,6 +152,15 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
+    attention = layers[0].attention
+    if attention.kind == "mla":
+        spec = msgspec.structs.replace(
+            spec,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            kv_lora_rank=attention.kv_lora_rank,
+            rope_dim=attention.rope_dim,
+        )
     return msgspec.structs.replace(
         spec,
         num_experts=first.num_experts if first else 0,
@@ -154,8 +187,10 @@ def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
     )
 
 
-def _read_attention(model: Any, layer: nn.Module, index: int) -> AttentionSpec:
-    for module in layer.children():
+def _read_attention(
+    layer: nn.Module, index: int, attentions: dict[str, AttentionCall | str]
+) -> AttentionSpec:
+    for name, module in layer.named_children():
         part: Any = module
         if hasattr(part, "kv_b_proj"):
             return AttentionSpec(
@@ -163,14 +198,15 @@ def _read_attention(model: Any, layer: nn.Module, index: int) -> AttentionSpec:
                 num_heads=part.num_heads,
                 num_kv_heads=1,
                 head_dim=part.qk_head_dim,
-                has_bias=part.kv_b_proj.bias is not None,
+                kv_lora_rank=part.kv_lora_rank,
+                rope_dim=part.qk_rope_head_dim,
+                has_bias=part.kv_a_proj_with_mqa.bias is not None,
             )
         projections = find_projections(part)
         if projections:
-            try:
-                call = observe_attention(model, part)
-            except UnfitModuleError as error:
-                raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+            call = attentions[f"model.layers.{index}.{name}"]
+            if isinstance(call, str):
+                raise UnsupportedError("models.read_layers", f"layer {index}: {call}")
             first: Any = getattr(part, projections[0])
             num_heads = part.o_proj.in_features // part.head_dim
             return AttentionSpec(
@@ -276,13 +312,31 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     Before any rule: the modules are run.
     """
     found: dict[str, AttentionCall | str] = {}
+    # On the meta device a layer takes milliseconds: layers that differ in their number alone are
+    # run once.
+    seen: dict[object, AttentionCall | str] = {}
     for name, module in model.named_modules():
-        if find_projections(module):
+        if not find_projections(module):
+            continue
+        key = _key_attention(module)
+        if key not in seen:
             try:
-                found[name] = observe_attention(model, module)
+                seen[key] = observe_attention(model, module)
             except UnfitModuleError as error:
-                found[name] = str(error)
+                seen[key] = str(error)
+        found[name] = seen[key]
     return found
+
+
+def _key_attention(module: nn.Module) -> object:
+    """Return what attentions of one model differ by: their plain attributes and their parts."""
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
+    }
+    parts = [(name, type(part)) for name, part in module.named_children()]
+    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:

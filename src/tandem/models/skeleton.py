@@ -54,14 +54,19 @@ def attend_paged(
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 
-def build_skeleton(config: Any) -> "PreTrainedModel":
-    """Build the model of ``config`` on the meta device."""
+def build_skeleton(config: Any, attention: str = ATTENTION_NAME) -> "PreTrainedModel":
+    """Build the model of ``config`` on the meta device.
+
+    Args:
+        config: transformers' configuration.
+        attention: transformers' name of the implementation; ours reads paged KV, without gradients.
+    """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, attend_paged)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            config, attn_implementation=attention, dtype=torch.float32
         )
     return model.eval()
 

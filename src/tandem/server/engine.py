@@ -1,7 +1,7 @@
 """The face of an engine as the server sees it.
 
-``tandem.engine.client`` implements it over the control channel, the tests in memory. Nothing here
-runs; the promises are what handlers may rely on.
+``tandem.engine.cluster.client`` implements it over the control channel, the tests in memory.
+Nothing here runs; the promises are what handlers may rely on.
 """
 
 from collections.abc import AsyncIterator

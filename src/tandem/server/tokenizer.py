@@ -18,9 +18,20 @@ from tokenizers import decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.models.gguf.tokenizer import load_gguf_tokenizer
+from tandem.models.sources.gguf_files import find_gguf
+from tandem.server import tiktoken_file
 from tandem.server.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 __all__ = ["TokenThreads", "Tokenizer", "load_tokenizer"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    tiktoken_file.FILE_NAME,
+    "vocab.json",
+    "vocab.txt",
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -150,15 +161,26 @@ class TokenThreads:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer files of a checkpoint folder.
+    """Load the tokenizer files of a checkpoint folder, or what a GGUF file says in their place.
 
     ``tokenizer.json`` alone decides how text is encoded and which tokens frame it; like
     transformers 5, this ignores ``add_bos_token`` beside it.
 
     Raises:
-        NotFoundError: the folder has neither ``tokenizer.json`` nor what transformers can convert.
+        NotFoundError: the folder has neither ``tokenizer.json`` nor what can be converted.
         ConfigError: a file is there and cannot be read.
+        UnsupportedError: a tokenizer that only its own code can read, or of a kind that is not
+            known here.
     """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            found = load_gguf_tokenizer(gguf)
+            return Tokenizer(
+                found.backend,
+                special_tokens=found.special_tokens,
+                chat_template=found.chat_template,
+            )
     settings = _read_json(folder / "tokenizer_config.json")
     special = {name: _token_text(value) for name, value in settings.items() if _is_token(name)}
     path = folder / "tokenizer.json"
@@ -167,6 +189,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
+    elif (folder / tiktoken_file.FILE_NAME).exists():
+        alphabet = {byte: char for char, byte in _byte_alphabet().items()}
+        backend = tiktoken_file.build_tokenizer(folder, settings, alphabet)
     else:
         backend = _convert_tokenizer(folder)
     return Tokenizer(

@@ -23,6 +23,7 @@ from tandem.engine.cluster.selection import LeastLoadedPolicy, Policy
 from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.instance import InstanceRole, InstanceSpec
+from tandem.engine.launcher import Launcher, ProcessLauncher
 from tandem.engine.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig
@@ -94,6 +95,7 @@ class ClusterClient:
         on_stage: called with every change of stage and every step of progress of any instance.
         is_staggered: start the first instance alone until it serves, so that the file of packed
             weights that it writes is mapped by the others, who would each pack their own.
+        make_launcher: of what starts an instance, one for each.
     """
 
     def __init__(
@@ -104,11 +106,17 @@ class ClusterClient:
         policy: Policy | None = None,
         on_stage: Callable[[StageChanged], None] | None = None,
         is_staggered: bool = False,
+        make_launcher: Callable[[], Launcher] = ProcessLauncher,
     ) -> None:
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
         self._members = [
-            ClusterMember(spec, on_change=self._note_change, on_stage=self._show_stage)
+            ClusterMember(
+                spec,
+                on_change=self._note_change,
+                on_stage=self._show_stage,
+                launcher=make_launcher(),
+            )
             for spec in specs
         ]
         self._dispatcher = Dispatcher(
@@ -247,13 +255,13 @@ class ClusterClient:
         Raises: PeerLostError (no instance that knows of them can be asked).
         """
         legs = {
-            leg.leg_id: (request_id, leg.instance)
+            leg.leg_id: (request_id, leg)
             for request_id in request_ids
             for leg in self._dispatcher.list_legs(request_id)
         }
         by_name: dict[str, list[str]] = {}
-        for leg_id, (_, name) in legs.items():
-            by_name.setdefault(name, []).append(leg_id)
+        for leg_id, (_, leg) in legs.items():
+            by_name.setdefault(leg.instance, []).append(leg_id)
         asked = [m for m in self._members if m.name in by_name and m.info is not None]
         if by_name and not asked:
             raise PeerLostError("engine.timelines", "the instances of these requests are down")
@@ -267,8 +275,8 @@ class ClusterClient:
             elif not isinstance(answer, TandemError):
                 raise answer
         return [
-            msgspec.structs.replace(known[leg_id], request_id=request_id)
-            for leg_id, (request_id, _) in legs.items()
+            msgspec.structs.replace(known[leg_id], request_id=request_id, sent_s=leg.sent_s)
+            for leg_id, (request_id, leg) in legs.items()
             if leg_id in known
         ]
 

@@ -93,12 +93,15 @@ class LegRecord:
 
     instance: str
     leg_id: str
+    sent_s: float
+    """After the request was submitted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
     machine: RequestMachine
     stream: OutputStream
+    begin_s: float
     accepted: "asyncio.Future[None]"
     held: dict[Held, Leg] = field(default_factory=dict[Held, Leg])
     state: State | None = None
@@ -157,10 +160,11 @@ class Dispatcher:
             sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
         loop = asyncio.get_running_loop()
-        machine = RequestMachine(request, self._limits, loop.time())
-        live = _Live(machine, OutputStream(request_id, self._cancel), loop.create_future())
-        self._live[request_id] = live
-        self._run(live, machine.start(loop.time()))
+        now_s = loop.time()
+        machine = RequestMachine(request, self._limits, now_s)
+        stream = OutputStream(request_id, self._cancel)
+        live = self._live[request_id] = _Live(machine, stream, now_s, loop.create_future())
+        self._run(live, machine.start(now_s))
         try:
             await live.accepted
         except asyncio.CancelledError:
@@ -285,7 +289,8 @@ class Dispatcher:
             case Place():
                 return self._place(live, action)
             case Submit(leg=leg, request=request):
-                live.legs.append(LegRecord(leg.instance.name, leg.leg_id))
+                sent_s = asyncio.get_running_loop().time() - live.begin_s
+                live.legs.append(LegRecord(leg.instance.name, leg.leg_id, sent_s))
                 live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
             case Continue(leg=leg, message=message):
                 self._call(self._continue(live, leg, message))

@@ -11,6 +11,7 @@ from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestO
 from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.instance import InstanceSpec
+from tandem.engine.launcher import Launcher
 from tandem.engine.supervisor import InstanceSupervisor
 
 __all__ = ["ClusterMember"]
@@ -28,6 +29,7 @@ class ClusterMember:
         spec: of the instance.
         on_change: called when it begins or ceases to serve, and when it can read another one.
         on_stage: called with each change of stage and each step of progress.
+        launcher: starts the instance; None: as a child process.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class ClusterMember:
         *,
         on_change: Callable[["ClusterMember"], None],
         on_stage: Callable[["ClusterMember"], None],
+        launcher: Launcher | None = None,
     ) -> None:
         self._on_change = on_change
         self._on_stage = on_stage
@@ -47,7 +50,7 @@ class ClusterMember:
         self.refusals: dict[str, str] = {}
         """Why blocks of an instance are not read, by its name."""
         self._linking: dict[str, asyncio.Task[None]] = {}
-        self.supervisor = InstanceSupervisor(spec, on_stage=self._take_stage)
+        self.supervisor = InstanceSupervisor(spec, on_stage=self._take_stage, launcher=launcher)
         self.stats_history = StatsHistory()
 
     async def __aenter__(self) -> Self:

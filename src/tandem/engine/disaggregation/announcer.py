@@ -39,8 +39,6 @@ __all__ = ["PrefillAnnouncer"]
 
 MAX_WAITING = 4096
 """Questions; beyond it the oldest are answered, and asked again."""
-MAX_WAIT_S = 3600.0
-"""The longest lease: nobody waits for an answer any more."""
 
 
 @dataclass(slots=True)
@@ -111,7 +109,7 @@ class PrefillAnnouncer:
             # Without the lock, since it reads blocks and progress must not wait for that.
             return msgspec.msgpack.encode(self._verify(question))
         key = (call.peer, question.request_id)
-        until_s = self._clock.now_s() + MAX_WAIT_S
+        until_s = self._clock.now_s() + question.wait_s
         with self._lock:
             older = self._waiting.pop(key, None)
             if older is None and len(self._waiting) >= MAX_WAITING:

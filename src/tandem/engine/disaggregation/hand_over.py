@@ -39,6 +39,8 @@ READ_BATCH_BYTES = 64 << 20
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Of one batch."""
+ASK_AGAIN_S = 5.0
+"""A question that nobody waits for any more is forgotten after this long."""
 CALL_DEADLINE_S = 5.0
 """Of a question that is answered at once."""
 
@@ -108,7 +110,7 @@ class HandOver:
             CorruptionError; ConflictError (another prompt); as the transfer engine.
         """
         while self._pending:
-            self._note(await self._ask(self._remaining_s()))
+            self._note(await self._ask_until_answered())
             for batch in self._list_batches():
                 await self._read(batch)
                 await self._verify(batch)
@@ -121,6 +123,14 @@ class HandOver:
             raise DeadlineError("kv_peer.read", "the lease of the blocks has ended")
         return remaining_s
 
+    async def _ask_until_answered(self) -> KvAnswer:
+        """Ask how far the prefill is, again and again until there is something new."""
+        while True:
+            try:
+                return await self._ask(min(ASK_AGAIN_S, self._remaining_s()))
+            except DeadlineError:
+                self._remaining_s()
+
     async def _ask(self, deadline_s: float, verify: tuple[int, ...] = ()) -> KvAnswer:
         own = self._target.own
         question = KvQuestion(
@@ -130,6 +140,7 @@ class HandOver:
             num_known=len(self._block_ids),
             seen=(self._answer.num_complete, self._answer.num_layers),
             verify=verify,
+            wait_s=deadline_s,
             layout=own.layout,
             first_head=own.first_head,
         )

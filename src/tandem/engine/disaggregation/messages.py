@@ -36,6 +36,8 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """``KvAnswer.num_complete`` and ``num_layers`` of the last answer."""
     verify: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=1024)] = ()
     """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
+    wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+    """How long the asker waits for the answer; after that the question may be forgotten."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
     """What the asker's blocks hold, for ``verify``."""

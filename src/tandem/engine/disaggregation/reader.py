@@ -4,8 +4,10 @@ Threads: it lives on one event loop; ``begin`` is called by the engine's thread.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.core.errors import PeerLostError, TandemError
@@ -35,6 +37,17 @@ class LoadSink(Protocol):
     ) -> None:
         """Blocks have not; nothing writes into them any more. ``reason`` as in the counters."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A hand-over under way."""
+
+    request: Request
+    missing: dict[int, BlockLoad]
+    """By block id; those that have come are gone."""
+    reason: str = "dropped"
+    """Why the rest does not come."""
 
 
 class PeerReader:
@@ -114,13 +127,16 @@ class PeerReader:
             if self._is_closing:
                 self._fail(its_loads, "offline")
                 continue
-            task = self._loop.create_task(self._load(request, its_loads))
+            reading = _Reading(request, {load.block_id: load for load in its_loads})
+            task = self._loop.create_task(self._load(reading))
+            # Also where the task is cancelled before its first line has run.
+            task.add_done_callback(functools.partial(self._end, reading))
             for load in its_loads:
                 self._tasks[load.block_id] = (request, task)
 
-    async def _load(self, request: Request, loads: Sequence[BlockLoad]) -> None:
-        """Read the blocks of one request and report the end of each."""
-        missing = {load.block_id: load for load in loads}
+    async def _load(self, reading: _Reading) -> None:
+        """Read the blocks of one request; those that have come are reported at once."""
+        request, missing = reading.request, reading.missing
 
         def take(done: list[BlockLoad]) -> None:
             for load in done:
@@ -128,25 +144,25 @@ class PeerReader:
                 del self._tasks[load.block_id]
             self._sink.load_done(request, [load.block_id for load in done])
 
-        reason = "internal"
         peer: OpenPeer | None = None
         try:
             assert isinstance(request.kv_source, PrefillKv), request.kv_source
             peer = await self._peers.find(request.kv_source.instance)
-            await HandOver(self._target, peer, request, loads, take).run()
-        except asyncio.CancelledError:
-            reason = "dropped"
+            await HandOver(self._target, peer, request, list(missing.values()), take).run()
         except TandemError as error:
-            reason = error.code
+            reading.reason = error.code
             if isinstance(error, PeerLostError) and peer is not None:
                 peer.is_lost = True
             logger.info("event=kv_hand_over_failed request=%s error=%s", request.request_id, error)
         except Exception:  # The edge of a task: its blocks must come back, whatever went wrong.
+            reading.reason = "internal"
             logger.exception("hand-over of request %s", request.request_id)
-        finally:
-            for block_id in missing:
-                del self._tasks[block_id]
-            self._fail(list(missing.values()), reason)
+
+    def _end(self, reading: _Reading, _: "asyncio.Task[None]") -> None:
+        """Report the blocks that a hand-over did not bring."""
+        for block_id in reading.missing:
+            del self._tasks[block_id]
+        self._fail(list(reading.missing.values()), reading.reason)
 
     def _fail(self, loads: Sequence[BlockLoad], reason: str) -> None:
         failures = self._target.counters.failures

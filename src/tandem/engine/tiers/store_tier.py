@@ -130,7 +130,10 @@ class StoreTier:
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: set[tuple[str, int]] = set()
+        """Request and block of each load that has not been reported."""
         self._dropped: set[tuple[str, int]] = set()
+        """Those of them that nobody waits for."""
         self._is_closing = False
         self._generation = 0
         """Counts flushes: what was staged before one is not stored after it."""
@@ -212,10 +215,12 @@ class StoreTier:
                 self._staging.give_back(staged.slot)
             self._fail_loads(loads, "offline")
             return
-        self._dropped.update((load.request.request_id, load.block_id) for load in dropped)
+        # One whose end was reported meanwhile would be remembered for ever.
+        self._dropped.update(self._loading.intersection(map(_name_load, dropped)))
         by_request: dict[Request, list[BlockLoad]] = {}
         for load in loads:
             by_request.setdefault(load.request, []).append(load)
+        self._loading.update(map(_name_load, loads))
         for request, its_loads in by_request.items():
             self._spawn(self._load(request, its_loads))
         if generation == self._generation:
@@ -249,10 +254,11 @@ class StoreTier:
                 # What follows a hole in the prefix is of no use.
                 self._fail_loads(loads[start + LOAD_BATCH :], "after_gap")
                 break
-        self._dropped.difference_update((request.request_id, load.block_id) for load in loads)
+        self._loading.difference_update(map(_name_load, loads))
+        self._dropped.difference_update(map(_name_load, loads))
 
     def _is_dropped(self, load: BlockLoad) -> bool:
-        return (load.request.request_id, load.block_id) in self._dropped
+        return _name_load(load) in self._dropped
 
     async def _load_batch(self, request: Request, loads: Sequence[BlockLoad]) -> bool:
         """Read blocks and report them; False if one of them did not come."""
@@ -433,3 +439,7 @@ class StoreTier:
 
 def _count(counts: dict[str, int], reason: str) -> None:
     counts[reason] = counts.get(reason, 0) + 1
+
+
+def _name_load(load: BlockLoad) -> tuple[str, int]:
+    return load.request.request_id, load.block_id

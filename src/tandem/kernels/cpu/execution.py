@@ -73,5 +73,6 @@ class CpuExecution(TorchExecution):
             rule.num_groups,
             rule.num_top_groups,
             rule.weight_scale,
+            num_group_choices=rule.num_group_choices,
         )
         return weights, ids

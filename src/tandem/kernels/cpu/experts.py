@@ -22,10 +22,18 @@ from torch import Tensor
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.experts import PendingExperts, RoutedExperts, read_biases, read_experts
+from tandem.kernels.cpu.autograd import run_experts
+from tandem.kernels.experts import (
+    PendingExperts,
+    RoutedExperts,
+    list_expert_weights,
+    read_biases,
+    read_experts,
+)
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
+from tandem.kernels.recode import can_hold, recode
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -250,6 +258,31 @@ class PackedExperts:
         self._bank.forward(self._pool, x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
         return out_TD
 
+    def backward(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_out_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``x_TD`` and ``weights_TK``, float32, new.
+
+        They are those of the exact function of the dequantized weights at these inputs, summed in
+        fp32; that ``forward`` codes its input counts as rounding. gate and up are computed again.
+
+        Args:
+            x_TD: float32, CPU, contiguous; not modified.
+            ids_TK: as of ``forward``.
+            weights_TK: float32.
+            d_out_TD: float32, the gradient with respect to what ``forward`` returned.
+
+        Raises: ShapeError; UnsupportedError (an activation other than silu); CapacityError.
+        Cost: five products where ``forward`` has three; takes 8 F bytes of scratch for each pair
+            of a token and its expert. A row's result does not depend on the other rows. Blocks;
+            releases the GIL; thread-safe.
+        """
+        d_x_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+        tensors = (x_TD, ids_TK, weights_TK, d_out_TD)
+        views = [tensor.detach() for tensor in tensors]
+        self._bank.backward(self._pool, *views, d_x_TD, d_weights_TK)
+        return d_x_TD, d_weights_TK
+
     def submit(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Future[None], Tensor]:
@@ -402,25 +435,22 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
-        """Take the codes where the checkpoint has those of this format, else code its values."""
-        if all(reader.find_format(n) == self.weight_format for n in self._list_names(reader, name)):
+        """Take the codes where the checkpoint has such as this format holds, else code values."""
+        names = list_expert_weights(reader, name, self.num_experts)
+        formats = [reader.find_format(weight) for weight in names]
+        wanted = self.weight_format
+        if all(held is not None and can_hold(wanted, held) for held in formats):
             for i in range(self.num_experts):
-                self._experts.pack_codes(i, *self._read_codes(reader, name, i))
+                gate, up, down = (recode(m, wanted) for m in self._read_codes(reader, name, i))
+                self._experts.pack_codes(i, gate, up, down)
         else:
             self._code(reader, name)
-
-    def _list_names(self, reader: WeightReader, name: str) -> list[str]:
-        """Return all weights of the experts, as the checkpoint has them."""
-        if self.is_transposed or reader.has(f"{name}.gate_up_proj"):
-            return [f"{name}.gate_up_proj", f"{name}.down_proj"]
-        ids = range(self.num_experts)
-        return [f"{name}.{i}.{part}_proj.weight" for i in ids for part in ("gate", "up", "down")]
 
     def _read_codes(
         self, reader: WeightReader, name: str, expert_id: int
     ) -> tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]:
         """Return gate, up and down of one expert."""
-        if not self.is_transposed and not reader.has(f"{name}.gate_up_proj"):
+        if not reader.has(f"{name}.gate_up_proj"):
             names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
             gate, up, down = (reader.read_packed(n) for n in names)
             return gate, up, down
@@ -461,6 +491,12 @@ class NativeExperts(RoutedExperts):
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum; see ``RoutedExperts``."""
         residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum; see ``RoutedExperts``. Differentiable where gradients are on."""
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return run_experts(self._experts, hidden_states, top_k_index, top_k_weights)
 
     def submit(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

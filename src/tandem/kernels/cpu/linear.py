@@ -18,7 +18,10 @@ from tandem.core.errors import ShapeError
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
 from tandem.kernels.native import Buffer
 
-__all__ = ["PackedLinear", "count_bytes"]
+__all__ = ["PANEL_COLUMNS", "PackedLinear", "count_bytes"]
+
+PANEL_COLUMNS = 64
+"""Outputs that are packed together."""
 
 
 def count_bytes(weight_format: WeightFormat, in_features: int, out_features: int) -> int:
@@ -206,6 +209,20 @@ class PackedLinear:
         self._run(x_TK, out, is_added=False)
         return out
 
+    def backward(self, d_out_TN: Tensor) -> Tensor:
+        """Return ``d_out W``, the gradient with respect to x, float32 [T, K], new.
+
+        W is as it is dequantized, piece by piece; sums are in fp32 and in ascending order of n.
+
+        Args:
+            d_out_TN: float32, CPU, contiguous.
+
+        Raises: ShapeError; CapacityError.
+        """
+        d_x = torch.empty(len(d_out_TN), self.in_features)
+        self._matrix.backward(self._pool, d_out_TN.detach(), d_x)
+        return d_x
+
     @property
     def out_dtype(self) -> torch.dtype:
         """Float32, in which sums need no rounding."""
@@ -228,6 +245,15 @@ class PackedLinear:
             rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
         # What is not contiguous is refused there.
         self._matrix.forward(self._pool, rows, out_rows, is_added)
+
+    def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
+        """Write ``out[t, h] = x[t, h] W_h^T``, W_h being the h-th of equal shares of the outputs.
+
+        Any strides of T and H. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
+
+        Raises: ShapeError.
+        """
+        self._matrix.forward_heads(self._pool, x_THK.view, out_THM.view)
 
     def read_weights(self) -> None:
         """Read the packed bytes and do nothing: a ceiling for benchmarks."""

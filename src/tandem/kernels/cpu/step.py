@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.latents import LatentBuffers
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.mlp import Mlp
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
@@ -85,7 +87,7 @@ class CpuStep:
             x_TD += self._pending.tensor
             self._pending = None
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
         """See ``Step``."""
         return self._mix(attention, Buffer(h_TD)).tensor
 
@@ -133,8 +135,10 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: "Attention", h_TD: Buffer) -> Buffer:
+    def _mix(self, attention: "Attention | MlaAttention", h_TD: Buffer) -> Buffer:
         """As ``mix``, in buffers of the step."""
+        if isinstance(attention, MlaAttention):
+            return self._mix_latents(attention, h_TD)
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         layer_idx = attention.layer_idx
         qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
@@ -162,6 +166,38 @@ class CpuStep:
         self._attend(layer_idx, by_head, mixed.view, attention.scale, attention.rule)
         return mixed
 
+    def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
+        sizes, layer_idx, eps = attention.sizes, attention.layer_idx, attention.norm_eps
+        buffers: LatentBuffers | None = self._buffers.get(("latents", sizes))
+        if buffers is None:
+            buffers = LatentBuffers.allocate(sizes, self._num_tokens, self._dtype)
+            self._buffers["latents", sizes] = buffers
+        attention.first_matrix.run(h_TD, buffers.first)
+        q_matrix, q_norm = attention.q_matrix, attention.held_q_norm
+        if q_matrix is not None and q_norm is not None:
+            compressed, normed = buffers.compressed, buffers.normed
+            _native.rms_norm(compressed.view, q_norm.view, normed.view, eps, None, self._pool)
+            q_matrix.run(normed, buffers.queries)
+        rows = buffers.rows.view
+        _native.place_latents(
+            buffers.by_head.view,
+            buffers.latent.view,
+            attention.held_kv_norm.view,
+            eps,
+            *self._angles[attention.rope_idx],
+            rows,
+            self._pool,
+        )
+        # The key is there: others may have it while queries are still made.
+        self._attention.store(layer_idx, rows, sizes.num_heads)
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+        attention.key_heads.run(buffers.plain, buffers.absorbed)
+        mixed = buffers.mixed
+        self._attend(layer_idx, rows, mixed.view, attention.scale, attention.rule)
+        attention.value_heads.run(mixed, buffers.value_heads)
+        return buffers.values
+
     def _attend(
         self,
         layer_idx: int,
@@ -184,7 +220,7 @@ class CpuStep:
             assert weight is not None, "a norm without weights"
             end = first + num_heads * d
             key = ("qkv", first, end, d)
-            rows = self._buffers.get(key)
+            rows: Buffer | None = self._buffers.get(key)
             if rows is None:
                 rows = self._buffers[key] = Buffer(qkv.tensor[:, first:end])
             _native.rms_norm(
@@ -240,6 +276,7 @@ class CpuStep:
             rule.num_top_groups,
             rule.weight_scale,
             self._pool,
+            num_group_choices=rule.num_group_choices,
         )
         if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             assert self._pending is None, "two addends without a norm between them"
@@ -263,14 +300,14 @@ class CpuStep:
         The same for all layers, so it must be written before it is read in each.
         """
         key = (name, size, self._dtype if dtype is None else dtype)
-        found = self._buffers.get(key)
+        found: Buffer | None = self._buffers.get(key)
         if found is None:
             found = self._buffers[key] = Buffer.allocate(self._num_tokens, size, dtype=key[2])
         return found
 
     def _head_buffer(self, name: str, num_heads: int, head_dim: int) -> Buffer:
         """Return the step's [T, num_heads * head_dim], viewed as [T, num_heads, head_dim]."""
-        found = self._buffers.get((name, num_heads, head_dim))
+        found: Buffer | None = self._buffers.get((name, num_heads, head_dim))
         if found is None:
             made = Buffer.allocate(self._num_tokens, num_heads, head_dim, dtype=self._dtype)
             found = Buffer(made.tensor.flatten(1), made.view)

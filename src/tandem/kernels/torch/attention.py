@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.core.kv_layout import KVLayout, MlaLayout
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 
 __all__ = ["DecodeGroup", "Prefill", "attend_decodes", "attend_prefill", "plan_attention"]
@@ -134,7 +135,7 @@ def attend_decodes(
     rows = torch.index_select(cache.chunks[layer_idx], 0, group.index, out=group.gathered)
     if rows.dtype != q_SHd.dtype:
         rows = rows.to(q_SHd.dtype)
-    keys, values = rows.view(2, batch, -1, head_dim)[:, :, : group.num_keys].unbind(0)
+    keys, values = _split_kv(layout, rows, batch, group.num_keys)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
     bias = q.new_zeros(1) if group.mask is None else group.mask
     beta = 0 if group.mask is None else 1
@@ -147,6 +148,17 @@ def attend_decodes(
     return torch.bmm(torch.softmax(scores, -1), values).view(sequences, -1)
 
 
+def _split_kv(
+    layout: KVLayout, rows: Tensor, num_heads: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values [n, C, d] of gathered rows; a latent's value is its key's start."""
+    if isinstance(layout, MlaLayout):
+        keys = rows.view(num_heads, -1, layout.row_size)[:, :num_keys]
+        return keys, keys[..., : layout.kv_lora_rank]
+    keys, values = rows.view(2, num_heads, -1, layout.row_size)[:, :, :num_keys].unbind(0)
+    return keys, values
+
+
 def attend_prefill(
     cache: PagedKvCache,
     prefill: Prefill,
@@ -156,16 +168,20 @@ def attend_prefill(
     scale: float,
     out_THd: Tensor,
 ) -> None:
-    """Attend one sequence; writes ``out_THd``."""
+    """Attend one sequence; writes ``out_THd``. Of latents ``kv_T2Kd`` is the keys [T, 1, d]."""
     layout = cache.layout
-    num_tokens, num_heads, head_dim = q_THd.shape
+    num_tokens, num_heads, _ = q_THd.shape
     heads = layout.num_kv_heads
     if kv_T2Kd.dtype != cache.dtype:
         # What a later step will read back: else chunking would change the result.
         kv_T2Kd = kv_T2Kd.to(cache.dtype).to(q_THd.dtype)
-    keys, values = kv_T2Kd.permute(1, 2, 0, 3).unbind(0)
-    q = q_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
-    out = out_THd.view(num_tokens, heads, num_heads // heads, head_dim).permute(1, 2, 0, 3)
+    if isinstance(layout, MlaLayout):
+        keys = kv_T2Kd.transpose(0, 1)
+        values = keys[..., : layout.kv_lora_rank]
+    else:
+        keys, values = kv_T2Kd.permute(1, 2, 0, 3).unbind(0)
+    q = q_THd.unflatten(1, (heads, num_heads // heads)).permute(1, 2, 0, 3)
+    out = out_THd.unflatten(1, (heads, num_heads // heads)).permute(1, 2, 0, 3)
     for first in range(0, num_tokens, CAUSAL_ROWS):
         end = min(num_tokens, first + CAUSAL_ROWS)
         rows = q[:, :, first:end]
@@ -174,8 +190,8 @@ def attend_prefill(
             gathered = cache.chunks[layer_idx].index_select(0, index)
             if gathered.dtype != q.dtype:
                 gathered = gathered.to(q.dtype)
-            tile = gathered.view(2, heads, -1, head_dim)[:, :, :num_keys]
-            other, other_lse = _attend_part(rows, tile[0], tile[1], scale, is_causal=False)
+            tile = _split_kv(layout, gathered, heads, num_keys)
+            other, other_lse = _attend_part(rows, *tile, scale, is_causal=False)
             merged = torch.logaddexp(lse, other_lse)
             mixed *= (lse - merged).exp_()[..., None]
             mixed += other * (other_lse - merged).exp_()[..., None]

@@ -57,7 +57,7 @@ class TorchExecution:
             choices = choices + bias_E.tensor
         if rule.num_groups > 1:
             grouped = choices.unflatten(-1, (rule.num_groups, -1))
-            best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+            best = grouped.topk(min(rule.num_group_choices, grouped.shape[-1]), -1).values.sum(-1)
             kept = torch.zeros_like(best).scatter_(
                 -1, best.topk(rule.num_top_groups, -1).indices, 1
             )

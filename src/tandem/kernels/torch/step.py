@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import UnsupportedError
+from tandem.kernels.mla import MlaAttention
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope, apply_rope_
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+from tandem.kernels.torch.latents import project_latents
 
 if TYPE_CHECKING:
     from tandem.kernels.attention import Attention, AttentionRule
@@ -89,8 +91,10 @@ class TorchStep:
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``: nothing is left over."""
 
-    def mix(self, attention: "Attention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
         """See ``Step``."""
+        if isinstance(attention, MlaAttention):
+            return self._mix_latents(attention, h_TD)
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + kv_heads]
@@ -104,6 +108,14 @@ class TorchStep:
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
         return self.attend(attention.layer_idx, q, kv, attention.scale, attention.rule)
+
+    def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
+        sizes = attention.sizes
+        q, key = project_latents(attention, h_TD, *self._angles[attention.rope_idx])
+        self.write_kv(attention.layer_idx, key[:, 0])
+        mixed = self.attend(attention.layer_idx, q, key, attention.scale, attention.rule)
+        heads = mixed.view(len(q), sizes.num_heads, sizes.rank)
+        return attention.value_heads.forward(heads).reshape(len(q), -1)
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
@@ -133,13 +145,14 @@ class TorchStep:
                 f"windows, soft caps and sinks have native kernels only, not on {q_THd.device} "
                 f"over KV in {cache.dtype}: use the CPU and a kv_dtype of auto",
             )
-        num_tokens, num_heads, head_dim = q_THd.shape
+        num_tokens, num_heads, _ = q_THd.shape
+        value_dim = cache.layout.value_size
         if len(self._decodes) == 1 and self._decodes[0].rows is None:
             return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale)
-        out = q_THd.new_empty(num_tokens, num_heads, head_dim)
+        out = q_THd.new_empty(num_tokens, num_heads, value_dim)
         for group in self._decodes:
             mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale)
-            out[group.rows] = mixed.view(-1, num_heads, head_dim)
+            out[group.rows] = mixed.view(-1, num_heads, value_dim)
         for prefill in self._prefills:
             rows = slice(prefill.first_row, prefill.first_row + prefill.num_rows)
             attend_prefill(cache, prefill, layer_idx, q_THd[rows], kv_T2Kd[rows], scale, out[rows])

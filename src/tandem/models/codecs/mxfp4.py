@@ -31,9 +31,25 @@ HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
 class Mxfp4Codec:
     """See the module, and ``tandem.models.codecs.codec.Codec``."""
 
+    is_exact: bool = True
+
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Whether there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        shapes = {
+            name.removesuffix(BLOCKS): entry.shape
+            for name, entry in stored.entries.items()
+            if name.endswith(BLOCKS) and len(entry.shape) == 4
+        }
+        return {n: (e, groups * GROUP_SIZE, rows) for n, (e, rows, groups, _) in shapes.items()}
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        del name
+        return "mxfp4"
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode experts [E, K, N], exactly in float32 and bfloat16."""

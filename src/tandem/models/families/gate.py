@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.models.families.refused import find_refusal
 from tandem.models.families.registry import FAMILIES, Family, find_family
 from tandem.models.hub import resolve_folder
+from tandem.models.quantization import Quantization, read_quantization
+from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
     "ACTIVATIONS",
@@ -38,6 +39,8 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
+SPECIAL_METHODS = ("mxfp4",)
+"""Quantizations that a family must name in its ``expert_formats``."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which names configurations tell the number of routed experts."""
 CLOSE_NAME = 0.6
@@ -46,13 +49,16 @@ CLOSE_NAME = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose configuration was read and accepted."""
+    """A checkpoint whose configuration was read and accepted."""
 
     folder: Path
+    """Its folder, or its GGUF file."""
     config: Any
     """transformers' configuration object."""
     spec: ModelSpec
     """Without what only the modules tell; ``tandem.models.roles`` completes it."""
+    quantization: Quantization | None = None
+    """How its weights are coded; None = they are not."""
 
 
 def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
@@ -64,17 +70,35 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
         ConfigError: a value is missing or out of bounds.
         UnsupportedError: nothing here runs it; the text says what and why.
     """
-    folder = resolve_folder(path_or_id)
-    raw = read_json(folder / "config.json")
+    path = resolve_folder(path_or_id)
+    refuse_foreign_files(path)
+    folder, raw, generation = _read_config(path)
     family = _check_family(raw)
+    quantization = _check_quantization(raw, family)
     config = _build_config(raw, family)
-    _check_config(config, family)
-    generation = folder / "generation_config.json"
-    generation = read_json(generation) if generation.exists() else {}
-    name = folder.resolve().name if Path(path_or_id).is_dir() else str(path_or_id)
+    _check_config(config, family, raw)
+    is_local = Path(path_or_id).expanduser().exists()
+    name = folder.resolve().name.removesuffix(".gguf") if is_local else str(path_or_id)
     spec = _make_spec(name, config, family, generation)
-    spec = msgspec.structs.replace(spec, expert_format=_find_quantization(raw) or "")
-    return Checkpoint(folder, config, spec)
+    return Checkpoint(folder, config, spec, quantization)
+
+
+def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Return where the weights are, the configuration, and that of generation.
+
+    A folder's own files go before the metadata of a GGUF file in it.
+    """
+    config = path / "config.json"
+    if path.is_dir() and config.is_file():
+        generation = path / "generation_config.json"
+        return path, read_json(config), read_json(generation) if generation.exists() else {}
+    from tandem.models.gguf.config import read_gguf_config
+    from tandem.models.sources.gguf_files import find_gguf
+
+    file = find_gguf(path)
+    if file is None:
+        return path, read_json(config), {}
+    return file, *read_gguf_config(file)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -123,11 +147,9 @@ def _check_family(raw: dict[str, Any]) -> Family:
         )
     nearest = _find_nearest(model_type, raw)
     hint = f"the nearest supported family is {nearest.model_type} ({nearest.architecture})"
-    if raw.get("is_encoder_decoder"):
-        raise _refuse(
-            f"{model_type} is an encoder-decoder: only decoders run here, {hint}",
-            "is_encoder_decoder",
-        )
+    refusal = find_refusal(raw)
+    if refusal is not None:
+        raise _refuse(f"{refusal[1]}; {hint}", refusal[0])
     family = find_family(model_type)
     if family is None:
         raise _refuse(f"model_type {model_type!r} is not supported: {hint}", "model_type")
@@ -138,23 +160,22 @@ def _check_family(raw: dict[str, Any]) -> Family:
             "text",
             "architectures",
         )
-    method = _find_quantization(raw)
-    if method is not None and method not in family.expert_formats:
-        raise _refuse(
-            f"the checkpoint is quantized ({method or 'unnamed method'}): use a checkpoint in "
-            "bfloat16, float16 or float32",
-            "quantization_config",
-        )
     return family
 
 
-def _find_quantization(raw: dict[str, Any]) -> str | None:
-    """Return how the checkpoint is quantized: a name, empty for none given; None is not at all."""
-    quantization = raw.get("quantization_config")
+def _check_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
+    quantization = read_quantization(raw)
     if quantization is None:
         return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if isinstance(method, str) else ""
+    # mxfp4 is the layout of one family's experts, which nothing else stores, nor others it.
+    is_special = quantization.method in SPECIAL_METHODS
+    if (is_special or family.expert_formats) and quantization.method not in family.expert_formats:
+        raise _refuse(
+            f"a checkpoint of {family.model_type} that is quantized by {quantization.method} is "
+            "not read here: use one in bfloat16, float16 or float32",
+            "quantization_config",
+        )
+    return quantization
 
 
 def _build_config(raw: dict[str, Any], family: Family) -> Any:
@@ -179,7 +200,34 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
         raise ConfigError("models.check_config", f"config.json is not valid: {text}") from error
 
 
-def _check_config(config: Any, family: Family) -> None:
+REQUIRED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+"""What the configuration of a decoder with rotary positions and grouped heads states."""
+
+
+def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
+    # A file may hold fields that its class does not have: those say nothing about its modules.
+    known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
+    missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    if missing and family.model_type not in FAMILIES:
+        nearest = _find_nearest(family.model_type, raw)
+        raise _refuse(
+            f"model_type {family.model_type!r} is not supported, its configuration has no "
+            f"{', '.join(missing)}: the nearest supported family is {nearest.model_type} "
+            f"({nearest.architecture})",
+            "model_type",
+        )
+
+
+def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
+    _require_decoder(config, family, raw)
     problem = None if family.find_problem is None else family.find_problem(config)
     if problem is not None:
         raise _refuse(problem[1], problem[0])

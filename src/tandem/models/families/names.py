@@ -36,6 +36,10 @@ class RenamedReader:
         """See ``WeightReader``."""
         self._reader.read_into(_rename(name), out)
 
+    def find_storage(self, name: str) -> str:
+        """See ``WeightReader``."""
+        return self._reader.find_storage(_rename(name))
+
     def find_format(self, name: str) -> WeightFormat | None:
         """See ``WeightReader``."""
         return self._reader.find_format(_rename(name))

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import torch
 
+from tandem.models.quantization import Quantization
+from tandem.models.sources.gguf import GgufSource
+from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.safetensors import SafetensorsSource
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -16,15 +19,22 @@ def open_source(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> WeightSource:
     """Open the weights of a checkpoint.
 
     Args:
-        path: its folder.
+        path: its folder, or a GGUF file.
         dtype: what operators get where they ask for values.
         device: where they get it.
         progress: called after each tensor.
+        quantization: how its weights are coded, as its configuration says; None = they are not.
 
-    Raises: as ``SafetensorsSource``.
+    Raises: as ``SafetensorsSource`` and ``GgufSource``.
     """
-    return SafetensorsSource(path, dtype=dtype, device=device, progress=progress)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return GgufSource(gguf, dtype=dtype, device=device, progress=progress)
+    return SafetensorsSource(
+        path, dtype=dtype, device=device, progress=progress, quantization=quantization
+    )

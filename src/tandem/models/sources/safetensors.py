@@ -27,9 +27,11 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.models.codecs.choice import UNUSED_TENSORS, make_codec
 from tandem.models.codecs.codec import Codec
-from tandem.models.codecs.mxfp4 import Mxfp4Codec
 from tandem.models.families import read_json
+from tandem.models.quantization import Quantization
+from tandem.models.sources.foreign import refuse_foreign_tensors
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger
 
 __all__ = ["SafetensorsSource", "read_header"]
@@ -174,6 +176,7 @@ class SafetensorsSource:
         dtype: what operators get.
         device: where they get it.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor; bytes as stored.
+        quantization: how weights are coded; None = they are not.
 
     Raises:
         NotFoundError: no weights, or a file that the index names is missing.
@@ -189,6 +192,7 @@ class SafetensorsSource:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.folder = folder
         self.dtype = dtype
@@ -203,8 +207,15 @@ class SafetensorsSource:
                     )
                 self.entries[name] = entry
         self._check_index()
-        self._ledger = UseLedger(self.entries, progress)
-        self._codecs: tuple[Codec, ...] = (Mxfp4Codec(),)
+        refuse_foreign_tensors(folder, self.entries)
+        self._words: dict[str, list[str]] = {}
+        for name in self.entries:
+            module, _, word = name.rpartition(".")
+            self._words.setdefault(module, []).append(word)
+        self._codec = None if quantization is None else make_codec(quantization)
+        self._ledger = UseLedger(
+            self.entries, progress, None if quantization is None else UNUSED_TENSORS
+        )
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __enter__(self) -> Self:
@@ -234,6 +245,22 @@ class SafetensorsSource:
         """Whether the checkpoint holds ``name``, as it is or coded."""
         return name in self.entries or self._find_codec(name) is not None
 
+    def list_coded(self) -> dict[str, tuple[int, ...]]:
+        """Return the weights that are stored as codes, with the shapes of their values."""
+        return {} if self._codec is None else self._codec.list_weights(self)
+
+    def list_parts(self, name: str) -> list[str]:
+        """Return the tensors of a coded weight: all of its module but the bias."""
+        stem = name.removesuffix(".weight")
+        own = [n for n in (f"{name}_blocks", f"{name}_scales") if n in self.entries]
+        parts = self._words.get(stem, [])
+        return own or [f"{stem}.{word}" for word in parts if word != "bias"]
+
+    def find_storage(self, name: str) -> str:
+        """Return how a weight is coded; see ``WeightReader``."""
+        codec = self._find_codec(name)
+        return "" if codec is None else codec.tell(name)
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Copy or decode a tensor into ``out``; see ``WeightReader``."""
         codec = self._find_codec(name)
@@ -256,7 +283,8 @@ class SafetensorsSource:
         return codec.read_packed(self, name, expert_id)
 
     def _find_codec(self, name: str) -> Codec | None:
-        return next((codec for codec in self._codecs if codec.holds(self, name)), None)
+        codec = self._codec
+        return codec if codec is not None and codec.holds(self, name) else None
 
     def view(
         self, name: str, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...] | None = None
@@ -292,12 +320,18 @@ class SafetensorsSource:
         """Mark tensors as used; see ``WeightReader``."""
         self._ledger.skip(prefix)
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor; see ``WeightSource``."""
+        return {name: entry.end - entry.begin for name, entry in self.entries.items()}
+
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
         return self._ledger.check(harmless)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
         """Whether reading in ``dtype`` rounds no stored tensor."""
+        if self._codec is not None and not self._codec.is_exact:
+            return False
         return all(
             entry.dtype not in DTYPES or torch.promote_types(DTYPES[entry.dtype], dtype) == dtype
             for entry in self.entries.values()

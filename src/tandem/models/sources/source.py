@@ -82,6 +82,10 @@ class WeightSource(WeightReader, Protocol):
         """All tensors as they are stored; their bytes are what the weights' digest is of."""
         ...
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the stored bytes of each weight, by the name under which it is read."""
+        ...
+
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
         """Return {name: why} of the tensors that nobody read.
 
@@ -118,10 +122,17 @@ class UseLedger:
     Args:
         entries: all tensors.
         progress: called once for each tensor, when it is first used.
+        unneeded: tensors that no operator needs, as patterns, and why.
     """
 
-    def __init__(self, entries: Mapping[str, TensorEntry], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        progress: Progress | None,
+        unneeded: Mapping[str, str] | None = None,
+    ) -> None:
         self._entries = entries
+        self._unneeded = HARMLESS_EXTRAS | dict(unneeded or {})
         self._progress = progress
         self._used: set[str] = set()
         self._done_bytes = 0
@@ -147,7 +158,7 @@ class UseLedger:
         """Return {name: why} of the tensors nobody read; see ``WeightSource.check_all_used``."""
         unused: dict[str, str] = {}
         for name in sorted(self._entries.keys() - self._used):
-            reasons = [why for p, why in HARMLESS_EXTRAS.items() if re.search(p, name)]
+            reasons = [why for p, why in self._unneeded.items() if re.search(p, name)]
             if name in harmless:
                 reasons.append(harmless[name])
             if not reasons:

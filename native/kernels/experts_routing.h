@@ -1,0 +1,25 @@
+// Which tokens go to which expert: shared by the two directions of an ExpertBank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/experts.h"
+
+namespace tandem {
+
+// The (token, slot) pairs sorted by expert; within an expert by token, then slot.
+struct ExpertBank::Routing {
+  struct Active {
+    size_t expert_id;
+    size_t first_pair;
+    size_t num_pairs;
+  };
+  std::vector<Active> active;  // Ascending expert ids.
+  std::vector<int32_t> tokens;
+  std::vector<float> weights;
+  std::vector<int32_t> slots;  // Of each pair: token * top_k + slot.
+};
+
+}  // namespace tandem

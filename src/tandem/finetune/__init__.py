@@ -1,0 +1,1 @@
+"""LoRA fine-tuning: recipes, data, frozen packed weights, trainer, evaluation and export."""

@@ -1,0 +1,176 @@
+"""Checkpoints of a run that resume bit by bit, without pickle.
+
+A checkpoint is a folder ``checkpoint-N``: the adapter in PEFT's format, ``trainer_state.json`` of
+transformers, ``optimizer.safetensors`` and ``random_state.safetensors`` for tensors, and
+``run_state.json`` for everything else (schedule, parameter groups, random state of Python and
+numpy). It is written under another name and renamed when all of it is on disk, so that a folder of
+this name is whole.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.core.errors import ConflictError, CorruptionError, NotFoundError
+
+__all__ = [
+    "find_last_checkpoint",
+    "list_checkpoints",
+    "load_run_state",
+    "publish_folder",
+    "restore_random_state",
+    "save_run_state",
+]
+
+OPTIMIZER_NAME = "optimizer.safetensors"
+RANDOM_NAME = "random_state.safetensors"
+STATE_NAME = "run_state.json"
+VERSION = 1
+WHERE = "finetune.resume"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in an output folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in folder.iterdir()
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def find_last_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint in an output folder.
+
+    Raises: NotFoundError.
+    """
+    found = list_checkpoints(folder)
+    if not found:
+        what = f"no checkpoint in {folder}: leave resume_from_checkpoint out to begin"
+        raise NotFoundError(WHERE, what, field="resume_from_checkpoint")
+    return found[-1]
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Make a written folder durable and give it its name at once, replacing what has it."""
+    for path in [*partial.rglob("*"), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
+    """Write the state of an optimizer, its schedule and all random streams into ``folder``."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value.detach().contiguous()
+            else:
+                scalars.setdefault(str(index), {})[key] = value
+    save_file(tensors, folder / OPTIMIZER_NAME)
+    save_file({"torch": torch.get_rng_state()}, folder / RANDOM_NAME)
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    document = {
+        "version": VERSION,
+        "param_groups": state["param_groups"],
+        "scalars": scalars,
+        "scheduler": scheduler.state_dict(),
+        "python_random": random.getstate(),
+        "numpy_random": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+    }
+    (folder / STATE_NAME).write_text(json.dumps(document), "utf-8")
+
+
+def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
+    """Restore what ``save_run_state`` wrote, but for the random streams.
+
+    Raises:
+        NotFoundError: a file is missing, as where ``save_only_model`` left it out.
+        CorruptionError: a file does not parse.
+        ConflictError: it belongs to other parameters.
+    """
+    document, tensors = _read_state(folder), _read_tensors(folder / OPTIMIZER_NAME)
+    live = optimizer.state_dict()["param_groups"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = document["param_groups"]
+    if [g["params"] for g in live] != [g["params"] for g in saved]:
+        raise ConflictError(WHERE, f"{folder} has other parameters: train with the same recipe")
+    # JSON has lists alone; what the optimizer holds as a tuple becomes one again.
+    groups = [
+        {k: tuple(v) if isinstance(now.get(k), tuple) else v for k, v in was.items()}
+        for now, was in zip(live, saved, strict=True)
+    ]
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        if not index.isdigit() or int(index) >= len(parameters):
+            raise ConflictError(WHERE, f"{folder}: no parameter for {name}")
+        if tensor.dim() and tensor.shape != parameters[int(index)].shape:
+            what = f"{folder}: {name} is {tuple(tensor.shape)}: train with the same recipe"
+            raise ConflictError(WHERE, what)
+        state.setdefault(int(index), {})[key] = tensor
+    for index, values in document["scalars"].items():
+        state.setdefault(int(index), {}).update(values)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    scheduler.load_state_dict(document["scheduler"])
+
+
+def restore_random_state(folder: Path) -> None:
+    """Set all random streams to where ``save_run_state`` found them.
+
+    Raises: as ``load_run_state``.
+    """
+    document, tensors = _read_state(folder), _read_tensors(folder / RANDOM_NAME)
+    version, internal, gauss = document["python_random"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = document["numpy_random"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_NAME
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        what = f"{path}: {error}: only checkpoints with save_only_model: false resume"
+        raise NotFoundError(WHERE, what, field="resume_from_checkpoint") from error
+    except ValueError as error:
+        raise CorruptionError(WHERE, f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        raise CorruptionError(WHERE, f"{path} is not a run state of version {VERSION}")
+    return document
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise NotFoundError(WHERE, f"{path}: {error}", field="resume_from_checkpoint") from error
+    except SafetensorError as error:
+        raise CorruptionError(WHERE, f"{path}: {error}") from error

@@ -1,0 +1,52 @@
+"""How near predictions are to references: exact match, BLEU-1 to 4, ROUGE-1, 2 and L.
+
+BLEU is sacrebleu's corpus BLEU up to an order, ROUGE rouge-score's F-measure, averaged over rows;
+all are percentages. Chinese, Japanese and Korean characters are a token each.
+"""
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["measure_texts", "split_tokens"]
+
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_TOKEN = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
+BLEU_ORDERS = (1, 2, 3, 4)
+
+
+def split_tokens(text: str) -> list[str]:
+    """Return lower-case words, and ideographs one by one; punctuation is dropped."""
+    return _TOKEN.findall(text.lower())
+
+
+class _Tokenizer:
+    """What rouge-score calls."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return split_tokens(text)
+
+
+def measure_texts(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return ``exact_match``, ``bleu-1`` to ``bleu-4``, ``rouge-1``, ``rouge-2``, ``rouge-l``.
+
+    Args:
+        predictions: one for each row; at least one row.
+        references: of the same rows.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import BLEU
+
+    assert len(predictions) == len(references) > 0, (len(predictions), len(references))
+    same = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]
+    results = {"exact_match": 100 * sum(same) / len(same)}
+    has_ideographs = any(re.search(f"[{_IDEOGRAPHS}]", text) for text in references)
+    for order in BLEU_ORDERS:
+        bleu = BLEU(max_ngram_order=order, tokenize="zh" if has_ideographs else "13a")
+        results[f"bleu-{order}"] = bleu.corpus_score(list(predictions), [list(references)]).score
+    kinds = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(kinds, tokenizer=_Tokenizer())
+    scores = [scorer.score(r, p) for p, r in zip(predictions, references, strict=True)]
+    for kind in kinds:
+        name = f"rouge-{kind.removeprefix('rouge').lower()}"
+        results[name] = 100 * sum(score[kind].fmeasure for score in scores) / len(scores)
+    return results

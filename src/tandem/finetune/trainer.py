@@ -1,0 +1,354 @@
+"""One run: data, model, adapter, transformers' Trainer, and what it leaves."""
+
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import DataLoader, Sampler
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from tandem.core.errors import ConfigError, ConflictError
+from tandem.finetune.artefacts import plot_losses, write_card, write_json
+from tandem.finetune.callbacks import LOG_NAME, STATE_NAME, CheckpointCallback, LogCallback
+from tandem.finetune.checkpoints import find_last_checkpoint, list_checkpoints
+from tandem.finetune.examples import Example, collate, encode, make_template, pack
+from tandem.finetune.model import load_frozen, load_tokenizer
+from tandem.finetune.recipe import Recipe
+from tandem.finetune.records import BadRow, Conversation, load_dataset
+from tandem.finetune.targets import find_targets, name_targets
+from tandem.models.families import open_checkpoint
+
+__all__ = ["Dataset", "RunReport", "finetune", "prepare_data"]
+
+logger = logging.getLogger(__name__)
+WHERE = "finetune.run"
+SHOWN_BAD_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run came to."""
+
+    output_dir: str
+    results: dict[str, Any]
+    num_examples: int
+    num_bad_rows: int
+    num_too_short: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Examples to learn from and to validate with, and what was left out."""
+
+    train: list[Example]
+    validation: list[Example]
+    bad_rows: list[BadRow]
+    num_unlearnable: int
+    """Conversations of which the cutoff left no answer."""
+
+
+class EpochSampler(Sampler[int]):
+    """A new order for every epoch that depends on the seed and the epoch alone."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._seed = seed
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        return iter(torch.randperm(self._size, generator=generator).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self._epoch = epoch
+
+
+class EpochLoader(DataLoader[Example]):
+    """Batches in the order of an ``EpochSampler``; draws nothing from the global random stream."""
+
+    def __init__(self, sampler: EpochSampler, **options: Any) -> None:
+        super().__init__(sampler=sampler, generator=torch.Generator(), **options)
+        self._epochs = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer before each epoch."""
+        self._epochs.set_epoch(epoch)
+
+
+class LoraTrainer(Trainer):
+    """transformers' Trainer with an order of data that a resumed run repeats."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of the training examples."""
+        dataset: Any = self.train_dataset
+        return EpochLoader(
+            EpochSampler(len(dataset), self.args.seed),
+            dataset=dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
+
+
+def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
+    """Load and encode the datasets of a recipe.
+
+    Raises: as ``load_dataset`` and ``make_template``; ConfigError: nothing is left to learn.
+    """
+    data = recipe.data
+    template = make_template(tokenizer, data.template, system=data.default_system)
+    bad_rows: list[BadRow] = []
+
+    def load(names: str) -> list[Conversation]:
+        found: list[Conversation] = []
+        for name in (part.strip() for part in names.split(",") if part.strip()):
+            records = load_dataset(name, Path(data.dataset_dir), data.max_samples)
+            bad_rows.extend(records.bad_rows)
+            found += records.conversations
+        return found
+
+    conversations = load(data.dataset)
+    if not conversations:
+        raise ConfigError(WHERE, "no dataset: name one of dataset_info.json", field="dataset")
+    held_out = load(data.eval_dataset)
+    if data.val_size > 0:
+        conversations, split = _split(conversations, data.val_size, recipe.train.seed)
+        held_out += split
+
+    def encode_all(items: list[Conversation]) -> list[Example]:
+        encoded = [
+            encode(
+                item,
+                template,
+                cutoff_len=data.cutoff_len,
+                train_on_prompt=data.train_on_prompt,
+                mask_history=data.mask_history,
+            )
+            for item in items
+        ]
+        return [example for example in encoded if example is not None]
+
+    train, validation = encode_all(conversations), encode_all(held_out)
+    num_lost = len(conversations) + len(held_out) - len(train) - len(validation)
+    if not train:
+        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
+        raise ConfigError(WHERE, what, field="cutoff_len")
+    if data.packing:
+        train = pack(train, data.cutoff_len)
+    return Dataset(train, validation, bad_rows, num_lost)
+
+
+def _split(
+    items: list[Conversation], size: float, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    count = round(len(items) * size) if size < 1 else int(size)
+    count = max(count, 1)
+    if count >= len(items):
+        what = f"val_size {size} leaves none of {len(items)} records to learn"
+        raise ConfigError(WHERE, what, field="val_size")
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = set(order[:count])
+    return (
+        [item for i, item in enumerate(items) if i not in chosen],
+        [item for i, item in enumerate(items) if i in chosen],
+    )
+
+
+def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
+    """Train an adapter as a recipe says; leave it and its records in ``output_dir``.
+
+    Args:
+        recipe: see ``read_recipe``.
+        has_bar: show transformers' progress bar on standard error.
+
+    Raises: as ``prepare_data`` and ``load_frozen``; ConflictError: ``output_dir`` holds a run.
+    """
+    with warnings.catch_warnings():
+        # transformers and PEFT tell each other of names that will change.
+        warnings.simplefilter("ignore", FutureWarning)
+        return _run(recipe, has_bar=has_bar)
+
+
+def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
+    folder = Path(recipe.output.output_dir)
+    resume_from = _prepare_folder(recipe, folder)
+    set_seed(recipe.train.seed)
+    checkpoint = open_checkpoint(recipe.model.model_name_or_path)
+    tokenizer = load_tokenizer(checkpoint)
+    data = prepare_data(recipe, tokenizer)
+    for row in data.bad_rows[:SHOWN_BAD_ROWS]:
+        logger.warning("event=bad_row path=%s line=%d why=%r", row.path, row.line, row.why)
+    model = _make_model(recipe)
+    set_seed(recipe.train.seed)
+    trainer = LoraTrainer(
+        model=model,
+        args=_make_arguments(recipe, folder, has_bar=has_bar),
+        train_dataset=data.train,  # type: ignore[arg-type]
+        eval_dataset=data.validation or None,  # type: ignore[arg-type]
+        data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
+        callbacks=[
+            CheckpointCallback(
+                folder,
+                recipe.output.save_steps,
+                limit=recipe.output.save_total_limit,
+                has_run_state=not recipe.output.save_only_model,
+                resume_from=resume_from,
+            ),
+            LogCallback(folder),
+        ],
+    )
+    # It writes to standard output, which is the command's own.
+    trainer.remove_callback(PrinterCallback)
+    trained = trainer.train(
+        resume_from_checkpoint=None if resume_from is None else str(resume_from)
+    )
+    results = {**trained.metrics, "epoch": trainer.state.epoch}
+    write_json(folder / "train_results.json", results)
+    if data.validation:
+        evaluated = trainer.evaluate()
+        write_json(folder / "eval_results.json", evaluated)
+        results |= evaluated
+    write_json(folder / "all_results.json", results)
+    _save_adapter(model, tokenizer, folder)
+    trainer.state.save_to_json(str(folder / STATE_NAME))
+    if recipe.output.plot_loss:
+        plot_losses(trainer.state.log_history, folder / "training_loss.png")
+        plot_losses(trainer.state.log_history, folder / "training_eval_loss.png", "eval_loss")
+    write_card(folder, recipe, results)
+    return RunReport(
+        output_dir=str(folder),
+        results=results,
+        num_examples=len(data.train),
+        num_bad_rows=len(data.bad_rows),
+        num_too_short=data.num_unlearnable,
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
+
+
+def _prepare_folder(recipe: Recipe, folder: Path) -> Path | None:
+    """Return the checkpoint to resume from; refuse to train over another run."""
+    wish = recipe.train.resume_from_checkpoint
+    if wish:
+        return find_last_checkpoint(folder) if wish is True else Path(wish)
+    results = [p for p in ("adapter_config.json", LOG_NAME) if (folder / p).exists()]
+    if (results or list_checkpoints(folder)) and not recipe.output.overwrite_output_dir:
+        what = f"{folder} holds a run: set overwrite_output_dir or resume_from_checkpoint: true"
+        raise ConflictError(WHERE, what, field="output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in list_checkpoints(folder):
+        shutil.rmtree(path)
+    # What a run leaves at its end would seem to be this run's if it is interrupted.
+    for pattern in ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", "README.md"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    return None
+
+
+def _make_model(recipe: Recipe) -> Any:
+    frozen = load_frozen(
+        recipe.model.model_name_or_path,
+        is_bf16=recipe.train.bf16,
+        expert_format=recipe.model.expert_format,
+        linear_format=recipe.model.linear_format,
+        num_threads=recipe.model.cpu_infer,
+    )
+    if recipe.model.adapter_name_or_path is not None:
+        folder = Path(recipe.model.adapter_name_or_path)
+        check_adapter(folder)
+        return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
+    method = recipe.method
+    alpha = 2 * method.lora_rank if method.lora_alpha is None else method.lora_alpha
+    targets = find_targets(frozen.model, method.lora_target)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=method.lora_rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=method.lora_dropout,
+        target_modules=name_targets(frozen.model, targets),
+        use_rslora=method.use_rslora,
+        base_model_name_or_path=recipe.model.model_name_or_path,
+    )
+    return get_peft_model(frozen.model, config)
+
+
+def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingArguments:
+    train, has_validation = recipe.train, bool(recipe.data.val_size or recipe.data.eval_dataset)
+    sinks = [part.strip() for part in recipe.output.report_to.split(",") if part.strip()]
+    if train.eval_strategy != "no" and not has_validation:
+        what = f"eval_strategy {train.eval_strategy} without data: set val_size or eval_dataset"
+        raise ConfigError(WHERE, what, field="eval_strategy")
+    try:
+        return TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=train.per_device_train_batch_size,
+            per_device_eval_batch_size=train.per_device_eval_batch_size,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
+            learning_rate=train.learning_rate,
+            num_train_epochs=train.num_train_epochs,
+            max_steps=train.max_steps,
+            lr_scheduler_type=train.lr_scheduler_type,
+            warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_epsilon=train.adam_epsilon,
+            max_grad_norm=train.max_grad_norm,
+            # Named otherwise from some release on, where false would be told of.
+            **({"gradient_checkpointing": True} if train.gradient_checkpointing else {}),
+            bf16=train.bf16,
+            seed=train.seed,
+            eval_strategy=train.eval_strategy,
+            eval_steps=train.eval_steps,
+            logging_steps=recipe.output.logging_steps,
+            # Ours: see CheckpointCallback.
+            save_strategy="no",
+            report_to=sinks or "none",
+            dataloader_num_workers=recipe.data.dataloader_num_workers,
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            label_names=["labels"],
+            disable_tqdm=not has_bar,
+            use_cpu=True,
+        )
+    except ValueError as error:
+        raise ConfigError(WHERE, f"transformers refuses the recipe: {error}") from error
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse a folder that is not an adapter in safetensors.
+
+    Raises: ConfigError.
+    """
+    missing = [
+        name
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+        if not (folder / name).is_file()
+    ]
+    if missing:
+        what = f"{folder} has no {' and no '.join(missing)}: give the folder of a PEFT adapter"
+        raise ConfigError("finetune.open_adapter", what, field="adapter_name_or_path")
+
+
+def _save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the adapter and the tokenizer; the file that makes it an adapter comes last."""
+    partial_folder = folder / ".adapter.partial"
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    model.save_pretrained(partial_folder, save_embedding_layers=False)
+    tokenizer.save_pretrained(partial_folder)
+    (partial_folder / "README.md").unlink(missing_ok=True)
+    files = sorted(partial_folder.iterdir(), key=lambda path: path.name == "adapter_config.json")
+    for path in files:
+        path.replace(folder / path.name)
+    partial_folder.rmdir()

@@ -1,0 +1,41 @@
+"""What multi-head latent attention attends with, in torch.
+
+Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items; see ``kernels.mla``.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.mla import MlaAttention
+from tandem.kernels.rope import apply_rope_
+
+__all__ = ["project_latents"]
+
+
+def project_latents(
+    attention: MlaAttention, h_TD: Tensor, cos_T1P: Tensor, signed_sin_T1P: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return queries over latents [T, H, R + P] and the key [T, 1, R + P], both new.
+
+    Args:
+        attention: holds the weights.
+        h_TD: the normed hidden states.
+        cos_T1P: cosines.
+        signed_sin_T1P: sines with the first half negated.
+    """
+    sizes, eps, dtype = attention.sizes, attention.norm_eps, h_TD.dtype
+    first = attention.first_matrix.forward(h_TD, dtype=dtype)
+    queries, latent = first.split((sizes.first_product, sizes.key), -1)
+    if attention.q_matrix is not None and attention.held_q_norm is not None:
+        weight = attention.held_q_norm.tensor
+        normed = torch.rms_norm(queries, weight.shape, weight, eps)
+        queries = attention.q_matrix.forward(normed, dtype=dtype)
+    by_head = queries.unflatten(1, (sizes.num_heads, sizes.head))
+    rows = h_TD.new_empty(len(h_TD), sizes.num_heads, sizes.key)
+    rows[..., : sizes.rank] = attention.key_heads.forward(by_head[..., : sizes.nope])
+    apply_rope_(rows[..., sizes.rank :], by_head[..., sizes.nope :], cos_T1P, signed_sin_T1P)
+    key = h_TD.new_empty(len(h_TD), 1, sizes.key)
+    weight = attention.held_kv_norm.tensor
+    key[:, 0, : sizes.rank] = torch.rms_norm(latent[:, : sizes.rank], weight.shape, weight, eps)
+    apply_rope_(key[..., sizes.rank :], latent[:, None, sizes.rank :], cos_T1P, signed_sin_T1P)
+    return rows, key

@@ -1,0 +1,36 @@
+"""Which codec reads a checkpoint, and which of its tensors no codec needs."""
+
+from tandem.models.codecs.awq import AwqCodec
+from tandem.models.codecs.codec import Codec
+from tandem.models.codecs.compressed_tensors import CompressedTensorsCodec
+from tandem.models.codecs.fp8 import Fp8Codec
+from tandem.models.codecs.gptq import GptqCodec
+from tandem.models.codecs.mxfp4 import Mxfp4Codec
+from tandem.models.quantization import Quantization
+
+__all__ = ["UNUSED_TENSORS", "make_codec"]
+
+UNUSED_TENSORS = {
+    r"\.(input_scale|input_zero_point|input_global_scale|act_scale|input_amax)$": (
+        "scales of activations: products choose a step of their own"
+    ),
+    r"\.([kvq]_scale|[kv]_zero_point|kv_scale|output_scale|[kv]_proj\.output_scale)$": (
+        "scales of the KV cache: blocks keep scales of their own"
+    ),
+    r"\.g_idx$|\.weight_g_idx$": "the order of inputs, which is their own",
+    r"\.qzeros$|\.weight_zero_point$": "zero points of symmetric codes: the middle",
+}
+"""Tensors of quantized checkpoints that no operator needs, as patterns, and why."""
+
+
+def make_codec(quantization: Quantization) -> Codec:
+    """Return what reads the coded weights of a checkpoint."""
+    if quantization.method == "mxfp4":
+        return Mxfp4Codec()
+    kinds: dict[str, type[Fp8Codec | GptqCodec | AwqCodec | CompressedTensorsCodec]] = {
+        "fp8": Fp8Codec,
+        "gptq": GptqCodec,
+        "awq": AwqCodec,
+        "compressed-tensors": CompressedTensorsCodec,
+    }
+    return kinds[quantization.method](quantization)

@@ -1,0 +1,169 @@
+"""compressed-tensors, as llm-compressor stores it.
+
+Three layouts, told apart by the tensors of a weight: ``weight_packed`` int32 [N, K bits / 32] with
+``weight_shape`` (pack-quantized), ``weight`` I8 [N, K] (int-quantized), ``weight`` F8_E4M3 [N, K]
+(float-quantized); each with ``weight_scale`` and, where it is not symmetric,
+``weight_zero_point``: I8 [N, G], or int32 [N bits / 32, G]. Integers are stored signed in I8 and
+offset by half their range in words.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CorruptionError, ShapeError
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.models.codecs.codec import (
+    FLOATS,
+    WORDS,
+    find_scheme,
+    require_format,
+    split_name,
+    view_matrix,
+)
+from tandem.models.codecs.fp8 import E4M3, read_fp8
+from tandem.models.codecs.integers import IntegerMatrix, split_bytes
+from tandem.models.quantization import Quantization, Scheme
+from tandem.models.sources.source import StoredTensors
+
+__all__ = ["CompressedTensorsCodec"]
+
+SIGNED = {"I8": torch.int8}
+SIZES = {"I64": torch.int64, "I32": torch.int32}
+
+
+class CompressedTensorsCodec:
+    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+
+    is_exact: bool = False
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    def holds(self, stored: StoredTensors, name: str) -> bool:
+        """Whether the weight is stored in words, in I8 or in e4m3."""
+        if f"{split_name(name)}.weight_packed" in stored.entries:
+            return True
+        entry = stored.entries.get(name)
+        is_code = entry is not None and (entry.dtype in SIGNED or entry.dtype in E4M3)
+        return is_code and name.endswith(".weight")
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        found = {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
+        for name in stored.entries:
+            stem = name.removesuffix(".weight_packed")
+            if stem != name:
+                shape = stored.view(f"{stem}.weight_shape", SIZES, (2,))
+                found[f"{stem}.weight"] = tuple(int(size) for size in shape)
+        return found
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
+    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
+        """Decode a weight [N, K]."""
+        scheme = find_scheme(self._quantization, name)
+        if scheme.is_float:
+            read_fp8(stored, name, tuple(out.shape), scheme).read_into(out)
+        else:
+            self._read(stored, name, tuple(out.shape), scheme).read_into(out)
+
+    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
+        """Return the format that holds the codes."""
+        scheme = find_scheme(self._quantization, name)
+        if name in stored.entries:
+            shape = stored.entries[name].shape
+            inputs = shape[-1] if shape else 0
+        else:
+            shape = stored.entries[f"{split_name(name)}.weight_packed"].shape
+            inputs = shape[-1] * 32 // scheme.bits if shape else 0
+        return scheme.find_format(inputs) if inputs else None
+
+    def read_packed(
+        self, stored: StoredTensors, name: str, expert_id: int | None
+    ) -> QuantizedMatrix:
+        """Return the codes of a weight."""
+        del expert_id
+        scheme = find_scheme(self._quantization, name)
+        weight_format = require_format(self.find_format(stored, name), name)
+        if scheme.is_float:
+            return read_fp8(stored, name, None, scheme).pack()
+        return self._read(stored, name, None, scheme).pack(weight_format)
+
+    def _read(
+        self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
+    ) -> IntegerMatrix:
+        codes = self._read_codes(stored, name, shape, scheme)
+        outputs, inputs = codes.shape
+        size = scheme.group_size or inputs
+        groups = -(-inputs // size)
+        stem = split_name(name)
+        scales = stored.view(f"{stem}.weight_scale", FLOATS, (outputs, groups)).float()
+        zeros: Tensor | float = float(1 << (scheme.bits - 1))
+        if not scheme.is_symmetric:
+            zeros = self._read_zeros(stored, f"{stem}.weight_zero_point", (outputs, groups), scheme)
+        return IntegerMatrix(
+            name,
+            scheme.bits,
+            codes,
+            scales,
+            zeros,
+            size,
+            self._read_order(stored, stem, scheme, inputs),
+        )
+
+    def _read_codes(
+        self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
+    ) -> Tensor:
+        """Return unsigned codes [N, K]."""
+        middle = 1 << (scheme.bits - 1)
+        if name in stored.entries:
+            codes = view_matrix(stored, name, SIGNED, shape)
+            if scheme.bits < 8 and not bool(((codes >= -middle) & (codes < middle)).all()):
+                raise CorruptionError(
+                    "models.read_weights",
+                    f"tensor {name!r} has codes beyond the {scheme.bits} bits of its "
+                    "quantization_config",
+                )
+            return (codes.view(torch.uint8) + middle).bitwise_and((1 << scheme.bits) - 1)
+        stem, per_word = split_name(name), 32 // scheme.bits
+        said = [int(size) for size in stored.view(f"{stem}.weight_shape", SIZES, (2,))]
+        if shape is not None and said != list(shape):
+            raise ShapeError(
+                "models.read_weights",
+                f"tensor '{stem}.weight_shape' says {said}: the configuration needs {list(shape)}",
+            )
+        if not all(0 < size < 1 << 31 for size in said):
+            what = f"tensor '{stem}.weight_shape' says {said}, which is no shape"
+            raise ShapeError("models.read_weights", what)
+        outputs, inputs = said
+        words = stored.view(f"{stem}.weight_packed", WORDS, (outputs, -(-inputs // per_word)))
+        return split_bytes(words, scheme.bits).flatten(1)[:, :inputs]
+
+    def _read_zeros(
+        self, stored: StoredTensors, name: str, shape: tuple[int, int], scheme: Scheme
+    ) -> Tensor:
+        """Return unsigned zero points [N, G]."""
+        outputs, groups = shape
+        middle = 1 << (scheme.bits - 1)
+        entry = stored.entries.get(name)
+        if entry is None or entry.dtype in SIGNED:
+            return stored.view(name, SIGNED, shape).float() + middle
+        words = stored.view(name, WORDS, (-(-outputs * scheme.bits // 32), groups))
+        return split_bytes(words.t(), scheme.bits).flatten(1).t()[:outputs].float()
+
+    def _read_order(
+        self, stored: StoredTensors, stem: str, scheme: Scheme, inputs: int
+    ) -> Tensor | None:
+        """Return the group of each input, where ``weight_g_idx`` says it."""
+        name = f"{stem}.weight_g_idx"
+        if not scheme.is_ordered or not scheme.group_size:
+            return None
+        order = stored.view(name, WORDS, (inputs,)).long()
+        if not 0 <= int(order.min()) <= int(order.max()) < -(-inputs // scheme.group_size):
+            raise CorruptionError(
+                "models.read_weights",
+                f"tensor {name!r} has a group that is not there: download the checkpoint again",
+            )
+        return order

@@ -1,0 +1,122 @@
+"""Matrices of e4m3 with float scales: DeepSeek's blocks, and one scale a tensor or an output.
+
+``{module}.weight``, F8_E4M3 [N, K], and ``{module}.weight_scale_inv`` or ``weight_scale``, which
+multiplies (whatever its name): [N / 128, K / 128], [N, 1], or one number.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, find_format
+from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name, view_matrix
+from tandem.models.quantization import Quantization, Scheme
+from tandem.models.sources.source import StoredTensors
+
+__all__ = ["E4M3", "Fp8Codec", "Fp8Matrix", "read_fp8"]
+
+E4M3 = {"F8_E4M3": torch.float8_e4m3fn}
+SCALES = {**FLOATS, "F8_E8M0": torch.float8_e8m0fnu}
+GROUP_SIZE = 128
+
+
+class Fp8Codec:
+    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+
+    is_exact: bool = False
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    def holds(self, stored: StoredTensors, name: str) -> bool:
+        """Whether the weight is stored in e4m3."""
+        entry = stored.entries.get(name)
+        return entry is not None and entry.dtype in E4M3 and name.endswith(".weight")
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        return {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
+    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
+        """Decode a weight [N, K]."""
+        self._read(stored, name, tuple(out.shape)).read_into(out)
+
+    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
+        """Return fp8 where scales are those of its blocks."""
+        shape = stored.entries[name].shape
+        return find_scheme(self._quantization, name).find_format(shape[-1]) if shape else None
+
+    def read_packed(
+        self, stored: StoredTensors, name: str, expert_id: int | None
+    ) -> QuantizedMatrix:
+        """Return the codes of a weight."""
+        del expert_id
+        require_format(self.find_format(stored, name), name)
+        return self._read(stored, name, None).pack()
+
+    def _read(self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None) -> "Fp8Matrix":
+        return read_fp8(stored, name, shape, find_scheme(self._quantization, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """Codes e4m3 [N, K]; scales float32, one for each block of (outputs, inputs)."""
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    def read_into(self, out: Tensor) -> None:
+        """Write the values, products in float32, rounded once to the dtype of ``out``."""
+        outputs, inputs = self.codes.shape
+        rows = torch.arange(outputs) // self.block[0]
+        columns = torch.arange(inputs) // self.block[1]
+        out.copy_(self.codes.float() * self.scales[rows][:, columns])
+
+    def pack(self) -> QuantizedMatrix:
+        """Return the codes in fp8. REQUIRES: blocks of whole blocks of fp8, or of everything."""
+        outputs, inputs = self.codes.shape
+        rows = torch.arange(0, outputs, BLOCK_ROWS) // self.block[0]
+        columns = torch.arange(0, inputs, GROUP_SIZE) // self.block[1]
+        scales = self.scales[rows][:, columns].contiguous().numpy()
+        codes = self.codes.view(torch.uint8).contiguous().numpy()
+        return QuantizedMatrix(find_format("fp8"), np.ascontiguousarray(codes), scales, None)
+
+
+def read_fp8(
+    stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
+) -> Fp8Matrix:
+    """Read a weight and its scales.
+
+    Raises: as ``StoredTensors.view``; ShapeError (scales that are not those of the scheme).
+    """
+    codes = view_matrix(stored, name, E4M3, shape)
+    outputs, inputs = codes.shape
+    stem = split_name(name)
+    scale_name = f"{stem}.weight_scale_inv"
+    if scale_name not in stored.entries:
+        scale_name = f"{stem}.weight_scale"
+    if scheme.block == (0, 0):
+        scales = stored.view(scale_name, SCALES)
+        if scales.numel() != 1:
+            raise ShapeError(
+                "models.read_weights",
+                f"tensor {scale_name!r} has shape {list(scales.shape)}, and quantization_config "
+                "says that a tensor has one scale",
+            )
+        return Fp8Matrix(codes, scales.float().view(1, 1), (max(1, outputs), max(1, inputs)))
+    block = scheme.block or (1, max(1, inputs))
+    grid = (-(-outputs // block[0]), -(-inputs // block[1]))
+    is_row = scheme.block is None and stored.entries.get(scale_name) is not None
+    if is_row and stored.entries[scale_name].shape == (outputs,):
+        scales = stored.view(scale_name, SCALES).view(outputs, 1)
+    else:
+        scales = stored.view(scale_name, SCALES, grid)
+    return Fp8Matrix(codes, scales.float(), block)

@@ -1,0 +1,226 @@
+"""GGUF's block types: what their bytes stand for, and their codes in our weight formats.
+
+A row of a tensor is whole blocks of 32 or 256 consecutive weights. ``dequantize`` does llama.cpp's
+float32 arithmetic operation by operation, so values are bitwise those of the ``gguf`` package.
+``unpack`` keeps the codes: exactly, but for scales of the K types, products of an fp16 number and
+an integer that our formats hold rounded to fp16.
+
+docs/design/gguf.md lists the types, the formats and what they cost.
+
+Shapes: N rows, K inputs, B blocks, W weights of a block, G groups of a block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.core.errors import UnsupportedError
+from tandem.kernels.formats import QuantizedMatrix, find_format
+
+__all__ = ["BLOCK_TYPES", "FLOAT_TYPES", "BlockType", "dequantize", "unpack"]
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+"""Types without codes."""
+
+IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+class Blocks(NamedTuple):
+    """Blocks taken apart: a weight is ``scale * (code - offset) + minimum``."""
+
+    codes: Bytes
+    """[B, W]."""
+    offset: int
+    scales: Floats
+    """[B, G]."""
+    minima: Floats | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How a type codes weights."""
+
+    name: str
+    weight_format: str
+    """Ours that holds it."""
+    split: Callable[[Bytes], Blocks] | None
+    """Takes blocks [B, bytes] apart; None for mxfp4, whose codes are floats."""
+
+
+def _half(raw: Bytes) -> Floats:
+    """Return the fp16 number in two bytes of each block, [B, 1]."""
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+def _nibbles(raw: Bytes, width: int) -> Bytes:
+    """Return codes of 4 bits: of each ``width`` bytes, the low halves, then the high ones."""
+    parts = raw.reshape(len(raw), -1, 1, width)
+    codes = np.empty((len(raw), parts.shape[1], 2, width), np.uint8)
+    np.bitwise_and(parts[:, :, 0], 15, out=codes[:, :, 0])
+    np.right_shift(parts[:, :, 0], 4, out=codes[:, :, 1])
+    return codes.reshape(len(raw), -1)
+
+
+def _fifth_bits(raw: Bytes) -> Bytes:
+    """Return the highest bits of 32 codes, as 0 or 16."""
+    return np.unpackbits(np.ascontiguousarray(raw), axis=-1, bitorder="little") << 4
+
+
+def _split_q4_0(raw: Bytes) -> Blocks:
+    return Blocks(_nibbles(raw[:, 2:], 16), 8, _half(raw[:, :2]), None)
+
+
+def _split_q4_1(raw: Bytes) -> Blocks:
+    return Blocks(_nibbles(raw[:, 4:], 16), 0, _half(raw[:, :2]), _half(raw[:, 2:4]))
+
+
+def _split_q5_0(raw: Bytes) -> Blocks:
+    codes = _nibbles(raw[:, 6:], 16) | _fifth_bits(raw[:, 2:6])
+    return Blocks(codes, 16, _half(raw[:, :2]), None)
+
+
+def _split_q5_1(raw: Bytes) -> Blocks:
+    codes = _nibbles(raw[:, 8:], 16) | _fifth_bits(raw[:, 4:8])
+    return Blocks(codes, 0, _half(raw[:, :2]), _half(raw[:, 2:4]))
+
+
+def _split_q8_0(raw: Bytes) -> Blocks:
+    return Blocks(raw[:, 2:] ^ np.uint8(128), 128, _half(raw[:, :2]), None)
+
+
+def _split_iq4_nl(raw: Bytes) -> Blocks:
+    values = (np.array(IQ4_NL_VALUES) + 128).astype(np.uint8)
+    return Blocks(values[_nibbles(raw[:, 2:], 16)], 128, _half(raw[:, :2]), None)
+
+
+def _split_k_scales(raw: Bytes) -> tuple[Floats, Floats]:
+    """Return scales and minima [B, 8] of the first 16 bytes of Q4_K and Q5_K.
+
+    Two fp16 numbers, then 6 bits each of 8 scales and 8 minima: of the first four whole in a byte
+    each, whose upper two bits belong to the last four.
+    """
+    scales, minima, rest = (raw[:, begin : begin + 4] for begin in (4, 8, 12))
+    s = np.concatenate([scales & 63, (rest & 15) | ((scales >> 2) & 48)], axis=-1)
+    m = np.concatenate([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], axis=-1)
+    return _half(raw[:, :2]) * s.astype(np.float32), -(_half(raw[:, 2:4]) * m.astype(np.float32))
+
+
+def _split_q4_k(raw: Bytes) -> Blocks:
+    return Blocks(_nibbles(raw[:, 16:], 32), 0, *_split_k_scales(raw))
+
+
+def _split_q5_k(raw: Bytes) -> Blocks:
+    codes = _nibbles(raw[:, 48:], 32).reshape(len(raw), 8, 32)
+    high = raw[:, 16:48]
+    for i in range(8):
+        codes[:, i] |= ((high >> i) & 1) << 4
+    return Blocks(codes.reshape(len(raw), 256), 0, *_split_k_scales(raw))
+
+
+def _split_q6_k(raw: Bytes) -> Blocks:
+    codes = _nibbles(raw[:, :128], 64).reshape(len(raw), 2, 4, 32)
+    high = raw[:, 128:192].reshape(len(raw), 2, 32)
+    for i in range(4):
+        codes[:, :, i] |= ((high >> (2 * i)) & 3) << 4
+    scales = np.ascontiguousarray(raw[:, 192:208]).view(np.int8).astype(np.float32)
+    return Blocks(codes.reshape(len(raw), 256), 32, _half(raw[:, 208:]) * scales, None)
+
+
+BLOCK_TYPES = {
+    kind.name: kind
+    for kind in (
+        BlockType("Q4_0", "int4g32", _split_q4_0),
+        BlockType("Q4_1", "int4g32", _split_q4_1),
+        BlockType("Q4_K", "int4g32", _split_q4_k),
+        BlockType("Q5_0", "int8g32", _split_q5_0),
+        BlockType("Q5_1", "int8g32min", _split_q5_1),
+        BlockType("Q5_K", "int8g32min", _split_q5_k),
+        BlockType("Q6_K", "int8g16", _split_q6_k),
+        BlockType("Q8_0", "int8g32", _split_q8_0),
+        BlockType("IQ4_NL", "int8g32", _split_iq4_nl),
+        BlockType("MXFP4", "mxfp4", None),
+    )
+}
+"""What is read as codes, by type."""
+
+
+def find_block_type(name: str) -> BlockType:
+    """Return a type that can be decoded.
+
+    Raises: UnsupportedError.
+    """
+    if name not in BLOCK_TYPES:
+        known = ", ".join((*FLOAT_TYPES, *BLOCK_TYPES))
+        raise UnsupportedError(
+            "models.read_gguf", f"type {name} is not decoded here: quantize the model to {known}"
+        )
+    return BLOCK_TYPES[name]
+
+
+def dequantize(name: str, raw: Bytes) -> Floats:
+    """Return the weights of blocks [B, bytes], float32 [B, W]."""
+    kind = find_block_type(name)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kind.split is None:
+            return _half_powers(raw[:, :1]) * E2M1_DOUBLED[_nibbles(raw[:, 1:], 16)]
+        codes, offset, scales, minima = kind.split(raw)
+        num_groups = scales.shape[1]
+        weights = codes.astype(np.float32).reshape(len(raw), num_groups, -1)
+        weights -= np.float32(offset)
+        weights *= scales[..., None]
+        if minima is not None:
+            weights += minima[..., None]
+        return weights.reshape(len(raw), -1)
+
+
+def _half_powers(exponents: Bytes) -> Floats:
+    """Return 2^(e - 128), by its bits: half of what e8m0 says, for doubled codes."""
+    e = exponents.astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(0x0020_0000) << e, (np.maximum(e, 1) - 1) << 23)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def unpack(name: str, raw: Bytes) -> QuantizedMatrix:
+    """Return the codes of rows [N, blocks, bytes] in the type's format, [N, K].
+
+    A scale or minimum beyond fp16 becomes infinite, which packing refuses.
+    """
+    kind = find_block_type(name)
+    weight_format = find_format(kind.weight_format)
+    num_rows = len(raw)
+    blocks = raw.reshape(-1, raw.shape[-1])
+    if kind.split is None:
+        return _unpack_mxfp4(blocks, num_rows)
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes, offset, scales, minima = kind.split(blocks)
+        if weight_format.has_minimum:
+            low = np.float32(-offset) * scales if minima is None else minima
+            kept = low.astype(np.float16).reshape(num_rows, -1)
+        else:
+            kept = None
+            codes = codes + np.uint8(2 ** (weight_format.bits - 1) - offset)
+        halves = scales.astype(np.float16).reshape(num_rows, -1)
+    return QuantizedMatrix(weight_format, codes.reshape(num_rows, -1), halves, kept)
+
+
+HALVED_CODES = np.array([0, 0, 1, 2, 2, 3, 4, 5], np.uint8)
+"""E2M1 codes of half of each positive number, 0.25 and 0.75 rounded to even."""
+
+
+def _unpack_mxfp4(blocks: Bytes, num_rows: int) -> QuantizedMatrix:
+    codes, exponents = _nibbles(blocks[:, 1:], 16), blocks[:, :1].astype(np.uint32)
+    tiny = exponents[:, 0] == 0
+    if tiny.any():
+        # Our kernels have no 2^-127: twice that, and codes of half the value.
+        halves = codes[tiny]
+        codes[tiny] = HALVED_CODES[halves & 7] | (halves & 8)
+        exponents = np.maximum(exponents, 1)
+    scales = (exponents << 23).view(np.float32).reshape(num_rows, -1)
+    return QuantizedMatrix(find_format("mxfp4"), codes.reshape(num_rows, -1), scales, None)

@@ -1,0 +1,130 @@
+"""Matrices of integer codes with scales and zero points: what GPTQ, AWQ and others come to.
+
+``weight = scale * (code - zero)`` with unsigned codes. Values are computed in float32, a product
+each; codes are taken over as they are into a format of ours, whose scales and minima are fp16.
+
+Shapes: N outputs, K inputs, G groups.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CorruptionError, UnsupportedError
+from tandem.kernels.formats import LARGEST_FP16, QuantizedMatrix, WeightFormat
+
+__all__ = ["IntegerMatrix", "split_bytes", "unpack_inputs", "unpack_outputs"]
+
+FP16_ROUNDING = 2.0**-11
+"""Relative error of a number that fp16 holds as a normal one."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerMatrix:
+    """Codes uint8 [N, K], scales float32 [N, G], zero points float32 [N, G], or one for all."""
+
+    name: str
+    """Of the weight, for messages."""
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | float
+    group_size: int
+    """Inputs of a group; the last one may have fewer."""
+    group_ids: Tensor | None = None
+    """The group of each input, int64 [K]; None: inputs follow each other in groups."""
+
+    def read_into(self, out: Tensor) -> None:
+        """Write the values, [N, K], rounded once to the dtype of ``out``."""
+        inputs = self.codes.shape[1]
+        order = self.group_ids
+        if order is None:
+            order = torch.arange(inputs) // self.group_size
+        zeros = self.zeros[:, order] if isinstance(self.zeros, Tensor) else self.zeros
+        out.copy_((self.codes.float() - zeros) * self.scales[:, order])
+
+    def pack(self, weight_format: WeightFormat) -> QuantizedMatrix:
+        """Return the codes in a format of as many bits whose groups divide these.
+
+        Raises:
+            CorruptionError: a zero point that is not the middle, in a format without minimum.
+            UnsupportedError: a scale or minimum beyond fp16.
+        """
+        size = weight_format.group_size or self.codes.shape[1]
+        scales = self._spread(self.scales, size)
+        middle = float(1 << (self.bits - 1))
+        minima = None
+        if weight_format.has_minimum:
+            zeros = self.zeros
+            if isinstance(zeros, Tensor):
+                zeros = self._spread(zeros, size)
+            minima = -scales * zeros
+        elif isinstance(self.zeros, Tensor) and not bool((self.zeros == middle).all()):
+            raise CorruptionError(
+                "models.read_weights",
+                f"weight {self.name!r} has a zero point other than {middle:g}, and its "
+                "quantization_config says that it is symmetric: correct one of them",
+            )
+        for what, numbers in (("scale", scales), ("minimum", minima)):
+            if numbers is not None and not bool((numbers.abs() <= LARGEST_FP16).all()):
+                raise UnsupportedError(
+                    "models.read_weights",
+                    f"weight {self.name!r} has a {what} that is not finite or beyond fp16: "
+                    "choose bf16 for it",
+                )
+        kept = None if minima is None else minima.half()
+        codes = _recode(self.codes, scales, minima, int(middle), size)
+        return QuantizedMatrix(
+            weight_format,
+            np.ascontiguousarray(codes.numpy()),
+            np.ascontiguousarray(scales.half().numpy()),
+            None if kept is None else np.ascontiguousarray(kept.numpy()),
+        )
+
+    def _spread(self, numbers: Tensor, size: int) -> Tensor:
+        """Return numbers of groups for each smaller group of ``size`` inputs in them."""
+        count = self.codes.shape[1] // size
+        return numbers.repeat_interleave(max(1, self.group_size // size), 1)[:, :count]
+
+
+def _recode(codes: Tensor, scales: Tensor, minima: Tensor | None, middle: int, size: int) -> Tensor:
+    """Choose the nearest codes again where fp16 holds a scale badly, as it is very small.
+
+    Elsewhere the rounding of a scale moves no value by half a step, so codes stay.
+    """
+    rounded = scales.half().float()
+    is_bad = (rounded - scales).abs() > FP16_ROUNDING * scales.abs()
+    if not is_bad.any():
+        return codes
+    groups = codes.unflatten(1, (-1, size)).clone()
+    step, offset = scales[is_bad][:, None], float(middle)
+    base = torch.full_like(step, 0.0)
+    kept = base
+    if minima is not None:
+        offset = 0.0
+        base, kept = minima[is_bad][:, None], minima.half().float()[is_bad][:, None]
+    values = (groups[is_bad].float() - offset) * step + base
+    divisor = rounded[is_bad][:, None]
+    ratio = torch.where(divisor == 0, 0.0, (values - kept) / divisor)
+    groups[is_bad] = (ratio.round() + offset).clamp(0, 2 * middle - 1).to(torch.uint8)
+    return groups.flatten(1)
+
+
+def split_bytes(words: Tensor, bits: int) -> Tensor:
+    """Return the codes in int32 words, the lowest bits first: uint8 [..., 32 / bits]."""
+    data = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    if bits == 8:
+        return data
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def unpack_inputs(words: Tensor, bits: int) -> Tensor:
+    """Return codes [N, K] of words [K bits / 32, N], in which inputs follow each other."""
+    return split_bytes(words, bits).permute(1, 0, 2).flatten(1)
+
+
+def unpack_outputs(words: Tensor, bits: int) -> Tensor:
+    """Return codes [N, R] of words [R, N bits / 32], in which outputs follow each other."""
+    return split_bytes(words, bits).flatten(1).t().contiguous()

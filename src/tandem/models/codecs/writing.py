@@ -1,0 +1,192 @@
+"""Coding matrices for checkpoints: compressed-tensors for integers, DeepSeek's blocks for fp8.
+
+Formats without minimum are coded as our packer codes them, so that a checkpoint that was written
+and one that is packed while it loads are the same model. Formats with minimum have integer zero
+points, as files cannot hold a minimum.
+"""
+
+import re
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import UnsupportedError
+from tandem.kernels.formats import BLOCK_ROWS, WeightFormat, quantize
+
+__all__ = ["CODED_PARTS", "Encoder", "make_encoder"]
+
+CODED_PARTS = re.compile(
+    r"\.(input_scale|input_zero_point|input_global_scale|[kvq]_scale|kv_scale|output_scale)$"
+)
+"""Tensors that say something about codes and are of no use beside values."""
+
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class Encoder(Protocol):
+    """Codes matrices [N, K] for a file."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise UnsupportedError where a matrix cannot be coded."""
+        ...
+
+    def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
+        """Return dtype and shape of what ``encode`` gives, by the last word of the name."""
+        ...
+
+    def encode(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a matrix of float32 values."""
+        ...
+
+    def describe(self, plain: list[str]) -> dict[str, Any]:
+        """Return the ``quantization_config``; ``plain`` are the modules that are not coded."""
+        ...
+
+
+def make_encoder(weight_format: WeightFormat) -> Encoder | None:
+    """Return what codes for a format; None for bf16.
+
+    Raises: UnsupportedError (no layout of checkpoints has this format).
+    """
+    if weight_format.bits == 16:
+        return None
+    if weight_format.name == "fp8":
+        return Fp8Encoder(weight_format)
+    if weight_format.is_float:
+        what = f"{weight_format.name} is a layout of gpt-oss's experts alone: use another format"
+        raise UnsupportedError("models.export", what)
+    return IntegerEncoder(weight_format)
+
+
+class Fp8Encoder:
+    """e4m3 with a scale for each block of 128 x 128."""
+
+    def __init__(self, weight_format: WeightFormat) -> None:
+        self._format = weight_format
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """See ``Encoder``: any matrix can."""
+        del name, shape
+
+    def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
+        """See ``Encoder``."""
+        grid = (-(-shape[0] // BLOCK_ROWS), -(-shape[1] // self._format.group_size))
+        return {
+            "weight": (torch.float8_e4m3fn, shape),
+            "weight_scale_inv": (torch.float32, grid),
+        }
+
+    def encode(self, values: Tensor) -> dict[str, Tensor]:
+        """See ``Encoder``."""
+        coded = quantize(values.numpy(), self._format)
+        codes = torch.from_numpy(coded.codes).view(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv": torch.from_numpy(coded.scales)}
+
+    def describe(self, plain: list[str]) -> dict[str, Any]:
+        """See ``Encoder``."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK_ROWS, self._format.group_size],
+            "modules_to_not_convert": plain,
+        }
+
+
+class IntegerEncoder:
+    """pack-quantized of compressed-tensors."""
+
+    def __init__(self, weight_format: WeightFormat) -> None:
+        self._format = weight_format
+        self._per_word = 32 // weight_format.bits
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """See ``Encoder``: whole groups of inputs."""
+        size = self._format.group_size
+        if size and shape[1] % size:
+            raise UnsupportedError(
+                "models.export",
+                f"{name!r} has {shape[1]} inputs, which are no groups of {size}: choose a format "
+                "of smaller groups",
+            )
+
+    def _count_groups(self, inputs: int) -> int:
+        return inputs // self._format.group_size if self._format.group_size else 1
+
+    def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
+        """See ``Encoder``."""
+        outputs, inputs = shape
+        groups = self._count_groups(inputs)
+        tensors: Tensors = {
+            "weight_packed": (torch.int32, (outputs, -(-inputs // self._per_word))),
+            "weight_scale": (torch.float16, (outputs, groups)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+        if self._format.has_minimum:
+            rows = -(-outputs // self._per_word)
+            tensors["weight_zero_point"] = (torch.int32, (rows, groups))
+        return tensors
+
+    def encode(self, values: Tensor) -> dict[str, Tensor]:
+        """See ``Encoder``."""
+        if self._format.has_minimum:
+            codes, scales, zeros = self._code_with_zeros(values)
+        else:
+            coded = quantize(values.numpy(), self._format)
+            codes, scales, zeros = coded.codes, coded.scales, None
+        tensors = {
+            "weight_packed": self._pack(codes),
+            "weight_scale": torch.from_numpy(np.ascontiguousarray(scales)),
+            "weight_shape": torch.tensor(values.shape),
+        }
+        if zeros is not None:
+            tensors["weight_zero_point"] = self._pack(zeros.T).t().contiguous()
+        return tensors
+
+    def _code_with_zeros(self, values: Tensor) -> tuple[Any, Any, Any]:
+        """Return codes [N, K], fp16 scales [N, G] and integer zero points [N, G]."""
+        levels = 2**self._format.bits - 1
+        groups = values.unflatten(1, (self._count_groups(values.shape[1]), -1))
+        # Zero is among the values, so that its point is a code.
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((high - low) / levels).half()
+        if not bool(scales.isfinite().all()):
+            what = "a weight that is not finite, or beyond fp16 scales: use --to bf16"
+            raise UnsupportedError("models.export", what)
+        step = scales.float()
+        inverse = torch.where(step == 0, 0.0, 1 / step)
+        zeros = (-low * inverse).round().clamp(0, levels)
+        codes = (groups * inverse[..., None]).round() + zeros[..., None]
+        codes = codes.clamp(0, levels).flatten(1).to(torch.uint8)
+        return codes.numpy(), scales.numpy(), zeros.to(torch.uint8).numpy()
+
+    def _pack(self, codes: Any) -> Tensor:
+        """Return words int32 [R, ceil(C / per word)] of codes [R, C], the first in the low bits."""
+        rows, columns = codes.shape
+        padded = np.zeros((rows, -(-columns // self._per_word) * self._per_word), np.uint8)
+        padded[:, :columns] = codes
+        if self._format.bits == 4:
+            padded = padded[:, 0::2] | (padded[:, 1::2] << 4)
+        return torch.from_numpy(np.ascontiguousarray(padded).view("<i4"))
+
+    def describe(self, plain: list[str]) -> dict[str, Any]:
+        """See ``Encoder``."""
+        size = self._format.group_size
+        weights = {
+            "num_bits": self._format.bits,
+            "type": "int",
+            "symmetric": not self._format.has_minimum,
+            "strategy": "group" if size else "channel",
+            "group_size": size or None,
+            "dynamic": False,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": plain,
+        }

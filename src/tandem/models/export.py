@@ -1,0 +1,339 @@
+"""Writing a checkpoint anew in another stored format: ``tandem convert --to``.
+
+Values go to bfloat16; codes to what others read too: integers to compressed-tensors, fp8 to
+DeepSeek's blocks. One matrix is in memory at a time. Everything is written beside the target, which
+appears under its name when all of it is on the disk.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
+from tandem.kernels.formats import find_format
+from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
+from tandem.models.families import Checkpoint, open_checkpoint, read_json
+from tandem.models.sources.gguf_files import find_gguf
+from tandem.models.sources.safetensors import SafetensorsSource
+from tandem.models.sources.source import Progress
+
+__all__ = ["ExportReport", "export_checkpoint"]
+
+SHARD_BYTES = 4 << 30
+MARKER = ".tandem-convert"
+"""In a folder that a conversion writes to: the next one may remove it."""
+COPIED = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
+"""Endings of files beside the weights that go along; code does not."""
+INDEX = "model.safetensors.index.json"
+PLAIN_WORDS = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate")
+"""Modules whose matrices are never coded: rows that are looked up, scores that choose."""
+ST_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+ST_DTYPES = {name: dtype for dtype, name in ST_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What a conversion wrote."""
+
+    folder: str
+    weight_format: str
+    num_tensors: int
+    num_coded: int
+    """Matrices that are stored as codes now."""
+    size_bytes: int
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """One tensor to write; ``make`` gives those of its weight by the last words of their names."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    weight: str
+    """The weight that it is of."""
+    key: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def export_checkpoint(
+    path_or_id: str | Path, to: str, out: Path, *, progress: Progress | None = None
+) -> ExportReport:
+    """Write a checkpoint with its weights in another format.
+
+    Args:
+        path_or_id: a folder, or a hub id that was pulled before.
+        to: ``bf16``, ``fp8`` or an integer format; embeddings, heads, routers and vectors stay as
+            values, in bfloat16 where they have two dimensions.
+        out: the folder to make; it must not be there.
+        progress: called after each tensor of the source.
+
+    Raises:
+        NotFoundError, CorruptionError: of the source.
+        ConfigError: ``out`` is there, or an unknown format.
+        UnsupportedError: a format that no layout stores, weights that are not matrices, or GGUF.
+        CapacityError: the disk has no room.
+    """
+    checkpoint = open_checkpoint(path_or_id)
+    try:
+        weight_format = find_format(to)
+    except NotFoundError as error:
+        raise ConfigError("models.export", f"to {to!r}: {error.what}", field="to") from None
+    if out.exists() or out.is_symlink():
+        raise ConfigError(
+            "models.export", f"{out} is there already: name a new folder", field="out"
+        )
+    if find_gguf(checkpoint.folder) is not None:
+        what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
+        raise UnsupportedError("models.export", what)
+    encoder = make_encoder(weight_format)
+    with ExitStack() as stack:
+        source = SafetensorsSource(
+            checkpoint.folder,
+            dtype=torch.float32,
+            progress=progress,
+            quantization=checkpoint.quantization,
+        )
+        stack.enter_context(source)
+        weights = _list_weights(source)
+        _check_matrices(weights, encoder)
+        planned = list(_plan(weights, source, encoder))
+        folder = _begin(out, sum(tensor.size_bytes for tensor in planned))
+        try:
+            _write_shards(folder, planned, _Maker(source, weights, encoder))
+            _write_rest(folder, checkpoint, encoder, planned)
+            _sync(folder)
+            folder.rename(out)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise _explain(error, out) from error
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return ExportReport(
+        folder=str(out),
+        weight_format=weight_format.name,
+        num_tensors=len(planned),
+        num_coded=len({t.weight for t in planned if t.key}),
+        size_bytes=sum(tensor.size_bytes for tensor in planned),
+        source_bytes=sum(entry.end - entry.begin for entry in source.entries.values()),
+    )
+
+
+def _explain(error: OSError, out: Path) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk of {out} is full: free space there, or name a folder elsewhere"
+        return CapacityError("models.export", what)
+    return ConfigError("models.export", f"cannot write {out}: {error}", field="out")
+
+
+def _list_weights(source: SafetensorsSource) -> dict[str, tuple[int, ...]]:
+    """Return all weights with their shapes as values; parts of codes are not among them."""
+    coded = source.list_coded()
+    parts = {part for name in coded for part in source.list_parts(name)}
+    plain = {
+        name: entry.shape
+        for name, entry in source.entries.items()
+        if name not in parts and not CODED_PARTS.search(name)
+    }
+    return dict(sorted((plain | coded).items()))
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    module = name.removesuffix(".weight")
+    word = module.rpartition(".")[2]
+    return len(shape) == 2 and name.endswith(".weight") and word not in PLAIN_WORDS
+
+
+def _check_matrices(weights: dict[str, tuple[int, ...]], encoder: Encoder | None) -> None:
+    if encoder is None:
+        return
+    for name, shape in weights.items():
+        if len(shape) > 2:
+            raise UnsupportedError(
+                "models.export",
+                f"{name!r}, {list(shape)}, has the experts of a layer in one tensor, which no "
+                "layout of codes has: use --to bf16",
+            )
+        if _is_matrix(name, shape):
+            encoder.check(name, shape)
+
+
+def _plan(
+    weights: dict[str, tuple[int, ...]], source: SafetensorsSource, encoder: Encoder | None
+) -> Iterator[_Planned]:
+    for name, shape in weights.items():
+        if encoder is not None and _is_matrix(name, shape):
+            stem = name.removesuffix(".weight")
+            for key, (dtype, size) in encoder.list_tensors(shape).items():
+                yield _Planned(f"{stem}.{key}", dtype, size, name, key)
+            continue
+        entry = source.entries.get(name)
+        stored = None if entry is None or source.find_storage(name) else ST_DTYPES[entry.dtype]
+        # Vectors stay what they are: some, as the bias of a router, are kept in float32.
+        dtype = torch.bfloat16 if stored is None or len(shape) > 1 else stored
+        yield _Planned(name, dtype, shape, name, "")
+
+
+class _Maker:
+    """Gives the bytes of planned tensors, a weight at a time."""
+
+    def __init__(
+        self,
+        source: SafetensorsSource,
+        weights: dict[str, tuple[int, ...]],
+        encoder: Encoder | None,
+    ) -> None:
+        self._source = source
+        self._weights = weights
+        self._encoder = encoder
+        self._name = ""
+        self._tensors: dict[str, Tensor] = {}
+
+    def make(self, planned: _Planned) -> Tensor:
+        if self._name != planned.weight:
+            self._name = planned.weight
+            values = torch.empty(self._weights[planned.weight])
+            self._source.read_into(planned.weight, values)
+            if planned.key and self._encoder is not None:
+                self._tensors = self._encoder.encode(values)
+            else:
+                self._tensors = {"": values.to(planned.dtype)}
+        tensor = self._tensors[planned.key]
+        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), planned.name
+        return tensor.contiguous()
+
+
+def _begin(out: Path, size_bytes: int) -> Path:
+    """Make the folder to write to, beside ``out``."""
+    folder = out.with_name(out.name + ".partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            if not (folder / MARKER).exists():
+                what = f"{folder} is in the way, and no conversion made it: remove it"
+                raise ConfigError("models.export", what, field="out")
+            shutil.rmtree(folder)
+        free = shutil.disk_usage(out.parent).free
+        if size_bytes > free:
+            raise CapacityError(
+                "models.export",
+                f"{out} takes {size_bytes >> 20} MiB and its disk has {free >> 20} free: free "
+                "space there, or name a folder elsewhere",
+            )
+        folder.mkdir()
+        (folder / MARKER).touch()
+    except OSError as error:
+        raise _explain(error, out) from error
+    return folder
+
+
+def _split(planned: list[_Planned]) -> list[list[_Planned]]:
+    shards: list[list[_Planned]] = [[]]
+    size = 0
+    for tensor in planned:
+        if shards[-1] and size + tensor.size_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.size_bytes
+    return shards
+
+
+def _write_shards(folder: Path, planned: list[_Planned], maker: _Maker) -> None:
+    shards = _split(planned)
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+        _write_shard(folder / name, shard, maker.make)
+    if len(shards) > 1:
+        total = sum(tensor.size_bytes for tensor in planned)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        (folder / INDEX).write_text(text)
+
+
+def _write_shard(path: Path, shard: list[_Planned], make: Callable[[_Planned], Tensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, begins = 0, dict[str, int]()
+    # Wide items first, so that all lie at multiples of their size.
+    for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):
+        begins[tensor.name], end = position, position + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": ST_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        # All blocks now: a full disk shows before hours of work.
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + position)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            data = make(tensor)
+            file.seek(8 + len(text) + begins[tensor.name])
+            if data.numel():
+                file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_rest(
+    folder: Path, checkpoint: Checkpoint, encoder: Encoder | None, planned: list[_Planned]
+) -> None:
+    for path in sorted(checkpoint.folder.iterdir()):
+        is_weights = path.name.endswith((INDEX, ".safetensors")) or path.name == "config.json"
+        if path.is_file() and path.suffix in COPIED and not is_weights:
+            shutil.copyfile(path, folder / path.name)
+    config = read_json(checkpoint.folder / "config.json")
+    config.pop("quantization_config", None)
+    config.pop("compression_config", None)
+    config.pop("torch_dtype", None)
+    config["dtype"] = "bfloat16"
+    if encoder is not None:
+        coded = {tensor.weight for tensor in planned if tensor.key}
+        plain = {
+            tensor.weight.removesuffix(".weight")
+            for tensor in planned
+            if tensor.weight not in coded and len(tensor.shape) == 2
+        }
+        config["quantization_config"] = encoder.describe(sorted(plain))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _sync(folder: Path) -> None:
+    (folder / MARKER).unlink()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

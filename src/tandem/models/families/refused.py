@@ -1,0 +1,59 @@
+"""Models that are refused by name: requests keep more than KV, or the model is no text decoder.
+
+A prefix cache that hands out KV without the state beside it would give wrong tokens, so such a
+model does not run until its state is kept with its blocks.
+"""
+
+import re
+from typing import Any
+
+__all__ = ["find_refusal"]
+
+STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning|chunked")
+"""Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
+STATE_FIELDS = re.compile(
+    r"^(ssm_|mamba_|linear_(attn|conv|num|key|value)|state_size$|conv_(kernel|L_cache)|lru_width"
+    r"|time_step|rwkv|attn_layer_(period|indices|offset)$)"
+)
+INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
+INDEXED_FIELDS = ("index_topk", "index_n_heads")
+STATEFUL = {
+    "bamba": "state-space layers",
+    "falcon_mamba": "state-space layers",
+    "jamba": "state-space layers",
+    "lfm2": "convolutions",
+    "lfm2_moe": "convolutions",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "minimax": "linear attention",
+    "qwen3_next": "linear attention",
+    "recurrent_gemma": "recurrent layers",
+    "rwkv": "recurrent layers",
+    "xlstm": "recurrent layers",
+    "zamba": "state-space layers",
+    "zamba2": "state-space layers",
+}
+BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
+
+
+def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
+    """Return (field, why) of a configuration that cannot run, whatever its modules are."""
+    model_type = raw.get("model_type")
+    if raw.get("is_encoder_decoder"):
+        return "is_encoder_decoder", f"{model_type} is an encoder-decoder: only decoders run here"
+    inputs = next((key for key in raw if INPUT_FIELDS.search(key) and raw[key]), None)
+    if inputs is not None:
+        return inputs, f"{model_type} takes images or sound ({inputs}): only text runs here"
+    if model_type in STATEFUL:
+        return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
+    kinds = [kind for kind in raw.get("layer_types") or () if isinstance(kind, str)]
+    kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
+    if kind is not None:
+        return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"
+    field = next((key for key in raw if STATE_FIELDS.search(key) and raw[key]), None)
+    if field is not None:
+        return field, f"{model_type} has {field}: it {BESIDE_KV}"
+    field = next((key for key in INDEXED_FIELDS if raw.get(key)), None)
+    if field is not None:
+        return field, f"{model_type} has {field}: its attention chooses tokens by an index"
+    return None

@@ -1,0 +1,1 @@
+"""What a GGUF file says about its model: configuration, names of tensors, tokenizer."""

@@ -1,0 +1,393 @@
+"""From GGUF metadata to the configuration that transformers would have for the model.
+
+An architecture of llama.cpp is one of transformers or, where llama.cpp counts several as one
+(``llama`` with experts is Mixtral, ``deepseek2`` with sigmoid gates is DeepSeek-V3), the one that
+its facts tell. Whether it runs here is decided by the gate in ``families``, as of any other
+checkpoint. What llama.cpp's code fixes for an architecture and does not write into the file is
+written here, with the place where it stands there.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.tokenizer import find_end_tokens
+from tandem.models.sources.gguf_files import GgufFiles
+from tandem.models.sources.gguf_header import GgufTensor, Value
+
+__all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
+
+Config = dict[str, Any]
+
+WHERE = "models.read_gguf"
+
+SOFTMAX, SIGMOID = 1, 2
+"""Values of ``expert_gating_func``."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
+
+
+class Facts:
+    """Metadata of one architecture, by the part of the key behind its name.
+
+    Args:
+        metadata: of the file.
+        tensors: of all parts, by llama.cpp's names.
+        rope_factors: the values of ``rope_freqs.weight``, if it is there.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Value],
+        tensors: Mapping[str, GgufTensor],
+        rope_factors: list[float] | None,
+    ) -> None:
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ConfigError(WHERE, f"general.architecture is {architecture!r}: need a name")
+        self.architecture = architecture
+        self.metadata = metadata
+        self.tensors = tensors
+        self.rope_factors = rope_factors
+
+    def find(self, key: str) -> Value | None:
+        """Return a value; None if it is not there."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number. Arrays, one for each layer, must hold one value throughout."""
+        value = self.find(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        if type(value) is not int:
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number, rounded to the decimals that a float32 of the file can mean."""
+        value = self.find(key)
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float):
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
+        return float(np.format_float_positional(np.float32(value), unique=True))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a truth value."""
+        value = self.find(key)
+        return default if value is None else bool(value)
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor."""
+        return tensor in self.tensors
+
+    @property
+    def head_dim(self) -> int:
+        """Of a key."""
+        heads = max(1, self.count("attention.head_count"))
+        return self.count("attention.key_length", self.count("embedding_length") // heads)
+
+
+def _show(value: object) -> str:
+    return f"an array of {len(value)}" if isinstance(value, (list, np.ndarray)) else repr(value)
+
+
+def make_config(
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, GgufTensor],
+    rope_factors: list[float] | None = None,
+) -> Config:
+    """Return what ``config.json`` would say.
+
+    Args:
+        metadata: of the first file.
+        tensors: of all parts.
+        rope_factors: values of ``rope_freqs.weight``; None where there is none.
+
+    Raises:
+        ConfigError: metadata is missing or of another type; the text names its key.
+        UnsupportedError: no architecture that is known here, or a RoPE that is none of Llama's.
+    """
+    facts = Facts(metadata, tensors, rope_factors)
+    special = ARCHITECTURES.get(facts.architecture)
+    if special is None:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedError(
+            WHERE, f"architecture {facts.architecture!r} of a GGUF file: known are {known}"
+        )
+    return _list_common(facts) | special(facts)
+
+
+def read_gguf_config(path: Path) -> tuple[Config, Config]:
+    """Return what a GGUF file says in the place of config.json and generation_config.json.
+
+    Raises: as ``make_config`` and ``GgufFiles.open``.
+    """
+    files = GgufFiles.open(path)
+    factors = files.read_floats(ROPE_FACTORS) if ROPE_FACTORS in files.tensors else None
+    ends = find_end_tokens(files.metadata, files.architecture)
+    return make_config(files.metadata, files.tensors, factors), {"eos_token_id": ends}
+
+
+def _list_common(facts: Facts) -> Config:
+    embedding = facts.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(WHERE, "no tensor token_embd.weight [vocabulary, hidden] in the file")
+    heads = facts.count("attention.head_count")
+    config: Config = {
+        "hidden_size": facts.count("embedding_length"),
+        "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
+        "head_dim": facts.head_dim,
+        "max_position_embeddings": facts.count("context_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": not facts.has("output.weight"),
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "rope_parameters": _make_rope(facts),
+        "dtype": "bfloat16",
+    }
+    if facts.find("feed_forward_length") is not None:
+        config["intermediate_size"] = facts.count("feed_forward_length")
+    # transformers' defaults name tokens of the first model of a family.
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        token_id = facts.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        config[f"{name}_token_id"] = token_id if type(token_id) is int else None
+    return config
+
+
+def _make_rope(facts: Facts) -> Config:
+    rope: Config = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10_000.0)}
+    rotated = facts.count("rope.dimension_count", facts.head_dim)
+    if rotated != facts.head_dim:
+        rope["partial_rotary_factor"] = rotated / facts.head_dim
+    kind = facts.find("rope.scaling.type")
+    if kind is None and facts.find("rope.scale_linear") is not None:
+        rope |= {"rope_type": "linear", "factor": facts.number("rope.scale_linear")}
+    elif kind not in (None, "none"):
+        rope |= {"rope_type": str(kind), "factor": facts.number("rope.scaling.factor", 1.0)}
+        original = facts.count("rope.scaling.original_context_length", 0)
+        if original:
+            rope["original_max_position_embeddings"] = original
+    if rope["rope_type"] == "yarn":
+        beta_fast = facts.number("rope.scaling.yarn_beta_fast", 32.0)
+        beta_slow = facts.number("rope.scaling.yarn_beta_slow", 1.0)
+        rope |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
+    if facts.rope_factors is not None:
+        rope |= _find_llama3_rope(facts.rope_factors, rope["rope_theta"], facts.head_dim)
+    return rope
+
+
+def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Config:
+    """Return the parameters whose factors these are: the file has only the result.
+
+    All published models of the kind share all but the factor, which is the largest of them.
+    """
+    low, high, original = 1.0, 4.0, 8192
+    factor = max(factors)
+    inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = original * inverse / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    wanted = 1 / ((1 - smooth) / factor + smooth)
+    if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
+        raise UnsupportedError(
+            WHERE,
+            f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
+            "model's config.json beside the GGUF file",
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _list_experts(facts: Facts, count_name: str = "num_experts") -> Config:
+    config: Config = {
+        count_name: facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+    }
+    if facts.find("expert_feed_forward_length") is not None:
+        config["moe_intermediate_size"] = facts.count("expert_feed_forward_length")
+    return config
+
+
+def _llama(facts: Facts) -> Config:
+    if facts.count("expert_count", 0):
+        return {"model_type": "mixtral"} | _list_experts(facts, "num_local_experts")
+    return {"model_type": "llama"}
+
+
+def _qwen2(facts: Facts) -> Config:
+    del facts
+    return {"model_type": "qwen2", "use_sliding_window": False}
+
+
+def _qwen2_moe(facts: Facts) -> Config:
+    # src/models/qwen2moe.cpp: norm_w is false.
+    shared = facts.count("expert_shared_feed_forward_length", 0)
+    config = {"model_type": "qwen2_moe", "norm_topk_prob": False, "use_sliding_window": False}
+    if shared:
+        config["shared_expert_intermediate_size"] = shared
+    return config | _list_experts(facts)
+
+
+def _qwen3(facts: Facts) -> Config:
+    del facts
+    return {"model_type": "qwen3", "use_sliding_window": False}
+
+
+def _qwen3_moe(facts: Facts) -> Config:
+    # src/models/qwen3moe.cpp: norm_w is true.
+    config = {"model_type": "qwen3_moe", "norm_topk_prob": True, "use_sliding_window": False}
+    return config | _list_experts(facts)
+
+
+def _olmoe(facts: Facts) -> Config:
+    # src/models/olmoe.cpp: norm_w is false.
+    clip = facts.number("attention.clamp_kqv", 0.0)
+    config = {"model_type": "olmoe", "norm_topk_prob": False, "clip_qkv": clip or None}
+    return config | _list_experts(facts)
+
+
+def _gemma2(facts: Facts) -> Config:
+    # src/models/gemma2.cpp: the model of 46 layers has another scale, which is not in the file.
+    is_27b = facts.count("block_count") == 46
+    per_head = facts.count("embedding_length") // facts.count("attention.head_count")
+    return {
+        "model_type": "gemma2",
+        "sliding_window": facts.count("attention.sliding_window"),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": per_head if is_27b else facts.head_dim,
+    }
+
+
+def _gemma3(facts: Facts) -> Config:
+    # src/models/gemma3.cpp: as above, of 62 layers; windows turn by freq_base_swa.
+    is_27b = facts.count("block_count") == 62
+    per_head = facts.count("embedding_length") // facts.count("attention.head_count")
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": facts.count("attention.sliding_window"),
+        "query_pre_attn_scalar": per_head if is_27b else facts.head_dim,
+        "rope_parameters": {"full_attention": _make_rope(facts), "sliding_attention": local},
+    }
+
+
+def _phi3(facts: Facts) -> Config:
+    window = facts.count("attention.sliding_window", 0)
+    config: Config = {"model_type": "phi3", "sliding_window": window or None}
+    if facts.has("rope_factors_long.weight"):
+        config["rope_parameters"] = _make_rope(facts) | {"rope_type": "longrope"}
+    return config
+
+
+def _glm4(facts: Facts) -> Config:
+    del facts
+    return {"model_type": "glm4"}
+
+
+def _glm4_moe(facts: Facts) -> Config:
+    return {
+        "model_type": "glm4_moe",
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    } | _list_deepseek_experts(facts)
+
+
+def _list_deepseek_experts(facts: Facts) -> Config:
+    return _list_experts(facts, "n_routed_experts") | {
+        "n_shared_experts": facts.count("expert_shared_count", 0),
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+    }
+
+
+def _deepseek2(facts: Facts) -> Config:
+    is_v3 = facts.count("expert_gating_func", SOFTMAX) == SIGMOID
+    # Files with the compressed keys apart count them as one KV head; the sizes of all are beside.
+    key_length = facts.count("attention.key_length_mla", facts.head_dim)
+    value_length = facts.count(
+        "attention.value_length_mla", facts.count("attention.value_length", facts.head_dim)
+    )
+    rotated = facts.count("rope.dimension_count")
+    rope = _make_rope(facts)
+    rope.pop("partial_rotary_factor", None)
+    multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if rope["rope_type"] == "yarn" and multiplier:
+        # 0.1 * mscale_all_dim; published models have mscale equal to it.
+        rope |= {"mscale": round(multiplier * 10, 6), "mscale_all_dim": round(multiplier * 10, 6)}
+    config: Config = {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "num_key_value_heads": facts.count("attention.head_count"),
+        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_length - rotated,
+        "v_head_dim": value_length,
+        "head_dim": rotated,
+        "rope_parameters": rope,
+    } | _list_deepseek_experts(facts)
+    if not is_v3:
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+    return config
+
+
+def _gpt_oss(facts: Facts) -> Config:
+    size = facts.count("expert_feed_forward_length", facts.count("feed_forward_length", 0))
+    config = {
+        "model_type": "gpt_oss",
+        "intermediate_size": size,
+        "sliding_window": facts.count("attention.sliding_window"),
+        "attention_bias": True,
+        "rope_parameters": _make_rope(facts) | {"truncate": False},
+    } | _list_experts(facts, "num_local_experts")
+    config.pop("moe_intermediate_size", None)
+    return config
+
+
+def _minimax_m2(facts: Facts) -> Config:
+    config = {
+        "model_type": "minimax_m2",
+        "intermediate_size": facts.count(
+            "expert_feed_forward_length", facts.count("feed_forward_length", 0)
+        ),
+        "rotary_dim": facts.count("rope.dimension_count", facts.head_dim),
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "scoring_func": "sigmoid",
+    } | _list_experts(facts, "num_local_experts")
+    config.pop("moe_intermediate_size", None)
+    return config
+
+
+ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "glm4": _glm4,
+    "glm4moe": _glm4_moe,
+    "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
+    "minimax-m2": _minimax_m2,
+}
+"""What is special to an architecture of llama.cpp, by its name there."""

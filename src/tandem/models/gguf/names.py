@@ -1,0 +1,161 @@
+"""Which tensors of a GGUF file a weight of the skeleton is made of, and how.
+
+llama.cpp's names are ``blk.LAYER.PART.weight``. Where its converter rearranged a weight, a
+``Recipe`` says what to undo: rows of q and k of ``llama``, whose rotation pairs neighbours there;
+norms of Gemma, which hold ``1 + weight``; gate and up, in tensors apart; the compressed values of
+MLA, in tensors by use.
+"""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = ["HARMLESS", "How", "Recipe", "make_recipes"]
+
+
+class How(Enum):
+    """What makes the weight of the skeleton out of the tensors of the file."""
+
+    PLAIN = auto()
+    """The tensors one below the other; of experts, along their outputs."""
+    UNPERMUTE = auto()
+    """Rows of a head: pairs of neighbours become the two halves."""
+    MINUS_ONE = auto()
+    """The file holds 1 + weight."""
+    INTERLEAVE = auto()
+    """gpt-oss: experts with inputs first, columns of the two tensors in turn."""
+    TRANSPOSE = auto()
+    """gpt-oss: experts with inputs first."""
+    JOIN_KV = auto()
+    """MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make a weight."""
+
+    tensors: tuple[str, ...]
+    how: How = How.PLAIN
+
+
+HARMLESS = {
+    r"^rope_freqs\.weight$": "factors of RoPE frequencies, which are read from the configuration",
+    r"^rope_factors_(long|short)\.weight$": "factors of RoPE frequencies, of the configuration",
+    r"^blk\.\d+\.attn_rot_embd$": "RoPE frequencies, which are computed from the configuration",
+    r"^blk\.\d+\.nextn\.": "of a layer that predicts a further token, which is not run",
+}
+"""Tensors that no weight of the skeleton is made of, as patterns, and why."""
+
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in ("shared_expert", "shared_experts")
+        for part in ("gate", "up", "down")
+    },
+}
+"""Modules of a layer; ``.weight`` and ``.bias`` follow on both sides."""
+
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+SECOND_NORM = {"post_attention_layernorm": "post_attention_norm"}
+
+SPECIAL = {
+    "gemma2": SANDWICH,
+    "gemma3": SANDWICH,
+    "glm4": GLM4,
+    "glm4moe": SECOND_NORM,
+    "gpt-oss": SECOND_NORM,
+}
+"""Where an architecture calls a module otherwise."""
+
+MAX_LAYERS = 2048
+
+
+def make_recipes(architecture: str, tensors: Container[str]) -> dict[str, Recipe]:
+    """Return what every weight that a skeleton may ask for is made of, by its name there.
+
+    Args:
+        architecture: as the file calls it.
+        tensors: those of the file; recipes of which it has not all are left out.
+    """
+    recipes = {name: _choose(architecture, name, tensor) for name, tensor in TOP.items()}
+    if TOP["lm_head.weight"] not in tensors:
+        # A tied head may be asked for by its own name: its codes are the embedding's.
+        recipes["lm_head.weight"] = recipes["model.embed_tokens.weight"]
+    modules = LAYER | SPECIAL.get(architecture, {})
+    for layer in range(MAX_LAYERS):
+        if f"blk.{layer}.attn_norm.weight" not in tensors:
+            break
+        ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
+        for module, part in modules.items():
+            for kind in ("weight", "bias"):
+                name = f"{ours}{module}.{kind}"
+                recipes[name] = _choose(architecture, name, f"{theirs}{part}.{kind}")
+        for name, recipe in _list_special(architecture, theirs, tensors):
+            recipes[ours + name] = recipe
+    return {
+        name: recipe
+        for name, recipe in recipes.items()
+        if all(tensor in tensors for tensor in recipe.tensors)
+    }
+
+
+def _choose(architecture: str, name: str, tensor: str) -> Recipe:
+    if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        return Recipe((tensor,), How.UNPERMUTE)
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        return Recipe((tensor,), How.MINUS_ONE)
+    return Recipe((tensor,))
+
+
+def _list_special(
+    architecture: str, layer: str, tensors: Container[str]
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield weights that are no ``.weight`` of a linear module, or several tensors here."""
+    yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
+    for holder in ("mlp.gate", "mlp"):
+        yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
+    split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
+    if split[0] in tensors:
+        yield "self_attn.kv_b_proj.weight", Recipe(split, How.JOIN_KV)
+    is_turned = architecture == "gpt-oss"
+    for ending, suffix in (("weight", ""), ("bias", "_bias")):
+        gate, up, down = (f"{layer}ffn_{part}_exps.{ending}" for part in ("gate", "up", "down"))
+        both = f"{layer}ffn_gate_up_exps.{ending}"
+        how = How.INTERLEAVE if is_turned else How.PLAIN
+        recipe = Recipe((both,)) if both in tensors and not is_turned else Recipe((gate, up), how)
+        yield f"mlp.experts.gate_up_proj{suffix}", recipe
+        how = How.TRANSPOSE if is_turned and ending == "weight" else How.PLAIN
+        yield f"mlp.experts.down_proj{suffix}", Recipe((down,), how)

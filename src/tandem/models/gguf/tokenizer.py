@@ -1,0 +1,309 @@
+"""The tokenizer of a GGUF file's metadata, built for the ``tokenizers`` library.
+
+Two kinds are there: byte-level BPE with its merges (``gpt2``), and SentencePiece's BPE (``llama``),
+whose merges follow from the scores of the pieces. How text is split before BPE is known to
+llama.cpp by a name, ``tokenizer.ggml.pre``; here are the patterns of the models' own
+``tokenizer.json`` by that name. An unknown name is refused: another pattern gives other tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
+from tandem.models.sources.gguf_files import GgufFiles
+from tandem.models.sources.gguf_header import Value
+
+__all__ = ["GgufTokenizer", "find_end_tokens", "load_gguf_tokenizer"]
+
+WHERE = "tokenizer.load"
+PREFIX = "tokenizer.ggml."
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+"""Token types that are not found by merges."""
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
+)
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+LLAMA3 = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",)
+QWEN2 = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",)
+_ENDINGS = [rf"{part}{_CONTRACTIONS}?" for part in _CASED]
+O200K = ("|".join([*_ENDINGS, rf"\p{{N}}{{1,3}}|{_SLASHES}"]),)
+TEKKEN = ("|".join([*_CASED, rf"\p{{N}}|{_SLASHES}"]),)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+DIGITS = (r"\p{N}",)
+"""Before GPT-2's own pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How text is split before BPE."""
+
+    patterns: tuple[str, ...] = ()
+    """One after the other; empty for GPT-2's own."""
+    is_gpt2: bool = False
+    """Whether GPT-2's pattern follows."""
+    is_nfc: bool = False
+    """Whether text is normalized first."""
+    keeps_whole: bool = False
+    """Whether a piece that is a token is taken without merges."""
+
+
+SPLITTINGS = {
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "phi-2", "mpt"), Splitting(is_gpt2=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), Splitting(DIGITS, is_gpt2=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "falcon3"),
+        Splitting(LLAMA3, keeps_whole=True),
+    ),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), Splitting(LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Splitting(QWEN2, is_nfc=True)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting(DEEPSEEK_V3)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Splitting(O200K)),
+    "tekken": Splitting(TEKKEN, keeps_whole=True),
+}
+"""By ``tokenizer.ggml.pre``."""
+
+END_TOKENS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|return|>",
+        "<|call|>",
+        "<|user|>",
+    }
+)
+"""Control tokens that end a turn, whichever of them the file names as its end."""
+OF_FAMILY = {"<|user|>": ("glm4", "glm4moe")}
+"""Control tokens that do so in some architectures only."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """What a file says about text."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    """Such as ``{"bos_token": "<s>"}``."""
+    chat_template: str | None
+
+
+def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    Raises:
+        ConfigError: the metadata has none, or parts of it do not fit.
+        UnsupportedError: a kind or a pattern that is not known here.
+        CorruptionError: as ``GgufFiles.open``; a token is there twice.
+    """
+    metadata = GgufFiles.open(path).metadata
+    tokens = _list_tokens(metadata)
+    kind = metadata.get(f"{PREFIX}model")
+    make = {"gpt2": _make_byte_level, "llama": _make_sentencepiece}.get(str(kind))
+    if make is None:
+        raise UnsupportedError(
+            WHERE,
+            f"{path.name} has a tokenizer of kind {kind!r}: gpt2 and llama are known; name a "
+            "folder that holds the model's tokenizer.json beside the GGUF file",
+        )
+    try:
+        backend = make(metadata, tokens)
+        _add_tokens(backend, metadata, tokens)
+        special = _find_special(metadata, tokens)
+        _frame(backend, metadata, special, is_sentencepiece=kind == "llama")
+    except (ConfigError, UnsupportedError):
+        raise
+    except Exception as error:
+        # The library raises bare exceptions for merges of tokens that are not there.
+        text = f"the tokenizer of {path.name} cannot be built: {error}"
+        raise ConfigError(WHERE, text) from error
+    template = metadata.get("tokenizer.chat_template")
+    return GgufTokenizer(
+        backend,
+        {f"{name}_token": tokens[token_id] for name, token_id in special.items()},
+        template if isinstance(template, str) else None,
+    )
+
+
+def find_end_tokens(metadata: Mapping[str, Value], architecture: str) -> list[int]:
+    """Return the ids of all tokens that end a text, the file's own first."""
+    tokens, types = metadata.get(f"{PREFIX}tokens"), metadata.get(f"{PREFIX}token_type")
+    named = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [token_id for token_id in named if type(token_id) is int]
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        for token_id in np.flatnonzero(types == CONTROL).tolist():
+            token = tokens[token_id]
+            if token in END_TOKENS and architecture in OF_FAMILY.get(token, (architecture,)):
+                ids.append(token_id)
+    return list(dict.fromkeys(ids))
+
+
+def _list_tokens(metadata: Mapping[str, Value]) -> list[str]:
+    tokens = metadata.get(f"{PREFIX}tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ConfigError(
+            WHERE,
+            "the GGUF file has no tokenizer: name a folder that holds tokenizer.json beside it",
+        )
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if tokens.index(token) != i)
+        raise CorruptionError(WHERE, f"token {twice!r} is in the GGUF file's vocabulary twice")
+    return tokens
+
+
+def _list_types(metadata: Mapping[str, Value], num_tokens: int) -> list[int]:
+    types = metadata.get(f"{PREFIX}token_type")
+    if types is None:
+        return [1] * num_tokens
+    if not isinstance(types, np.ndarray) or len(types) != num_tokens:
+        raise ConfigError(WHERE, f"token_type of the GGUF file is not of {num_tokens} tokens")
+    return types.tolist()
+
+
+def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.Tokenizer:
+    name = metadata.get(f"{PREFIX}pre", "gpt-2")
+    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if splitting is None:
+        raise UnsupportedError(
+            WHERE,
+            f"the GGUF file's tokenizer splits text by {name!r}, which is not known here: name a "
+            "folder that holds the model's tokenizer.json beside the file",
+        )
+    merges = metadata.get(f"{PREFIX}merges")
+    if not isinstance(merges, list):
+        raise ConfigError(WHERE, "the GGUF file's tokenizer has no merges")
+    pairs = [_split_merge(merge) for merge in merges]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, pairs, ignore_merges=splitting.keeps_whole)
+    )
+    if splitting.is_nfc:
+        backend.normalizer = normalizers.NFC()
+    steps = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns
+    ]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.is_gpt2)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    # A token of a merge may begin with a space in no byte-level vocabulary.
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _make_sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.Tokenizer:
+    scores = metadata.get(f"{PREFIX}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise ConfigError(WHERE, f"scores of the GGUF file are not of {len(tokens)} tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    unknown = metadata.get(f"{PREFIX}unknown_token_id", 0)
+    unknown = unknown if type(unknown) is int and 0 <= unknown < len(tokens) else 0
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            _infer_merges(vocabulary, scores.tolist()),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    has_prefix = bool(metadata.get(f"{PREFIX}add_space_prefix", True))
+    replace = normalizers.Replace(" ", "\u2581")
+    prepend = [normalizers.Prepend("\u2581")] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prepend, replace])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prepend else [])])
+    return backend
+
+
+def _infer_merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return all pairs of pieces that make a piece, the best piece first.
+
+    SentencePiece joins the neighbours whose result has the highest score; ranks of merges say the
+    same. Of the ways to make one piece, the pair of earlier pieces comes first.
+    """
+    merges: list[tuple[float, int, int, str, str]] = []
+    for piece, number in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[number], left, right, piece[:cut], piece[cut:]))
+    merges.sort(key=lambda merge: merge[:3])
+    return [(left, right) for *_, left, right in merges]
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Value], tokens: list[str]
+) -> None:
+    types = _list_types(metadata, len(tokens))
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+
+
+def _find_special(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, int]:
+    special: dict[str, int] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"{PREFIX}{key}_token_id")
+        if type(token_id) is int and 0 <= token_id < len(tokens):
+            special[name] = token_id
+    return special
+
+
+def _frame(
+    backend: tokenizers.Tokenizer,
+    metadata: Mapping[str, Value],
+    special: dict[str, int],
+    *,
+    is_sentencepiece: bool,
+) -> None:
+    """Let text begin and end with the tokens that the file wants."""
+    pre = metadata.get(f"{PREFIX}pre")
+    # What llama.cpp does where the file says nothing.
+    default = is_sentencepiece or pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    has_bos = bool(metadata.get(f"{PREFIX}add_bos_token", default)) and "bos" in special
+    has_eos = bool(metadata.get(f"{PREFIX}add_eos_token", False)) and "eos" in special
+    if not has_bos and not has_eos:
+        return
+    names = ["bos"] * has_bos + ["$A"] + ["eos"] * has_eos
+    pair = [*names, *["$B:1" if name == "$A" else f"{name}:1" for name in names]]
+    used = [(name, special[name]) for name in ("bos", "eos") if name in names]
+    backend.post_processor = processors.TemplateProcessing(
+        single=names, pair=pair, special_tokens=used
+    )

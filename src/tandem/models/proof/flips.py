@@ -1,0 +1,179 @@
+"""Fields of a configuration, changed on eager's side alone: the tiny model must tell each of them.
+
+A proof that does not react to a field says nothing about it, so a field that transformers reads,
+that is not known to be harmless and whose change stays within the bound leaves a model unproved.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.models.identity import IGNORED_CONFIG
+from tandem.models.proof.result import Flip
+from tandem.models.proof.tiny import Reference, run_eager
+
+__all__ = ["HARMLESS", "flip_fields", "list_changes"]
+
+HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "max_position_embeddings": lambda values: True,
+    "max_window_layers": lambda values: True,
+    "use_sliding_window": lambda values: True,
+    "sliding_window": lambda values: not _slides(values),
+    "layer_types": lambda values: not _slides(values),
+    "sliding_window_pattern": lambda values: True,
+    "rope_parameters.truncate": lambda values: True,
+    "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
+    "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
+}
+"""Fields that transformers reads and that may change nothing, and when.
+
+Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up
+in ``layer_types``, which a saved configuration has; ``truncate`` may round to the same dimensions.
+"""
+
+OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+NOT_FLIPPED = ("model_type", "architectures", "tie_word_embeddings", "vocab_size")
+"""What names the class, and where the head's weights come from: loading shows that."""
+
+
+def _slides(values: dict[str, Any]) -> bool:
+    kinds = values.get("layer_types")
+    return bool(values.get("sliding_window")) and (not kinds or "sliding_attention" in kinds)
+
+
+def list_changes(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (field, what becomes of it, all values) for each change worth trying."""
+    values: dict[str, Any] = config.to_dict()
+    for field, value in sorted(values.items()):
+        if field in IGNORED_CONFIG or field in NOT_FLIPPED:
+            continue
+        if any(word in field for word in OF_TRAINING):
+            continue
+        if isinstance(value, dict):
+            yield from _change_nested(field, value, values)
+            continue
+        for changed in _list_values(field, value):
+            yield field, f"{value!r} -> {changed!r}"[:80], {**values, field: changed}
+
+
+def _change_nested(
+    field: str, inner: dict[str, Any], values: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for key, value in sorted(inner.items()):
+        if isinstance(value, dict):
+            for name, what, changed in _change_nested(f"{field}.{key}", value, {}):
+                yield name, what, {**values, field: {**inner, key: next(iter(changed.values()))}}
+            continue
+        for changed in _list_values(key, value):
+            outer = field.rpartition(".")[2]
+            made = {**values, outer: {**inner, key: changed}}
+            yield f"{field}.{key}", f"{value!r} -> {changed!r}"[:80], made
+
+
+def _list_values(field: str, value: Any) -> list[Any]:
+    """Return other values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [v for v in (value + 1, value // 2, 2 * value) if v > 0 and v != value]
+    if isinstance(value, float):
+        return [2 * value, value / 4] if value else [0.5]
+    if isinstance(value, str) and field in ("hidden_act", "hidden_activation"):
+        return [name for name in ACTIVATIONS if name != value][:2]
+    if field == "layer_types" and isinstance(value, list):
+        other = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
+        return [[other.get(value[0], value[0]), *value[1:]]]
+    return []
+
+
+def flip_fields(
+    config: Any,
+    state: dict[str, Tensor],
+    tokens: Tensor,
+    reference: Reference,
+    *,
+    is_stepwise: bool,
+) -> tuple[Flip, ...]:
+    """Change each field of a tiny configuration and run eager with the same weights.
+
+    Args:
+        config: of the tiny model.
+        state: its weights, float32.
+        tokens: int64 [T].
+        reference: what eager computes without a change.
+        is_stepwise: as of ``run_eager``.
+    """
+    values = config.to_dict()
+    read = _find_read_fields(config)
+    outcomes: dict[str, Flip] = {}
+    for field, change, changed in list_changes(config):
+        found = outcomes.get(field)
+        if found is not None and found.outcome in ("noticed", "structural"):
+            continue
+        outcome = _try_change(type(config), changed, state, tokens, reference, is_stepwise)
+        if outcome == "unnoticed":
+            is_harmless = HARMLESS.get(field)
+            if field.partition(".")[0] not in read:
+                outcome = "unread"
+            elif is_harmless is not None and is_harmless(values):
+                outcome = "harmless"
+        outcomes[field] = Flip(field=field, change=change, outcome=outcome)
+    return tuple(outcomes.values())
+
+
+def _try_change(
+    kind: Any,
+    values: dict[str, Any],
+    state: dict[str, Tensor],
+    tokens: Tensor,
+    reference: Reference,
+    is_stepwise: bool,
+) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        config = kind.from_dict(deepcopy(values))
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                dtype=torch.float32,
+            ).eval()
+    except Exception:  # noqa: BLE001 - transformers raises anything
+        # What transformers itself refuses cannot go unnoticed.
+        return "structural"
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if shapes != {name: tensor.shape for name, tensor in state.items()}:
+        return "structural"
+    model.load_state_dict(state)
+    try:
+        logits = run_eager(model, tokens, is_stepwise=is_stepwise)
+    except (RuntimeError, ValueError, IndexError):
+        return "structural"
+    return "noticed" if reference.find_excess(logits) > 1 else "unnoticed"
+
+
+def _find_read_fields(config: Any) -> set[str]:
+    """Return the fields that transformers reads to build a model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    read: set[str] = set()
+    kind = type(config)
+
+    def note(self: Any, name: str) -> Any:
+        read.add(name)
+        return kind.__getattribute__(self, name)
+
+    seen = deepcopy(config)
+    # Of the same name: transformers looks classes up by it.
+    object.__setattr__(seen, "__class__", type(kind.__name__, (kind,), {"__getattribute__": note}))
+    with torch.device("meta"):
+        MODEL_FOR_CAUSAL_LM_MAPPING[kind](seen)
+    aliases: dict[str, str] = getattr(kind, "attribute_map", {})
+    return read | {aliases[name] for name in read if name in aliases}

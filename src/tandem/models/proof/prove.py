@@ -1,0 +1,226 @@
+"""Runs a proof: our operators and transformers' eager code on one tiny random model."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandem._native import ThreadPool
+from tandem.core.errors import TandemError
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.models.loader import CausalModel, load_model
+from tandem.models.planner import plan_model
+from tandem.models.proof.flips import flip_fields
+from tandem.models.proof.locate import locate_difference
+from tandem.models.proof.result import Check, Proof
+from tandem.models.proof.shrink import NUM_TOKENS, WINDOW, shrink_config
+from tandem.models.proof.tiny import (
+    make_reference,
+    make_tiny,
+    make_tokens,
+    save_tiny,
+)
+
+__all__ = ["find_key", "hash_code", "prove_config"]
+
+BLOCK_SIZE = 16
+CHUNKS = (1, WINDOW, WINDOW + 1, 30)
+FIRST_DECODED = 24
+NUM_SHARED = 21
+"""Tokens that the second sequence takes from the first: one block, and a part of the next."""
+SEEDS = (0, 1, 2)
+"""Several, as a near tie of a router may go the other way in float32: a wrong model fails all."""
+
+
+class _Runner:
+    """Our model of a tiny checkpoint, over a few blocks."""
+
+    def __init__(self, folder: Path, pool: ThreadPool) -> None:
+        self.model: CausalModel = load_model(plan_model(folder, dtype="float32"), pool)
+        self._num_blocks = 4 * (NUM_TOKENS // BLOCK_SIZE + 1)
+
+    def make_cache(self) -> PagedKvCache:
+        return self.model.allocate_kv(self._num_blocks, block_size=BLOCK_SIZE)
+
+    def run(
+        self, cache: PagedKvCache, table: list[int], tokens: list[int], start: int = 0
+    ) -> Tensor:
+        chunk = SequenceChunk(tokens, start, table, "all")
+        return self.model.forward(PagedBatch.build([chunk], BLOCK_SIZE), cache)
+
+    def run_pieces(self, tokens: list[int], cuts: list[int]) -> Tensor:
+        cache, table = self.make_cache(), [5, 0, 3, 9]
+        pieces = pairwise([0, *cuts, len(tokens)])
+        return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
+
+    def run_reusing(self, tokens: list[int]) -> Tensor:
+        """Share one block and a part of the next with a sequence that ran before."""
+        cache = self.make_cache()
+        first = self.run(cache, [5, 0, 3, 9], tokens)
+        cache.copy_block(0, 7, NUM_SHARED - BLOCK_SIZE)
+        rest = self.run(cache, [5, 7, 11, 2], tokens[NUM_SHARED:], NUM_SHARED)
+        return torch.cat((first[:NUM_SHARED], rest))
+
+    def run_beside(self, tokens: list[int]) -> Tensor:
+        """Run the sequence in company of its own beginning."""
+        cache = self.make_cache()
+        chunks = [
+            SequenceChunk(tokens[:WINDOW], 0, [1], "all"),
+            SequenceChunk(tokens, 0, [5, 0, 3, 9], "all"),
+        ]
+        return self.model.forward(PagedBatch.build(chunks, BLOCK_SIZE), cache)[WINDOW:]
+
+
+FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
+    "whole": lambda runner, tokens: runner.run_pieces(tokens, []),
+    "chunked": lambda runner, tokens: runner.run_pieces(tokens, list(CHUNKS)),
+    "decoding": lambda runner, tokens: runner.run_pieces(
+        tokens, list(range(FIRST_DECODED, NUM_TOKENS))
+    ),
+    "reused prefix": lambda runner, tokens: runner.run_reusing(tokens),
+    "in company": lambda runner, tokens: runner.run_beside(tokens),
+}
+
+
+@cache
+def hash_code() -> str:
+    """Return SHA-256 over the Python code that a proof depends on; of the core, its version."""
+    digest = hashlib.sha256()
+    for package in ("tandem.kernels", "tandem.models"):
+        root = Path(str(resources.files(package)))
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.yaml"))):
+            digest.update(f"{package}/{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    from tandem import __version__
+
+    digest.update(__version__.encode())
+    return digest.hexdigest()
+
+
+def find_key(config: Any) -> str:
+    """Return the name of the proof of a configuration: what it depends on, hashed."""
+    import transformers
+
+    parts = [hash_code(), transformers.__version__, type(config).__name__]
+    for is_true_head in (False, True):
+        tiny = shrink_config(config, is_true_head=is_true_head)
+        parts.append(json.dumps(tiny.to_dict(), sort_keys=True, default=str))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
+    """Prove, or not, that models of a configuration's class and switches run right here.
+
+    Args:
+        config: transformers' configuration; any size.
+        with_flips: also change each field on eager's side, which takes most of the time.
+
+    Returns: the proof, of whatever outcome; ``problem`` says why a model is refused.
+    """
+    import transformers
+
+    proof = Proof(
+        key=find_key(config),
+        model_type=config.model_type,
+        architecture="",
+        transformers=transformers.__version__,
+        eager_excess=0.0,
+        checks=(),
+        flips=(),
+    )
+    # Threads cost more than they bring where all matrices are tiny.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _prove_with_seeds(proof, config, with_flips=with_flips)
+    except TandemError as error:
+        return _refuse(proof, error.what)
+    except Exception as error:  # noqa: BLE001 - as its code may raise anything
+        # Whatever code of transformers raises: an architecture that it cannot build is not proved.
+        text = " ".join(str(error).split())
+        return _refuse(proof, f"transformers fails: {type(error).__name__}: {text[:300]}")
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _prove_with_seeds(proof: Proof, config: Any, *, with_flips: bool) -> Proof:
+    for seed in SEEDS:
+        proof = _prove_once(proof, config, seed, with_flips=with_flips)
+        if proof.is_proved or proof.flips:
+            break
+    return proof
+
+
+def _refuse(proof: Proof, problem: str) -> Proof:
+    return msgspec.structs.replace(proof, problem=problem)
+
+
+def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Proof:
+    pool = ThreadPool(1)
+    tiny = shrink_config(config)
+    is_stepwise = _is_dynamic(tiny)
+    eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
+    state = {name: tensor.clone() for name, tensor in eager.state_dict().items()}
+    with TemporaryDirectory(prefix="tandem-proof-") as folder:
+        save_tiny(eager, Path(folder))
+        reference = make_reference(eager, tokens, is_stepwise=is_stepwise)
+        if not reference.is_useful:
+            what = f"eager's own float32 is {reference.eager_excess:.3g} times the bound off"
+            return _refuse(proof, what)
+        runner = _Runner(Path(folder), pool)
+        checks = [
+            Check(name=name, excess=reference.find_excess(feed(runner, tokens.tolist())))
+            for name, feed in FEEDS.items()
+        ]
+        failed = next((check for check in checks if not check.is_ok), None)
+        problem = ""
+        if failed is not None:
+            where = locate_difference(runner.model, eager, tokens)
+            where = where or "no operator alone: in how they are fed"
+            problem = f"{failed.name}: {failed.excess:.3g} times the bound; first differs: {where}"
+    if not problem:
+        check = _check_true_heads(config, seed, pool)
+        checks.append(check)
+        if not check.is_ok:
+            problem = f"{check.name}: {check.excess:.3g} times the bound"
+    flips = ()
+    if with_flips and not problem:
+        flips = flip_fields(tiny, state, tokens, reference, is_stepwise=is_stepwise)
+        unproved = [flip.field for flip in flips if flip.outcome == "unnoticed"]
+        if unproved:
+            problem = f"the tiny model does not tell a change of {', '.join(unproved)}"
+    return msgspec.structs.replace(
+        proof,
+        architecture=type(eager).__name__,
+        eager_excess=reference.eager_excess,
+        checks=tuple(checks),
+        flips=flips,
+        problem=problem,
+    )
+
+
+def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
+    tiny = shrink_config(config, is_true_head=True)
+    is_stepwise = _is_dynamic(tiny)
+    eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
+    with TemporaryDirectory(prefix="tandem-proof-") as folder:
+        save_tiny(eager, Path(folder))
+        reference = make_reference(eager, tokens, is_stepwise=is_stepwise)
+        runner = _Runner(Path(folder), pool)
+        logits = FEEDS["chunked"](runner, tokens.tolist())
+    return Check(name="true head sizes", excess=reference.find_excess(logits))
+
+
+def _is_dynamic(config: Any) -> bool:
+    ropes: dict[str, Any] = config.rope_parameters
+    places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
+    return any(rope.get("rope_type") == "dynamic" for rope in places)

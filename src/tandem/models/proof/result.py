@@ -1,0 +1,52 @@
+"""What a proof found, as data: kept between runs and printed by ``tandem verify``."""
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Check", "Flip", "Proof"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of feeding the tiny model."""
+
+    name: str
+    excess: float
+    """The worst logit's distance from eager in float64, in units of the bound."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every logit is within the bound."""
+        return self.excess <= 1.0
+
+
+class Flip(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of the configuration, changed on eager's side alone."""
+
+    field: str
+    change: str
+    outcome: Literal["noticed", "structural", "unread", "harmless", "unnoticed"]
+    """``noticed``: the logits leave the bound; ``structural``: weights have other shapes;
+    ``unread``: transformers' code does not read it; ``harmless``: known to change nothing;
+    ``unnoticed``: the tiny model does not tell, so the field is not proved."""
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out for one configuration."""
+
+    key: str
+    """SHA-256 over the code, transformers' version and the tiny configuration."""
+    model_type: str
+    architecture: str
+    transformers: str
+    eager_excess: float
+    """Of eager's own float32: that the bound is no excuse."""
+    checks: tuple[Check, ...]
+    flips: tuple[Flip, ...]
+    problem: str = ""
+    """Why it is refused; empty: proved. Names the first layer and operator that differ."""
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether models of this configuration may run."""
+        return not self.problem

@@ -1,0 +1,223 @@
+"""A tiny configuration of the same class and the same switches as a given one.
+
+Sizes shrink; what they are in relation to each other stays: heads that share KV, groups of experts,
+layers with and without a window, the share of a head that is rotated. Windows and the lengths at
+which a RoPE changes shrink below the lengths that the proof runs, and so do caps and limits, to
+what random activations reach; epsilons grow until they matter. Every switch is left as it is.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.models.skeleton import build_skeleton
+
+__all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
+
+NUM_TOKENS = 52
+"""Tokens of a proof's sequence: beyond the windows and the RoPE's thresholds of a tiny model."""
+WINDOW = 11
+TRAINED_CONTEXT = 24
+"""In place of the length that a RoPE's scaling starts from."""
+MAX_LAYERS = 8
+
+HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
+HEAD_DIM = 16
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+LATENT_SIZES = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+Values = dict[str, Any]
+
+
+def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
+    """Return a tiny configuration of the same class, with every kind of layer that it makes.
+
+    Args:
+        config: transformers' configuration of a model.
+        is_true_head: keep the sizes of heads, and of latents, and have as few layers as there are
+            kinds of them.
+
+    Raises: UnsupportedError (kinds of layers come too late to be had by a tiny model).
+    """
+    wanted = _find_kinds(config)
+    first = max(2, len(wanted)) + (0 if is_true_head else 1)
+    for count in range(first, max(first, MAX_LAYERS) + 1):
+        made = _shrink_to(config, count, is_true_head=is_true_head)
+        if wanted <= _find_kinds(made):
+            return made
+    raise UnsupportedError(
+        "models.shrink_config",
+        f"{len(wanted)} kinds of layers are not all among the first {MAX_LAYERS}",
+        field="num_hidden_layers",
+    )
+
+
+def _find_kinds(config: Any) -> set[object]:
+    """Return what layers of a model differ by, whatever their sizes: classes and switches."""
+    model: Any = build_skeleton(config)
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    return set() if layers is None else {_describe_layer(layer) for layer in layers}
+
+
+def _describe_layer(layer: nn.Module) -> object:
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple(sorted((key, _describe(value)) for key, value in vars(module).items())),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _describe(value: object) -> str:
+    """Return a switch as it is; of a size, whether there is one; of other things nothing."""
+    if isinstance(value, (bool, str)):
+        return repr(value)
+    return "size" if isinstance(value, (int, float)) else "none" if value is None else ""
+
+
+def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
+    values: Values = config.to_dict()
+    for name in ("architectures", "transformers_version", "dtype", "_name_or_path"):
+        values.pop(name, None)
+    values.pop("quantization_config", None)
+    _shrink_layers(values, num_layers)
+    _shrink_heads(values, is_true_head=is_true_head)
+    _shrink_experts(values)
+    _shrink_rope(values)
+    _shrink_scales(values)
+    values["vocab_size"] = 131
+    values["max_position_embeddings"] = 4 * NUM_TOKENS
+    if _has_rope_type(values, "dynamic"):
+        values["max_position_embeddings"] = TRAINED_CONTEXT
+    for name, value in TOKEN_IDS.items():
+        if values.get(name) is not None:
+            values[name] = value
+    return type(config).from_dict(values)
+
+
+def _shrink_layers(values: Values, count: int) -> None:
+    """Choose ``count`` layers: those that begin a new kind by the lists of layers, then the first.
+
+    A list with an item for each layer, such as ``layer_types``, keeps the chosen ones' items.
+    """
+    total = values["num_hidden_layers"]
+    lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
+    rows = [repr([values[name][i] for name in lists]) for i in range(total)]
+    begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
+    others = [i for i in range(total) if i not in begins]
+    chosen = (begins + others * count + begins * count)[:count]
+    for name in lists:
+        values[name] = [values[name][i] for i in chosen]
+    values["num_hidden_layers"] = count
+    if (values.get("first_k_dense_replace") or 0) > 1:
+        values["first_k_dense_replace"] = 1
+    if values.get("mlp_only_layers"):
+        values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
+    if isinstance(values.get("max_window_layers"), int):
+        values["max_window_layers"] = min(values["max_window_layers"], 1)
+
+
+def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
+    heads = values["num_attention_heads"]
+    kv_heads = values.get("num_key_value_heads") or heads
+    stated = values.get("head_dim")
+    is_whole = stated is None or stated * heads == values["hidden_size"]
+    tiny_kv = min(kv_heads, 2)
+    group = 1 if kv_heads == heads else min(heads // kv_heads, 2)
+    tiny_heads = tiny_kv * group
+    true_head = stated or values["hidden_size"] // heads
+    head_dim = true_head if is_true_head else HEAD_DIM
+    values["num_attention_heads"] = tiny_heads
+    if values.get("num_key_value_heads") is not None:
+        values["num_key_value_heads"] = tiny_kv
+    if stated is not None:
+        values["head_dim"] = head_dim
+    values["hidden_size"] = tiny_heads * head_dim if is_whole else HIDDEN
+    if "kv_lora_rank" in values:
+        # The head of MLA has sizes of its own; what `head_dim` says follows from them.
+        values["hidden_size"] = HIDDEN
+        values.pop("head_dim", None)
+        for name, size in LATENT_SIZES.items():
+            if values.get(name) is not None and not is_true_head:
+                values[name] = size
+    scalar = values.get("query_pre_attn_scalar")
+    if scalar is not None:
+        scaled = scalar * head_dim / true_head
+        values["query_pre_attn_scalar"] = round(scaled) if isinstance(scalar, int) else scaled
+    for name, size in (
+        ("intermediate_size", INTERMEDIATE),
+        ("moe_intermediate_size", EXPERT_INTERMEDIATE),
+        ("shared_expert_intermediate_size", SHARED_INTERMEDIATE),
+        ("shared_intermediate_size", SHARED_INTERMEDIATE),
+    ):
+        if isinstance(values.get(name), int):
+            values[name] = size
+
+
+def _shrink_experts(values: Values) -> None:
+    count_name = next((n for n in EXPERT_COUNTS if isinstance(values.get(n), int)), None)
+    if count_name is None or not values[count_name]:
+        return
+    count, top_k = values[count_name], values.get("num_experts_per_tok") or 1
+    groups = values.get("n_group") or 1
+    tiny_groups = min(groups, 4)
+    tiny_count = min(count, 8) if groups == 1 else 2 * tiny_groups
+    kept = values.get("topk_group") or groups
+    tiny_kept = tiny_groups if kept >= groups else max(1, min(kept, tiny_groups // 2))
+    most = tiny_count // tiny_groups * tiny_kept
+    for name in EXPERT_COUNTS:
+        if isinstance(values.get(name), int):
+            values[name] = tiny_count
+    values["num_experts_per_tok"] = tiny_count if top_k >= count else min(top_k, 3, most)
+    if values.get("n_group") is not None:
+        values["n_group"], values["topk_group"] = tiny_groups, tiny_kept
+    if isinstance(values.get("n_shared_experts"), int):
+        values["n_shared_experts"] = min(values["n_shared_experts"], 2)
+
+
+def _list_ropes(values: Values) -> list[Values]:
+    ropes = values.get("rope_parameters")
+    if not isinstance(ropes, dict):
+        return []
+    nested = [value for value in ropes.values() if isinstance(value, dict)]
+    return nested or [ropes]
+
+
+def _has_rope_type(values: Values, rope_type: str) -> bool:
+    return any(rope.get("rope_type") == rope_type for rope in _list_ropes(values))
+
+
+def _shrink_rope(values: Values) -> None:
+    for rope in _list_ropes(values):
+        trained = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
+        if rope.get("original_max_position_embeddings") is not None:
+            rope["original_max_position_embeddings"] = TRAINED_CONTEXT
+        if rope.get("rope_type") == "yarn":
+            # They count rotations over that length.
+            for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+                rope[name] = (rope.get(name) or default) * TRAINED_CONTEXT / trained
+    if isinstance(values.get("original_max_position_embeddings"), int):
+        values["original_max_position_embeddings"] = TRAINED_CONTEXT
+
+
+def _shrink_scales(values: Values) -> None:
+    """Bring windows, caps and limits to what the tiny model reaches."""
+    if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
+        values["sliding_window"] = WINDOW
+    for name, value in values.items():
+        if name.endswith(("_eps", "epsilon")) and isinstance(value, float):
+            values[name] = max(value, 1e-3)
+        elif name.endswith("softcapping") and isinstance(value, (int, float)) and value:
+            values[name] = value / 10
+    if isinstance(values.get("swiglu_limit"), (int, float)):
+        values["swiglu_limit"] = values["swiglu_limit"] / 7

@@ -1,0 +1,145 @@
+"""The tiny model of a proof: transformers' eager code with random weights, and its checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.kernels import tolerance
+from tandem.models.proof.shrink import NUM_TOKENS
+
+__all__ = ["Reference", "make_reference", "make_tiny", "make_tokens", "run_eager", "save_tiny"]
+
+MATRIX_GAIN, SCORE_GAIN = 1.3, 2.0
+"""On a matrix that keeps the size of what passes; on one of scores, so that they tell apart."""
+CONDITION = 4.0
+"""What another order of the sums may differ more than eager's does."""
+MAX_EAGER_EXCESS = 12.0
+VECTOR_SPREAD = 0.3
+"""Of norms about 1 (or 0, where the norm adds 1), and of biases about 0."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What eager computes, exactly and in float32, and how far float32 may be off."""
+
+    exact: NDArray[np.float64]
+    """[T, V] in float64."""
+    bound: NDArray[np.float64]
+    """Of another order of the same sums: the derived one, or what this model's conditioning needs.
+
+    Scores that tell tokens and experts apart amplify roundings, which the derivation does not see;
+    eager's own float32 shows by how much."""
+    eager_excess: float
+    """Of eager's own float32, in units of the derived bound."""
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the model is tame enough to tell errors from roundings."""
+        return self.eager_excess <= MAX_EAGER_EXCESS
+
+    def find_excess(self, logits: Tensor) -> float:
+        """Return how many times the bound the worst logit is off; NaN counts as infinite."""
+        off = np.abs(logits.double().numpy() - self.exact) / self.bound
+        return float(np.max(off)) if np.isfinite(off).all() else float("inf")
+
+
+def make_tiny(config: Any, seed: int) -> Any:
+    """Build eager's model of a tiny configuration; every parameter and stored buffer is random."""
+    from transformers import AutoModelForCausalLM
+
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+        ).eval()
+    finally:
+        torch.random.set_rng_state(state)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, generator)
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                is_stored = key not in module._non_persistent_buffers_set
+                if is_stored and buffer is not None and buffer.is_floating_point():
+                    buffer.copy_(VECTOR_SPREAD * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.dim() == 1:
+        # What transformers starts from says what a vector is: a norm starts at 1, or at 0 if it
+        # adds 1; a bias at 0; sinks at random values, which are large.
+        center, spread = float(parameter.mean()), VECTOR_SPREAD
+        is_even = bool((parameter == parameter[0]).all())
+        parameter.copy_(center + spread * noise if is_even else noise)
+    else:
+        is_score = any(word in name for word in ("gate.weight", "router.weight", "q_proj", "q_b"))
+        gain = SCORE_GAIN if is_score else MATRIX_GAIN
+        parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
+
+
+def make_tokens(config: Any, seed: int) -> Tensor:
+    """Return the proof's sequence: int64 [NUM_TOKENS]."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(3, config.vocab_size, (NUM_TOKENS,), generator=generator)
+
+
+def save_tiny(model: Any, folder: Path) -> None:
+    """Write a checkpoint with the names that the hub's checkpoints of the family have."""
+    from transformers.utils import logging as transformers_logging
+
+    is_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
+
+
+@torch.inference_mode()
+def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tensor:
+    """Return eager's logits [T, V] of a sequence.
+
+    ``is_stepwise``: token by token, for a RoPE that depends on how long the sequence is.
+    """
+    if not is_stepwise:
+        return model(tokens[None], use_cache=False).logits[0]
+    from transformers import DynamicCache
+
+    cache, rows = DynamicCache(config=model.config), []
+    for token in tokens:
+        output = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+        rows.append(output.logits[0, 0])
+    return torch.stack(rows)
+
+
+def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Reference:
+    """Run eager in float32 and in float64; the model ends in float64."""
+    hidden: list[Tensor] = []
+    rounded = run_eager(model, tokens, is_stepwise=is_stepwise)
+    model.double()
+    norm = model.model.norm
+    hook = norm.register_forward_hook(lambda *args: hidden.append(args[2].detach()[0]))
+    try:
+        exact = run_eager(model, tokens, is_stepwise=is_stepwise)
+    finally:
+        hook.remove()
+    weight = model.get_output_embeddings().weight.detach().double().numpy()
+    layers = model.config.num_hidden_layers
+    states = torch.cat(hidden).double().numpy()
+    bound = tolerance.logits(states, weight, layers, torch.float32)
+    values = exact.double().numpy()
+    off = float(np.max(np.abs(rounded.double().numpy() - values) / bound))
+    return Reference(values, bound * max(1.0, CONDITION * off), off)

@@ -1,0 +1,345 @@
+"""Weights in GGUF files: a container of a header and blocks, read through mmap.
+
+``GgufSource`` gives weights by the names of the skeleton: what tensors they are made of says
+``tandem.models.gguf.names``, what their bytes stand for ``tandem.models.codecs.gguf_blocks``.
+"""
+
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat, find_format
+from tandem.kernels.recode import join_formats, recode
+from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, dequantize, unpack
+from tandem.models.gguf.names import HARMLESS, How, Recipe, make_recipes
+from tandem.models.sources.gguf_files import GgufFiles
+from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor, map_file
+from tandem.models.sources.source import Progress, TensorEntry, UseLedger
+
+__all__ = ["GgufSource"]
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CHUNK_WEIGHTS = 1 << 20
+"""Decoded at once: what lies in float32 beside the result."""
+
+CODED_HOW = (How.PLAIN, How.UNPERMUTE, How.INTERLEAVE, How.TRANSPOSE)
+"""What leaves the inputs of an output together, and so its codes as they are."""
+
+
+class GgufSource:
+    """The tensors of a GGUF model; see ``WeightSource``.
+
+    Not thread-safe. Use as a context manager: files are mapped while it is open.
+
+    Args:
+        path: the file, or any part of a split one.
+        dtype: what operators get.
+        device: where they get it.
+        progress: called once for each tensor; bytes as stored.
+
+    Raises: as ``GgufFiles.open``; UnsupportedError (a tensor's type is not decoded here).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.files = GgufFiles.open(path)
+        self._harmless = dict(_list_harmless(self.files.tensors))
+        for tensor in self.files.tensors.values():
+            self._check_kind(tensor)
+        self.entries: dict[str, TensorEntry] = {
+            t.name: TensorEntry(t.name, self.files.paths[t.name], t.kind, t.shape, t.begin, t.end)
+            for t in self.files.tensors.values()
+        }
+        self._recipes = make_recipes(self.files.architecture, self.files.tensors)
+        self._ledger = UseLedger(self.entries, progress)
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files; idempotent."""
+        while self._maps:
+            self._maps.popitem()[1].close()
+
+    def _check_kind(self, tensor: GgufTensor) -> None:
+        known = (*FLOAT_TYPES, *BLOCK_TYPES)
+        if tensor.kind not in known and tensor.name not in self._harmless:
+            raise UnsupportedError(
+                "models.open_weights",
+                f"tensor {tensor.name!r} in {self.files.paths[tensor.name].name} is of type "
+                f"{tensor.kind}, which is not decoded here: quantize the model to one of "
+                f"{', '.join(known)}",
+            )
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds all of a weight."""
+        return name in self._recipes
+
+    def find_storage(self, name: str) -> str:
+        """Return a weight's types; empty for values. See ``WeightReader``."""
+        recipe = self._recipes.get(name)
+        kinds = [] if recipe is None else [self.files.tensors[t].kind for t in recipe.tensors]
+        return " and ".join(sorted(set(kinds) & BLOCK_TYPES.keys()))
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Decode a weight into ``out``; see ``WeightReader``."""
+        recipe = self._find(name)
+        parts = [self._open(tensor) for tensor in recipe.tensors]
+        match recipe.how:
+            case How.PLAIN:
+                _fill(name, parts, out)
+            case How.UNPERMUTE:
+                straight = torch.empty(out.shape, dtype=out.dtype)
+                _fill(name, parts, straight)
+                out.copy_(straight[torch.from_numpy(self._unpermute(len(out)))])
+            case How.MINUS_ONE:
+                values = torch.empty(out.shape, dtype=torch.float32)
+                _fill(name, parts, values)
+                out.copy_(values - 1)
+            case How.INTERLEAVE:
+                _fill_interleaved(name, parts, out)
+            case How.TRANSPOSE:
+                for i, expert in enumerate(out):
+                    _fill(name, [part.select(i) for part in parts], expert.t())
+            case How.JOIN_KV:
+                _fill_kv(name, parts, out)
+        for tensor in recipe.tensors:
+            self._ledger.mark(tensor)
+
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return our format that a weight's codes are in; see ``WeightReader``."""
+        recipe = self._recipes.get(name)
+        if recipe is None or recipe.how not in CODED_HOW:
+            return None
+        kinds = [self.files.tensors[tensor].kind for tensor in recipe.tensors]
+        return join_formats(
+            [find_format(BLOCK_TYPES[k].weight_format) if k in BLOCK_TYPES else None for k in kinds]
+        )
+
+    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+        """Return a weight's codes; see ``WeightReader``."""
+        recipe, wanted = self._find(name), self.find_format(name)
+        if wanted is None:
+            what = f"tensor {name!r} has no codes that one of our formats holds: read its values"
+            raise UnsupportedError("models.read_weights", what)
+        parts = [self._open(tensor) for tensor in recipe.tensors]
+        if (expert_id is None) != (len(parts[0].shape) == 2):
+            what = f"tensor {name!r} has the shape {list(parts[0].shape)}: expert {expert_id!r}"
+            raise ShapeError("models.read_weights", what)
+        if expert_id is not None:
+            parts = [part.select(expert_id) for part in parts]
+        order = self._unpermute(parts[0].shape[0]) if recipe.how is How.UNPERMUTE else None
+        matrices = [recode(part.unpack(order), wanted) for part in parts]
+        for tensor in recipe.tensors:
+            self._ledger.mark(tensor)
+        return _stack(matrices, is_in_turn=recipe.how is How.INTERLEAVE)
+
+    def skip(self, prefix: str) -> None:
+        """Mark tensors as used; see ``WeightReader``."""
+        for name, recipe in self._recipes.items():
+            if name.startswith(prefix):
+                for tensor in recipe.tensors:
+                    self._ledger.mark(tensor)
+
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each weight; see ``WeightSource``."""
+        return {
+            name: sum(t.end - t.begin for t in (self.files.tensors[n] for n in recipe.tensors))
+            for name, recipe in self._recipes.items()
+        }
+
+    def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
+        """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
+        known = dict(self._harmless)
+        for name, why in harmless.items():
+            recipe = self._recipes.get(name)
+            known |= dict.fromkeys(() if recipe is None else recipe.tensors, why)
+        return self._ledger.check(known)
+
+    def holds_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether reading in ``dtype`` rounds no stored tensor; codes are decoded to float32."""
+        kinds = {tensor.kind for tensor in self.files.tensors.values()}
+        stored = {TORCH_DTYPES.get(kind, torch.float32) for kind in kinds}
+        return all(torch.promote_types(kind, dtype) == dtype for kind in stored)
+
+    def _find(self, name: str) -> Recipe:
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            raise NotFoundError(
+                "models.read_weights",
+                f"no tensor of {self.path.name} is {name!r}: is the file complete, and of the "
+                f"architecture {self.files.architecture}?",
+            )
+        return recipe
+
+    def _unpermute(self, num_rows: int) -> NDArray[np.int64]:
+        """Return which row of the file each row of q or k is."""
+        architecture, metadata = self.files.architecture, self.files.metadata
+        size = metadata.get(f"{architecture}.attention.key_length")
+        if type(size) is not int:
+            heads = metadata.get(f"{architecture}.attention.head_count")
+            width = metadata.get(f"{architecture}.embedding_length")
+            size = width // heads if type(width) is int and type(heads) is int and heads else 0
+        if size < 2 or size % 2 or num_rows % size:
+            what = f"heads of {size} in {num_rows} rows of q or k"
+            raise ConfigError("models.read_weights", f"{self.path.name}: {what}")
+        return np.arange(num_rows).reshape(-1, size // 2, 2).swapaxes(1, 2).ravel()
+
+    def _open(self, name: str) -> "_Stored":
+        tensor, path = self.files.tensors[name], self.files.paths[name]
+        if path not in self._maps:
+            self._maps[path] = map_file(path)
+        size = tensor.end - tensor.begin
+        raw = np.frombuffer(self._maps[path], np.uint8, count=size, offset=tensor.begin)
+        return _Stored(tensor.kind, tensor.shape, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor, or one expert of it, as it lies in the file."""
+
+    kind: str
+    shape: tuple[int, ...]
+    raw: NDArray[np.uint8]
+
+    def select(self, index: int) -> "_Stored":
+        """Return one of the first dimension."""
+        if not 0 <= index < self.shape[0]:
+            what = f"expert {index} of {self.shape[0]}"
+            raise NotFoundError("models.read_weights", what)
+        size = len(self.raw) // self.shape[0]
+        return _Stored(self.kind, self.shape[1:], self.raw[index * size : (index + 1) * size])
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """Return blocks [N, blocks, bytes]."""
+        block, size = BLOCK_SIZES[self.kind]
+        return self.raw.reshape(-1, self.shape[-1] // block, size)
+
+    def unpack(self, order: NDArray[np.int64] | None) -> QuantizedMatrix:
+        """Return the codes, with rows in another order."""
+        rows = self.rows
+        return unpack(self.kind, rows if order is None else rows[order])
+
+    def copy_into(self, out: Tensor) -> None:
+        """Write the values to ``out``, of this shape and of any strides."""
+        if self.kind in TORCH_DTYPES:
+            dtype = TORCH_DTYPES[self.kind]
+            raw = self.raw if self.raw.ctypes.data % dtype.itemsize == 0 else self.raw.copy()
+            out.copy_(torch.frombuffer(raw, dtype=dtype).view(out.shape))
+            return
+        if out.ndim > 2:
+            for i, part in enumerate(out):
+                self.select(i).copy_into(part)
+            return
+        rows = self.rows
+        step = max(1, CHUNK_WEIGHTS // self.shape[-1])
+        target = out if out.ndim == 2 else out.view(1, -1)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            values = dequantize(self.kind, some.reshape(-1, some.shape[-1]))
+            target[first : first + step] = torch.from_numpy(values).view(len(some), -1)
+
+
+def _list_harmless(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, str]]:
+    extra = {name.split(".nextn.")[0] for name in tensors if ".nextn." in name}
+    for name in tensors:
+        for pattern, why in HARMLESS.items():
+            if re.search(pattern, name):
+                yield name, why
+        block = ".".join(name.split(".")[:2])
+        if block in extra:
+            yield name, HARMLESS[r"^blk\.\d+\.nextn\."]
+
+
+def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
+    stored = " and ".join(str(list(part.shape)) for part in parts)
+    return ShapeError(
+        "models.read_weights",
+        f"tensor {name!r} is made of {stored}: the configuration needs {list(out.shape)}",
+    )
+
+
+def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
+    """Copy tensors one below the other; of experts, along their outputs."""
+    if len(parts) == 1:
+        shape = parts[0].shape
+        # A vector is a matrix of one row there or here.
+        if shape != out.shape and (1, *shape) != tuple(out.shape):
+            raise _refuse_shape(name, parts, out)
+        parts[0].copy_into(out.view(shape) if out.ndim != len(shape) else out)
+        return
+    axis = out.ndim - 2 if out.ndim > 1 else 0
+    sizes = [part.shape[axis] if len(part.shape) > axis else 0 for part in parts]
+    rest = {part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
+    if sum(sizes) != out.shape[axis] or rest != {(*out.shape[:axis], *out.shape[axis + 1 :])}:
+        raise _refuse_shape(name, parts, out)
+    first = 0
+    for part, size in zip(parts, sizes, strict=True):
+        part.copy_into(out.narrow(axis, first, size))
+        first += size
+
+
+def _fill_interleaved(name: str, parts: list[_Stored], out: Tensor) -> None:
+    """Fill columns [..., 2 F] of the tensors in turn; weights have inputs first."""
+    for i, part in enumerate(parts):
+        columns = out[..., i :: len(parts)]
+        turned = columns.transpose(-1, -2) if out.ndim == 3 else columns
+        if part.shape != tuple(turned.shape):
+            raise _refuse_shape(name, parts, out)
+        part.copy_into(turned)
+
+
+def _fill_kv(name: str, parts: list[_Stored], out: Tensor) -> None:
+    """Fill [H * (key + value), latent] from keys [H, latent, key], values [H, value, latent]."""
+    keys, values = parts
+    if len(keys.shape) != 3 or len(values.shape) != 3 or out.ndim != 2:
+        raise _refuse_shape(name, parts, out)
+    heads, latent, key = keys.shape
+    value = values.shape[1]
+    if values.shape != (heads, value, latent) or out.shape != (heads * (key + value), latent):
+        raise _refuse_shape(name, parts, out)
+    both = out.view(heads, key + value, latent)
+    keys.copy_into(both[:, :key].transpose(1, 2))
+    values.copy_into(both[:, key:])
+
+
+def _stack(matrices: list[QuantizedMatrix], *, is_in_turn: bool) -> QuantizedMatrix:
+    """Return matrices of one format as one: outputs after outputs, or in turn."""
+    if len(matrices) == 1:
+        return matrices[0]
+
+    def join(arrays: list[NDArray[np.generic]]) -> NDArray[np.generic]:
+        if not is_in_turn:
+            return np.concatenate(arrays)
+        return np.stack(arrays, axis=1).reshape(-1, arrays[0].shape[1])
+
+    minima = [matrix.minima for matrix in matrices if matrix.minima is not None]
+    return QuantizedMatrix(
+        matrices[0].weight_format,
+        join([matrix.codes for matrix in matrices]),  # type: ignore[arg-type]
+        join([matrix.scales for matrix in matrices]),  # type: ignore[arg-type]
+        join(minima) if minima else None,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,147 @@
+"""A tokenizer from ``tiktoken.model``: ranks of byte strings, as Kimi's checkpoints have them.
+
+Such a checkpoint names Python code that reads the file; none of it is run. The file holds the
+vocabulary; how text is divided before, and which ids are left for special tokens, is known here for
+the one class of tokenizer whose code published it.
+"""
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from tandem.core.errors import ConfigError, UnsupportedError
+
+__all__ = ["FILE_NAME", "KNOWN_CLASS", "build_tokenizer", "spell_bytes"]
+
+FILE_NAME = "tiktoken.model"
+KNOWN_CLASS = "TikTokenTokenizer"
+"""What ``tokenizer_class`` of Kimi-K2, Moonlight and Kimi-Linear says."""
+
+NUM_SPECIAL, MOST_SPECIAL = 256, 258
+"""Ids behind the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The
+published code counts two more than the models' vocabularies have: they are there where named."""
+MAX_FILE_BYTES, MAX_TOKENS = 64 << 20, 1 << 20
+
+_LETTERS = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_LETTERS}]", rf"[\p{{Ll}}{_LETTERS}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PIECES = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""What text is divided into: Chinese apart, words with their capitals, at most three digits."""
+
+
+def build_tokenizer(
+    folder: Path, settings: dict[str, Any], alphabet: dict[int, str]
+) -> tokenizers.Tokenizer:
+    """Build the tokenizer of a folder with ``tiktoken.model``.
+
+    Args:
+        folder: the checkpoint's.
+        settings: its ``tokenizer_config.json``.
+        alphabet: the character that stands for each byte in a byte-level vocabulary.
+
+    Raises:
+        UnsupportedError: another class of tokenizer than the one that is known.
+        ConfigError: the file is damaged, or the settings do not fit it.
+    """
+    kind = settings.get("tokenizer_class")
+    if kind != KNOWN_CLASS:
+        raise UnsupportedError(
+            "tokenizer.load",
+            f"{FILE_NAME} of a {kind!r}: only those of a {KNOWN_CLASS} are read, and no code of a "
+            "checkpoint is run: add a tokenizer.json",
+        )
+    ranks = _read_ranks(folder / FILE_NAME)
+    vocab = {spell_bytes(token, alphabet): rank for token, rank in ranks.items()}
+    merges = [
+        (spell_bytes(left, alphabet), spell_bytes(right, alphabet))
+        for left, right in _list_merges(ranks)
+    ]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(_list_special(settings, len(ranks)))
+    return backend
+
+
+def spell_bytes(token: bytes, alphabet: dict[int, str]) -> str:
+    """Return a token as a byte-level vocabulary spells it."""
+    return "".join(alphabet[byte] for byte in token)
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Read lines of a token in base64 and its rank; ranks count from 0 without gaps."""
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ConfigError("tokenizer.load", f"{path} has {size} bytes, more than {MAX_FILE_BYTES}")
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            what = f"{path}, line {number}: not a token in base64 and its rank: {error}"
+            raise ConfigError("tokenizer.load", what) from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if len(ranks) > MAX_TOKENS or missing or sorted(ranks.values()) != list(range(len(ranks))):
+        raise ConfigError(
+            "tokenizer.load",
+            f"{path} holds {len(ranks)} tokens, {len(missing)} single bytes are missing: need all "
+            f"of them, at most {MAX_TOKENS} tokens, and ranks from 0 on without gaps",
+        )
+    return ranks
+
+
+def _list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return every pair of tokens that is one, in the order in which pairs are merged."""
+    merges: list[tuple[int, int, int, bytes, bytes]] = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def _list_special(settings: dict[str, Any], first_id: int) -> list[AddedToken]:
+    """Return the special tokens in the order of their ids, which follow those of the file."""
+    named = settings.get("added_tokens_decoder") or {}
+    if not isinstance(named, dict):
+        raise ConfigError("tokenizer.load", "added_tokens_decoder is not an object")
+    names: dict[int, str] = {}
+    for key, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else None
+        if not str(key).isdecimal() or not isinstance(content, str) or not content:
+            raise ConfigError("tokenizer.load", f"added_tokens_decoder: {key!r} is no id and token")
+        names[int(key)] = content
+    strange = sorted(names.keys() - set(range(first_id, first_id + MOST_SPECIAL)))
+    ids = range(first_id, max([first_id + NUM_SPECIAL - 1, *(names.keys() - set(strange))]) + 1)
+    texts = [names.get(i, f"<|reserved_token_{i}|>") for i in ids]
+    if strange or len(set(texts)) < len(texts):
+        raise ConfigError(
+            "tokenizer.load",
+            f"special tokens {strange[:3]} beyond ids {ids[0]} to {ids[-1]}, or one name twice",
+        )
+    return [AddedToken(text, special=True, normalized=False) for text in texts]

@@ -1,0 +1,181 @@
+"""Goal: the dispatcher carries out what machines ask for, also where calls fail or come late.
+
+Method: instances in memory, whose outputs the test sends; nothing of processes or models.
+"""
+
+import asyncio
+
+import pytest
+
+from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
+from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingParams
+from tandem.engine.cluster.dispatcher import Dispatcher
+from tandem.engine.cluster.machine import InstanceRef, Limits
+from tandem.engine.cluster.selection import LeastLoadedPolicy
+
+TIMEOUT_S = 10.0
+
+
+class Info:
+    num_blocks, block_size, max_model_len = 100, 16, 2048
+
+
+class ToyPort:
+    """An instance of which the test is the engine."""
+
+    role = "unified"
+    sources = frozenset()
+
+    def __init__(self, name, error=None):
+        self.name, self.error = name, error
+        self.incarnation, self.info = 0, Info()
+        self.live, self.requests, self.released = {}, [], []
+
+    @property
+    def ref(self):
+        return InstanceRef(self.name, self.incarnation)
+
+    async def submit(self, request, put):
+        self.requests.append(request)
+        if self.error is not None:
+            raise self.error
+        self.live[request.request_id] = put
+
+    async def continue_request(self, message):
+        return False
+
+    def cancel(self, request_id):
+        self.live.pop(request_id, None)
+
+    def release_hold(self, request_id):
+        self.released.append(request_id)
+
+    def send(self, *token_ids, finish_reason=None):
+        ((leg_id, put),) = self.live.items()
+        if finish_reason is not None:
+            del self.live[leg_id]
+        put(RequestOutput(leg_id, list(token_ids), finish_reason))
+
+    def die(self):
+        self.info, live, self.live = None, self.live, {}
+        for leg_id, put in live.items():
+            put(RequestOutput(leg_id, [], FinishReason.ERROR, error_code="peer_lost"))
+
+    def restart(self):
+        self.incarnation, self.info = self.incarnation + 1, Info()
+
+
+def ask(**fields):
+    return AddRequest(
+        request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(max_tokens=9), **fields
+    )
+
+
+def run(work):
+    async def bounded():
+        async with asyncio.timeout(TIMEOUT_S):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+def make(*ports, **limits):
+    return Dispatcher(ports, LeastLoadedPolicy(), Limits(**limits))
+
+
+def test_a_stream_goes_on_at_another_instance_with_what_it_has():
+    a, b = ToyPort("a"), ToyPort("b")
+
+    async def work():
+        dispatcher = make(a, b)
+        stream = await dispatcher.submit(ask())
+        a.send(5, 6)
+        a.die()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert b.requests[0].continuation.token_ids == [5, 6]
+        assert b.requests[0].continuation.seed == a.requests[0].sampling.seed
+        b.send(7, finish_reason=FinishReason.LENGTH)
+        outputs = [output async for output in stream]
+        assert [output.token_ids for output in outputs] == [[5, 6], [7]]
+        assert {output.request_id for output in outputs} == {"r"}
+        assert dispatcher.fallbacks == {"decode_peer_lost": 1}
+        assert dispatcher.num_live == 0
+        assert [leg.instance for leg in dispatcher.list_legs("r")] == ["a", "b"]
+
+    run(work())
+
+
+def test_a_request_waits_for_the_only_instance_to_come_back():
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = make(a)
+        stream = await dispatcher.submit(ask())
+        a.send(5)
+        a.die()
+        a.restart()
+        dispatcher.note_change()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        a.send(6, finish_reason=FinishReason.LENGTH)
+        assert [t async for output in stream for t in output.token_ids] == [5, 6]
+
+    run(work())
+
+
+def test_a_refusal_of_all_is_raised_as_it_is():
+    full = [ToyPort(name, CapacityError("toy.add", "full")) for name in "ab"]
+
+    async def work():
+        dispatcher = make(*full)
+        with pytest.raises(CapacityError, match="full"):
+            await dispatcher.submit(ask())
+        assert [len(port.requests) for port in full] == [1, 1]
+        wrong = make(ToyPort("a", ConfigError("toy.add", "no", field="top_p")), ToyPort("b"))
+        with pytest.raises(ConfigError) as caught:
+            await wrong.submit(ask())
+        assert caught.value.field == "top_p"
+        assert dispatcher.num_live == wrong.num_live == 0
+
+    run(work())
+
+
+def test_a_request_that_nobody_can_place_ends_by_its_deadline():
+    a = ToyPort("a")
+    a.info = None
+
+    async def work():
+        dispatcher = make(a, recovery_s=0.01)
+        with pytest.raises(PeerLostError, match="no instance"):
+            await dispatcher.submit(ask())
+        assert dispatcher.num_live == 0
+
+    run(work())
+
+
+def test_who_leaves_frees_the_instance_before_and_after_it_accepted():
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = make(a)
+        stream = await dispatcher.submit(ask())
+        with pytest.raises(ConflictError):
+            await dispatcher.submit(ask())
+        assert len(a.live) == 1
+        await stream.cancel()
+        assert not a.live
+        waiting = asyncio.create_task(dispatcher.submit(ask()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+        assert not a.live
+        assert dispatcher.num_live == 0
+        left = await dispatcher.submit(ask())
+        await dispatcher.close()
+        assert not a.live
+        assert [o.finish_reason async for o in left] == [FinishReason.CANCELLED]
+
+    run(work())

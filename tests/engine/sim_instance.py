@@ -1,0 +1,217 @@
+"""An instance in the simulated world: all of it is the product's but for the model and the ways."""
+
+import asyncio
+import collections
+
+import numpy as np
+from chain_model import (
+    BLOCK,
+    BLOCK_BYTES,
+    LAYOUT,
+    NUM_LAYERS,
+    VOCAB,
+    ChainRunner,
+    make_identity,
+)
+from sim_peers import Listener, SimPeerPort
+
+from tandem.core.wire import InstanceInfo, KvPeer
+from tandem.engine.blocks import BlockPool
+from tandem.engine.config import EngineConfig
+from tandem.engine.disaggregation.announcer import PrefillAnnouncer
+from tandem.engine.disaggregation.combined import CombinedTransfers
+from tandem.engine.disaggregation.counters import PeerReadCounters
+from tandem.engine.disaggregation.hand_over import ReadTarget
+from tandem.engine.disaggregation.reader import PeerReader
+from tandem.engine.engine import Engine
+from tandem.engine.instance_api import InstanceApi
+from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.tiers.planner import CostTierPlanner
+from tandem.engine.tiers.store_tier import BlockMemory, StoreTier
+from tandem.sim import LoopClock
+
+MAX_LEN = 64
+STEP_S = 0.02
+ENGINE = EngineConfig(
+    block_size=BLOCK, max_model_len=MAX_LEN, max_batch_tokens=24, max_running=6, max_queue=100
+)
+
+
+class ThreadLoop:
+    """The world's loop as another thread's: what is handed over arrives in order, but later."""
+
+    def __init__(self, world, process) -> None:
+        self._world, self._process = world, process
+        self._waiting: collections.deque = collections.deque()
+        self._last_s = 0.0
+
+    def call_soon_threadsafe(self, callback, *args) -> None:
+        loop, chance = self._process.loop, self._world.random
+        delay_s = chance.choice((0.0, 0.0, 0.0, 0.0005, 0.03))
+        self._waiting.append((callback, args))
+        self._last_s = max(loop.now_s + delay_s, self._last_s)
+        loop.call_at(self._last_s, self._wake)
+
+    def _wake(self) -> None:
+        # What a stopped process is told waits until it goes on.
+        self._process.loop.call_soon(self._run_next, context=self._process.context)
+
+    def _run_next(self) -> None:
+        if self._process.is_alive:
+            callback, args = self._waiting.popleft()
+            callback(*args)
+
+    def create_task(self, work):
+        return self._process.loop.create_task(work, context=self._process.context)
+
+
+class SimInstance:
+    """One run of an instance, in a process that may be killed and stopped."""
+
+    def __init__(self, world, name: str, role: str, weights: str) -> None:
+        self.world, self.name, self.role, self.weights = world, name, role, weights
+        self.process, client = world.start_client(name)
+        self.num_blocks = world.settings.num_blocks
+        self.memory = np.zeros(self.num_blocks * BLOCK_BYTES, np.uint8)
+        self.identity = make_identity(weights)
+        pool = BlockPool(self.num_blocks)
+        self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
+        index = PrefixIndex(pool, BLOCK, identity=self.identity.digest)
+        self.scheduler = Scheduler(ENGINE, pool, index, self.planner)
+        self.runner = ChainRunner(self.memory, weights)
+        self.engine = Engine(
+            self.scheduler,
+            self.runner,
+            LoopClock(),
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            observer=self.planner,
+        )
+        self.bell = asyncio.Event()
+        # The real loop waits for this condition; here a task does.
+        self.engine._work.notify = self.bell.set
+        self.tier: StoreTier
+        self.reader: PeerReader | None = None
+        self.peer: KvPeer | None = None
+        self.process.run(self._open, client)
+        self.process.spawn(self._run())
+
+    def _open(self, client) -> None:
+        world, clock = self.world, LoopClock()
+        self.tier = StoreTier(
+            client,
+            BlockMemory(self.memory, BLOCK_BYTES),
+            identity=self.identity.digest.hex(),
+            config=world.tiers,
+            clock=clock,
+            on_load=self.planner.note_load,
+            loop=ThreadLoop(world, self.process),
+        )
+        self.tier.attach(self.engine)
+        own = KvPeer(
+            name=self.name,
+            # A restarted instance may listen where the last one did.
+            addresses=(self.name,),
+            epoch=world.random.getrandbits(32),
+            identity=self.identity,
+            layout=LAYOUT,
+            block_bytes=BLOCK_BYTES,
+            num_blocks=self.num_blocks,
+            buffer="kv",
+        )
+        if self.role != "decode":
+            self.peer = own
+            announcer = PrefillAnnouncer(self.engine, own, self.memory, clock)
+            self.engine.attach_listener(announcer)
+            self.listener = Listener(self.process, self.memory, announcer, own.epoch)
+            world.listeners[self.name] = self.listener
+        transfers = self.tier
+        if self.role != "prefill":
+            port = SimPeerPort(world, self.process, self.memory)
+            target = ReadTarget(port, self.memory, own, clock, PeerReadCounters())
+            self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
+            transfers = CombinedTransfers(self.tier, self.reader)
+        self.engine.attach_transfers(transfers)
+        self.api = InstanceApi(self.name, self.engine, clock, self.tier, self.reader)
+
+    @property
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(
+            model="chain",
+            architecture="Chain",
+            dtype="bfloat16",
+            vocab_size=VOCAB,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK,
+            num_blocks=self.num_blocks,
+            kv_bytes_per_token=BLOCK_BYTES // BLOCK,
+            weight_bytes=1,
+            num_parameters=1,
+            eos_token_ids=[],
+            weight_version=self.weights,
+            system_fingerprint=self.identity.system_fingerprint,
+            pid=1,
+            load_seconds=0.0,
+            kv_peer=self.peer,
+        )
+
+    async def _run(self) -> None:
+        """What the main thread of an instance does, with time that passes within a step."""
+        engine, world = self.engine, self.world
+        while True:
+            while not engine.wait_for_work(0.0):
+                self.bell.clear()
+                await self._wait_for_bell()
+            step = engine.begin_step()
+            if step.plan.is_empty:
+                self.api.deliver(step.outputs)
+                await asyncio.sleep(0.0005)
+                continue
+            layers = self.runner.run(step)
+            while True:
+                try:
+                    next(layers)
+                except StopIteration as end:
+                    results = end.value
+                    break
+                await asyncio.sleep(world.random.uniform(0.2, 2) * STEP_S / NUM_LAYERS)
+            if world.random.random() < world.faults_of_model:
+                self.api.deliver(engine.fail_step(step, RuntimeError("a fault of the model")))
+            else:
+                self.api.deliver(engine.end_step(step, results))
+
+    async def _wait_for_bell(self) -> None:
+        wake_in_s = self.scheduler.wake_s - self.process.loop.now_s
+        if wake_in_s == float("inf"):
+            await self.bell.wait()
+        elif wake_in_s > 0:
+            timer = self.process.loop.call_later(wake_in_s, self.bell.set)
+            await self.bell.wait()
+            timer.cancel()
+
+    def list_kept(self) -> list[str]:
+        """What an idle instance should have given back."""
+        if self.peer is not None:
+            self.listener.announcer.note_progress()  # Forgets questions that nobody waits for.
+        stats, loads = self.engine.get_stats(), self.scheduler._loads
+        kept = {
+            "used blocks": stats.num_used_blocks,
+            "held": stats.num_held,
+            "pinned by holds": self.scheduler._holds.num_pinned,
+            "in transfer": loads.num_in_transfer,
+            "pinned by loads": loads.num_pinned,
+            "live": int(self.engine.has_requests),
+            "owned": self.api.num_owned,
+            "staging": self.world.tiers.staging_blocks - self.tier._staging.num_free,
+            "tier tasks": len(self.tier._tasks),
+            "loads": len(self.tier._loading) + len(self.tier._dropped),
+            "reads": 0 if self.reader is None else self.reader.num_in_transfer,
+            "questions": self.listener.announcer.num_waiting if self.peer is not None else 0,
+        }
+        wrong = [f"{count} {what}" for what, count in kept.items() if count]
+        try:
+            self.scheduler.check()
+        except AssertionError as error:
+            wrong.append(str(error))
+        return wrong

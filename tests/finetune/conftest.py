@@ -1,0 +1,52 @@
+"""A recipe on the demo model, and a dataset to learn from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="fine-tuning needs the `finetune` extra")
+pytest.importorskip("peft", reason="fine-tuning needs the `finetune` extra")
+
+WORDS = ["name", "color", "size", "owner", "date", "price", "place", "shape", "weight", "sound"]
+
+
+@pytest.fixture(scope="module")
+def dataset_dir(tmp_path_factory) -> Path:
+    """A dataset folder with ten alpaca rows."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [
+        {"instruction": f"What is the {w}?", "input": "", "output": f"The {w} is {w[::-1]}."}
+        for w in WORDS
+    ]
+    (folder / "identity.json").write_text(json.dumps(rows, indent=1))
+    (folder / "dataset_info.json").write_text('{"identity": {"file_name": "identity.json"}}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_values(dataset_dir) -> Any:
+    """Return ``make(output_dir, **changes)``: the flat keys of a short run."""
+
+    def make(output_dir: Path, **changes: Any) -> dict[str, Any]:
+        return {
+            "model_name_or_path": "demo",
+            "dataset": "identity",
+            "dataset_dir": str(dataset_dir),
+            "output_dir": str(output_dir),
+            "lora_rank": 4,
+            "lora_dropout": 0.1,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_steps": 2,
+            "cutoff_len": 64,
+            "cpu_infer": 2,
+            "plot_loss": True,
+            **changes,
+        }
+
+    return make

@@ -1,0 +1,235 @@
+"""Writes models of transformers as GGUF, as llama.cpp's converter does, with the ``gguf`` package.
+
+Names of tensors are the package's own table, so that ours is compared with another. What the
+converter rearranges is written out here: q and k of llama, Gemma's norms, experts of a layer.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
+
+EXTRA_NAMES = {
+    r"model\.layers\.(\d+)\.mlp\.router\.(weight|bias)": r"blk.\1.ffn_gate_inp.\2",
+    r"model\.layers\.(\d+)\.self_attn\.sinks": r"blk.\1.attn_sinks.weight",
+    r"model\.layers\.(\d+)\.mlp\.(?:gate\.)?e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
+    r"model\.layers\.(\d+)\.mlp\.experts\.down_proj_bias": r"blk.\1.ffn_down_exps.bias",
+}
+"""Where the package's table has another name of transformers' than today's."""
+
+Choose = Callable[[str, tuple[int, ...]], str]
+
+
+def write_model(
+    model: Any,
+    path: Path,
+    kind: str | Choose = "F32",
+    *,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    metadata: Callable[[gguf.GGUFWriter], None] | None = None,
+    quantize: Callable[[np.ndarray, str], np.ndarray] | None = None,
+) -> None:
+    """Write a model; matrices as ``kind`` where their rows allow it, vectors and routers in F32.
+
+    Args:
+        model: of transformers, with weights.
+        path: of the new file.
+        kind: name of a type, or ``kind(name, shape)``.
+        tokenizer: adds what is to be said about it.
+        metadata: adds what else is to be said.
+        quantize: codes a float32 matrix; None = as the ``gguf`` package does.
+    """
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    add_facts(writer, config)
+    if tokenizer is not None:
+        tokenizer(writer)
+    if metadata is not None:
+        metadata(writer)
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    for name, array in rename(architecture, config, state):
+        wish = kind if isinstance(kind, str) else kind(name, array.shape)
+        add_tensor(writer, name, array, wish, quantize)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    array: np.ndarray,
+    kind: str,
+    quantize: Callable[[np.ndarray, str], np.ndarray] | None = None,
+) -> None:
+    """Add a tensor in a type, or in F32 where that cannot be."""
+    wanted = gguf.GGMLQuantizationType[kind]
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    array = np.ascontiguousarray(array, np.float32)
+    if array.ndim == 1 or "ffn_gate_inp" in name or array.shape[-1] % block:
+        wanted = gguf.GGMLQuantizationType.F32
+    if wanted == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, array)
+        return
+    code = quantize or (lambda w, k: gguf.quants.quantize(w, gguf.GGMLQuantizationType[k]))
+    data = code(array, kind)
+    writer.add_tensor(name, data, raw_dtype=wanted)
+
+
+def rename(architecture: str, config: Any, state: dict[str, torch.Tensor]) -> Any:
+    """Yield the tensors of llama.cpp."""
+    number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, tensor in state.items():
+        w = tensor.detach().float().numpy()
+        if ".experts.gate_up_proj" in name:
+            yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
+            continue
+        new = next(
+            (re.sub(p, r, name) for p, r in EXTRA_NAMES.items() if re.fullmatch(p, name)), None
+        )
+        if new is None:
+            module, _, ending = name.rpartition(".")
+            if ending not in ("weight", "bias"):
+                module, ending = name, "weight"
+            new = table.get_name(module)
+            assert new is not None, name
+            new = f"{new}.{ending}"
+        if architecture == "llama" and re.search(r"\.(q|k)_proj\.", name):
+            heads = w.shape[0] // config.head_dim
+            w = (
+                w.reshape(heads, 2, config.head_dim // 2, *w.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(w.shape)
+            )
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            w = w + 1
+        if architecture == "gpt-oss" and name.endswith("experts.down_proj"):
+            w = w.swapaxes(1, 2)
+        if name.endswith("shared_expert_gate.weight"):
+            w = w[0]
+        yield new, w
+
+
+def split_experts(name: str, w: np.ndarray, *, is_turned: bool) -> Any:
+    layer = name.split(".")[2]
+    ending = "bias" if name.endswith("bias") else "weight"
+    if is_turned:
+        w = w.swapaxes(-1, -2) if w.ndim == 3 else w
+        parts = (w[:, 0::2], w[:, 1::2])
+    else:
+        parts = np.split(w, 2, axis=1)
+    for part, array in zip(("gate", "up"), parts, strict=True):
+        yield f"blk.{layer}.ffn_{part}_exps.{ending}", array
+
+
+def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Say what the converter says about a model."""
+    get = lambda name, default=None: getattr(config, name, default)  # noqa: E731
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    if get("intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = config.head_dim
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    factor = rope.get("partial_rotary_factor") or 1.0
+    rotated = get("rotary_dim") or int(head_dim * factor)
+    writer.add_rope_dimension_count(rotated)
+    if rope.get("rope_type") in ("linear", "yarn"):
+        kind = (
+            gguf.RopeScalingType.LINEAR
+            if rope["rope_type"] == "linear"
+            else gguf.RopeScalingType.YARN
+        )
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    experts = next(
+        (get(n) for n in ("num_experts", "num_local_experts", "n_routed_experts") if get(n)), 0
+    )
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if get("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if get("shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if get("n_routed_experts"):
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_weights_norm(bool(config.norm_topk_prob))
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+    if get("sliding_window"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    for name, add in (
+        ("bos", writer.add_bos_token_id),
+        ("eos", writer.add_eos_token_id),
+        ("pad", writer.add_pad_token_id),
+    ):
+        if isinstance(get(f"{name}_token_id"), int):
+            add(get(f"{name}_token_id"))
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """Return the factors that llama.cpp divides RoPE frequencies by, as its converter does."""
+    base, old = rope["rope_theta"], rope["original_max_position_embeddings"]
+    factors = []
+    for freq in 1.0 / (base ** (np.arange(0, head_dim, 2) / head_dim)):
+        wavelen = 2 * np.pi / freq
+        if wavelen < old / rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif wavelen > old / rope["low_freq_factor"]:
+            factors.append(rope["factor"])
+        else:
+            smooth = (old / wavelen - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)

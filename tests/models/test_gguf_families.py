@@ -1,0 +1,136 @@
+"""Goal: a model in GGUF is the model it was made of: same configuration, same weights.
+
+Method: a tiny random model of each family, with every switch away from its default where the file
+can say so, is saved by transformers and written as GGUF by ``gguf_writing``, whose table of names
+is the ``gguf`` package's. Both are loaded here; configurations must agree field by field, logits
+bit by bit. (Gemma's norms lose a rounding on the way through ``1 + weight``.)
+"""
+
+import pytest
+import torch
+from gguf_writing import write_model
+from loading import load_checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem.models.families import open_checkpoint
+from tandem.models.identity import list_config_values
+
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0},
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 160,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3}),
+    "llama linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama bias": ("llama", {"attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
+    "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 20, "query_pre_attn_scalar": 32, "rope_parameters": GEMMA3_ROPE},
+    ),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "glm4": ("glm4", {"rope_parameters": PARTIAL}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "qwen2_moe": ("qwen2_moe", MOE | {"shared_expert_intermediate_size": 48}),
+    "qwen3_moe": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True,
+            "routed_scaling_factor": 1.5, "norm_topk_prob": True, "rope_parameters": PARTIAL,
+        },
+    ),
+    "minimax_m2": ("minimax_m2", MIXTRAL | {"rotary_dim": 16, "rope_parameters": PARTIAL}),
+    "gpt_oss": (
+        "gpt_oss",
+        MIXTRAL | {"sliding_window": 20, "rope_parameters": YARN | {"truncate": False}},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """A folder as transformers saves it, and a GGUF file of the same model."""
+    model_type, changes = MODELS[request.param]
+    config = CONFIG_MAPPING[model_type](**COMMON | changes)
+    generator = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point() and "inv_freq" not in dict(model.named_buffers()):
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.data = 1 + 0.1 * noise if tensor.dim() < 2 else noise * tensor.shape[-1] ** -0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
+    root = tmp_path_factory.mktemp("gguf")
+    model.save_pretrained(root / "folder")
+    write_model(model, root / "model.gguf")
+    return request.param, root / "folder", root / "model.gguf"
+
+
+def test_the_configuration_is_that_of_the_folder(pair):
+    """Each field that changes values is read from metadata, or follows from the architecture."""
+    name, folder, file = pair
+    ours, theirs = (list_config_values(open_checkpoint(path).config) for path in (file, folder))
+    # Which some classes write where others leave it out.
+    whole = '"partial_rotary_factor": 1.0, '
+    for values in (ours, theirs):
+        values["rope_parameters"] = values["rope_parameters"].replace(whole, "")
+    differences = {k: (ours.get(k), v) for k, v in theirs.items() if ours.get(k) != v}
+    assert not differences, name
+
+
+def test_logits_are_those_of_the_folder(pair, open_session):
+    """Every weight is where it belongs, rows in transformers' order."""
+    name, folder, file = pair
+    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    ours, theirs = (
+        open_session(load_checkpoint(path, dtype="float32")).run(tokens) for path in (file, folder)
+    )
+    if "gemma" in name:
+        assert torch.allclose(ours, theirs, atol=1e-4)
+    else:
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,218 @@
+"""Goal: a quantized checkpoint computes what its codes stand for, and its plan says how.
+
+Method: tiny models whose weights are coded by ``quantized``. Decoded to float32, logits must be
+those of transformers' eager model with the decoded weights, to rounding. With codes taken over as
+they are, weights must be the same to the fp16 rounding of scales, and logits within what int8 or
+bf16 activations change.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from loading import load_checkpoint
+from quantized import CODERS, is_linear, write_plain, write_quantized
+from transformers import AutoModelForCausalLM
+
+from tandem.kernels import tolerance
+from tandem.kernels.formats import dequantize
+from tandem.models.families import open_checkpoint
+from tandem.models.planner import describe_model, plan_model
+from tandem.models.sources.containers import open_source
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+}
+MOE = {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 3}
+"""All experts chosen, so that no near tie of the router hides an error."""
+IDS = list(range(3, 40))
+
+LARGEST_ERROR = 0.04
+"""Of logits, relative: what int8 activations in groups of up to 128 change in two layers; measured
+0.020 to 0.025. Weights are compared one by one elsewhere."""
+
+HELD = {
+    "fp8 blocks": "fp8",
+    "fp8 small blocks": None,
+    "fp8 tensor": "fp8",
+    "ct int4 g32 sym": "int4g32sym",
+    "ct int4 g32 asym": "int4g32",
+    "ct int4 g64 sym": "int4g64sym",
+    "ct int4 g64 asym": "int4g64",
+    "ct int4 g128 sym": "int4g128sym",
+    "ct int4 g128 asym": "int4g128",
+    "ct int8 g32": "int8g32",
+    "ct int4 channel": "int4g128sym",
+    "ct w8a8": "int8row",
+    "ct w8a8 asym": "int8g128min",
+    "ct fp8 channel": None,
+    "ct fp8 tensor": "fp8",
+    "ct fp8 block": "fp8",
+    "gptq 4 g128": "int4g128sym",
+    "gptq 4 g32 asym": "int4g32",
+    "gptq 4 g64 v2": "int4g64sym",
+    "gptq 4 rows": "int4g128sym",
+    "gptq 4 g32 act-order": None,
+    "gptq 8 g128": "int8g128",
+    "gptq 8 g32 asym": "int8g32min",
+    "gptq 8 rows": "int8row",
+    "awq g128": "int4g128",
+    "awq g32": "int4g32",
+}
+"""The format that takes the codes as they are."""
+
+
+@pytest.fixture
+def coded(checkpoint, tmp_path):
+    """Return ``make(family, kind)``: a coded folder, and one with the values that it stands for."""
+
+    def make(family, kind, is_coded=is_linear, **changes):
+        sizes = SIZES | (MOE if family == "qwen3_moe" else {}) | changes
+        folder = checkpoint(family, **sizes)
+        plain = tmp_path / f"{folder.name}-plain"
+        shutil.copytree(folder, plain)
+        write_plain(plain, write_quantized(folder, kind, is_coded))
+        return folder, plain
+
+    return make
+
+
+def eager(folder):
+    """Logits and last hidden states of transformers' model."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).double()
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([IDS])).last_hidden_state[0]
+        logits = model.lm_head(hidden)
+    weight = model.lm_head.weight.detach().numpy()
+    return logits, tolerance.logits(hidden.numpy(), weight, 2, torch.float32)
+
+
+def relative(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def test_every_kind_has_its_format_here():
+    assert HELD.keys() == CODERS.keys()
+
+
+@pytest.mark.parametrize("kind", CODERS)
+def test_logits_are_those_of_the_decoded_weights(kind, coded, open_session):
+    family = "qwen3_moe" if "g32" in kind or "fp8" in kind or "rows" in kind else "llama"
+    folder, plain = coded(family, kind)
+    exact, bound = eager(plain)
+    decoded = load_checkpoint(folder, dtype="float32", expert_format="none", linear_format="none")
+    logits = open_session(decoded).run(IDS)
+    assert np.max(np.abs(logits.double().numpy() - exact.numpy()) / bound) <= 1
+    packed = load_checkpoint(folder, dtype="float32")
+    held = HELD[kind]
+    formats = {m.weight_format for m in packed.plan.matrices if m.role in ("qkv", "gate_up")}
+    assert formats <= {held or "none"}
+    assert relative(open_session(packed).run(IDS), exact) < LARGEST_ERROR
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODERS if HELD[kind]])
+def test_packed_codes_are_the_values(kind, coded):
+    """To the fp16 rounding of scales and minima, whose terms are up to twice the weights' range."""
+    folder, _ = coded("llama", kind, num_hidden_layers=1)
+    quantization = open_checkpoint(folder).quantization
+    names = [f"model.layers.0.{n}_proj.weight" for n in ("self_attn.k", "mlp.down", "mlp.gate")]
+    with open_source(folder, quantization=quantization) as source:
+        for name in names:
+            packed = source.read_packed(name)
+            assert packed.weight_format == source.find_format(name)
+            assert packed.weight_format.name == HELD[kind]
+            values = torch.empty(packed.codes.shape)
+            source.read_into(name, values)
+            off = np.abs(dequantize(packed) - values.double().numpy()).max()
+            rounding = 2.0**-23 if HELD[kind] == "fp8" else 2.0**-10
+            assert off <= rounding * values.abs().max().item()
+
+
+def test_plan_says_what_is_kept_what_is_decoded_and_what_is_ignored(coded):
+    folder, _ = coded("llama", "fp8 tensor")
+    plan = plan_model(folder, dtype="bfloat16")
+    matrices = {m.module.partition("layers.0.")[2] or m.module: m for m in plan.matrices}
+    assert matrices["self_attn"].weight_format == "fp8"
+    assert (
+        matrices["self_attn"].reason == "as the checkpoint stores it: fp8 with one scale a tensor"
+    )
+    assert matrices["lm_head"].weight_format == "bf16"
+    assert matrices["mlp"].stored_bytes == 128 * 256 + 8
+    assert any("activations in fp8 (static): ignored" in note for note in plan.notes)
+    other = plan_model(folder, dtype="bfloat16", linear_format="int8")
+    reasons = {m.reason for m in other.matrices if m.role == "qkv"}
+    assert reasons == {"as asked for; decoded from fp8 with one scale a tensor"}
+    folder, _ = coded("llama", "ct fp8 channel")
+    plan = plan_model(folder, dtype="bfloat16")
+    (reason,) = {m.reason for m in plan.matrices if m.role == "qkv"}
+    assert "decoded from fp8 with a scale for each output, which no format here holds" in reason
+    assert {m.weight_format for m in plan.matrices if m.role == "qkv"} == {"bf16"}
+
+
+def test_unused_scales_are_listed_with_the_reason(coded, edit_weights):
+    folder, _ = coded("llama", "fp8 tensor")
+    scale = "model.layers.0.self_attn.k_proj.k_scale"
+    edit_weights(folder, lambda tensors: tensors.update({scale: torch.ones(1)}))
+    ignored = load_checkpoint(folder).ignored_weights
+    assert "KV cache" in ignored[scale]
+    assert "activations" in ignored["model.layers.1.mlp.up_proj.input_scale"]
+
+
+def test_blocks_that_do_not_stack_are_decoded(coded, open_session):
+    """Keys of 64 outputs end within a block of 128: the product that stacks them has no codes."""
+    changes = {"head_dim": 32, "num_key_value_heads": 2}
+    folder, plain = coded("llama", "fp8 blocks", **changes)
+    plan = plan_model(folder, dtype="float32")
+    formats = {m.role: m.weight_format for m in plan.matrices}
+    assert (formats["qkv"], formats["gate_up"]) == ("none", "fp8")
+    exact, _ = eager(plain)
+    assert (
+        relative(open_session(load_checkpoint(folder, dtype="float32")).run(IDS), exact)
+        < LARGEST_ERROR
+    )
+
+
+def test_modules_that_are_not_coded_keep_their_values(coded, edit_config, open_session):
+    """One plain projection leaves its operator without codes, so that nothing is coded anew."""
+    config = CODERS["ct int4 g32 sym"][1]
+    skipped = "model.layers.1.mlp.down_proj"
+    folder, plain = coded(
+        "llama", "ct int4 g32 sym", lambda name: is_linear(name) and skipped not in name
+    )
+    edit_config(folder, quantization_config=config | {"ignore": ["lm_head", f"re:.*{skipped}$"]})
+    plan = plan_model(folder, dtype="float32")
+    formats = {m.module: m.weight_format for m in plan.matrices if m.role == "down"}
+    assert formats == {"model.layers.0.mlp": "int4g32sym", "model.layers.1.mlp": "none"}
+    exact, _ = eager(plain)
+    assert (
+        relative(open_session(load_checkpoint(folder, dtype="float32")).run(IDS), exact)
+        < LARGEST_ERROR
+    )
+
+
+def test_plans_without_weights_follow_the_configuration(coded):
+    folder, _ = coded("qwen3_moe", "gptq 4 g128")
+    with_weights = plan_model(folder)
+    (folder / "model.safetensors").unlink()
+    without = plan_model(folder)
+    assert [m.weight_format for m in without.matrices] == [
+        m.weight_format for m in with_weights.matrices
+    ]
+    assert describe_model(folder).expert_format == "int4g128sym"
+
+
+def test_the_cache_changes_nothing(coded, open_session, tmp_path):
+    """A second start maps what the first one laid out."""
+    folder, _ = coded("qwen3_moe", "ct int4 g32 asym")
+    expected = open_session(load_checkpoint(folder, dtype="float32")).run(IDS)
+    cache = str(tmp_path / "cache")
+    for _ in range(2):
+        model = load_checkpoint(folder, dtype="float32", packed_cache=cache)
+        assert torch.equal(open_session(model).run(IDS), expected)
