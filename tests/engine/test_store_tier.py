@@ -10,6 +10,8 @@ import contextlib
 import threading
 import time
 
+import msgspec
+import numpy as np
 import pytest
 
 from tandem.core.clock import MonotonicClock
@@ -24,7 +26,7 @@ from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
-from tandem.transfer import SharedLoop
+from tandem.transfer import Op, SharedLoop
 
 BLOCK = 16
 PROMPT = [(i * 7919) % 3000 + 5 for i in range(10 * BLOCK + 3)]
@@ -299,6 +301,25 @@ def test_flush_reaches_the_store(serve, store, expected):
     assert second.generate(PROMPT) == (expected, 0)
 
 
+def test_other_weights_find_nothing_in_the_store(serve, store, expected):
+    """A change of weights reaches the store: another identity, under which nothing is found."""
+    first, second = serve(), serve()
+    first.generate(PROMPT)
+    first.wait_stored(10)
+    changed = msgspec.structs.replace(first.built.identity, weights="0" * 64)
+    assert {key.split("/")[1] for key in list_keys(store)} == {first.built.identity.digest.hex()}
+    second.tier._tier._identity = changed.digest.hex()
+    assert second.generate(PROMPT) == (expected, 0)
+    assert second.tier.counters.found_blocks == 0
+    second.wait_stored(10)
+    assert {key.split("/")[1] for key in list_keys(store)} == {
+        first.built.identity.digest.hex(),
+        changed.digest.hex(),
+    }
+    assert asyncio.run(second.tier.flush()) >= 10
+    assert {key.split("/")[1] for key in list_keys(store)} == {first.built.identity.digest.hex()}
+
+
 def test_a_store_that_is_gone_costs_no_request(tmp_path, expected):
     with LiveStore(tmp_path) as live:
         served = Served(live, load_deadline_ms=3000, lookup_timeout_ms=200, min_wait_ms=0)
@@ -311,15 +332,33 @@ def test_a_store_that_is_gone_costs_no_request(tmp_path, expected):
         served.close()
 
 
-def test_one_block_is_one_transfer(serve):
-    """From the store's memory to the pool: as many bytes are moved as blocks have, no more."""
+def test_one_block_is_one_transfer(serve, monkeypatch):
+    """From the store's memory to the pool: each byte of a block is moved once, and to its place."""
     first, second = serve(), serve()
     first.generate(PROMPT)
     first.wait_stored(10)
     engine = second.tier._tier._client._port._engine
+    size = second.built.cache.layout.bytes_per_block
+    pool = second.built.cache.view_bytes()
     names = ("local", "shm", "cma", "tcp")
     before = sum(engine.bytes_copied(name) for name in names)
+    targets, copies = [], []
+    """Offset in the pool and bytes of each read; arrays that were copied into."""
+    submit, copyto = engine.submit_ranges, np.copyto
+
+    def watch(op, segment, ranges, **options):
+        for local, offset, _, length in ranges:
+            if op is Op.READ:
+                targets.append((local._memory.address + offset - pool.ctypes.data, length))
+        return submit(op, segment, ranges, **options)
+
+    monkeypatch.setattr(engine, "submit_ranges", watch)
+    monkeypatch.setattr(np, "copyto", lambda *args: copies.append(args[0]) or copyto(*args))
     second.generate(PROMPT, num_tokens=1)
     moved = sum(engine.bytes_copied(name) for name in names) - before
     assert second.tier.counters.loaded_blocks == 10
-    assert moved == 10 * second.built.cache.layout.bytes_per_block
+    assert moved == 10 * size
+    assert sorted(length for _, length in targets) == [size] * 10
+    assert len({offset for offset, _ in targets}) == 10
+    assert all(offset % size == 0 and 0 <= offset < pool.nbytes for offset, _ in targets)
+    assert not copies, "blocks that were loaded are copied again"

@@ -204,7 +204,7 @@ CODERS: dict[str, tuple[Callable[[Tensor], Coded], dict[str, Any]]] = {
 
 
 def is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def write_quantized(

@@ -5,6 +5,11 @@ here: bitwise equal. Codes in our formats must stand for the same values: exactl
 that are products in the file and fp16 with us, whose rounding is the bound.
 """
 
+import base64
+import hashlib
+import json
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -118,3 +123,37 @@ def test_formats_that_nothing_holds_have_no_join():
     assert join_formats(kinds) is None
     assert join_formats([kinds[0], None]) is None
     assert join_formats([]) is None
+
+
+FIXTURES = json.loads((Path(__file__).parent / "fixtures" / "gguf_blocks.json").read_text())
+"""Made by llama.cpp; see the script beside them."""
+
+LARGEST_ERROR = {
+    "Q4_0": 0.10,
+    "Q4_1": 0.08,
+    "Q4_K": 0.075,
+    "IQ4_NL": 0.08,
+    "MXFP4": 0.13,
+    "Q5_0": 0.05,
+    "Q5_1": 0.04,
+    "Q5_K": 0.04,
+    "Q6_K": 0.02,
+    "Q8_0": 0.006,
+}
+"""Of Gaussian weights, as a norm relative to theirs: half a step or less of each type."""
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_what_llama_cpp_quantizes_is_decoded_as_it_decodes(kind):
+    """Its own quantizer, K types and IQ4_NL included; decoded floats are equal bit by bit."""
+    fixture = FIXTURES[kind]
+    raw = np.frombuffer(base64.b64decode(fixture["blocks"]), np.uint8)
+    blocks = raw.reshape(-1, BLOCK_SIZES[kind][1])
+    values = dequantize(kind, blocks)
+    assert hashlib.sha256(values.tobytes()).hexdigest() == fixture["decoded_sha256"]
+    weights = np.random.default_rng(0).normal(size=FIXTURES["shape"]).astype(np.float32)
+    rows = blocks.reshape(len(weights), -1, blocks.shape[1])
+    for decoded in (values.reshape(weights.shape), dequantize_codes(unpack(kind, rows))):
+        error = np.linalg.norm(decoded - weights) / np.linalg.norm(weights)
+        assert error < LARGEST_ERROR[kind]
+        assert error > LARGEST_ERROR[kind] / 3, "too good: not this type's codes"

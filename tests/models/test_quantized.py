@@ -19,6 +19,7 @@ from tandem.kernels import tolerance
 from tandem.kernels.formats import dequantize
 from tandem.models.families import open_checkpoint
 from tandem.models.planner import describe_model, plan_model
+from tandem.models.quantization import read_quantization
 from tandem.models.sources.containers import open_source
 
 SIZES = {
@@ -165,6 +166,38 @@ def test_unused_scales_are_listed_with_the_reason(coded, edit_weights):
     assert "activations" in ignored["model.layers.1.mlp.up_proj.input_scale"]
 
 
+LATENT = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 128,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "gptq 4 g32 asym", "awq g32"])
+def test_latent_attention_reads_values_and_experts_codes(kind, coded, open_session):
+    """DeepSeek's own layout: experts, shared ones and dense layers take the codes as they are."""
+    folder, plain = coded("deepseek_v3", kind, **LATENT)
+    exact, bound = eager(plain)
+    decoded = load_checkpoint(folder, dtype="float32", expert_format="none", linear_format="none")
+    logits = open_session(decoded).run(IDS)
+    assert np.max(np.abs(logits.double().numpy() - exact.numpy()) / bound) <= 1
+    packed = load_checkpoint(folder, dtype="float32")
+    formats = {m.role: m.weight_format for m in packed.plan.matrices}
+    assert {formats["experts"], formats["gate_up"]} == {HELD[kind]}
+    (reason,) = {m.reason for m in packed.plan.matrices if m.role == "q_up"}
+    assert "as latent attention orders rows" in reason
+    assert relative(open_session(packed).run(IDS), exact) < LARGEST_ERROR
+
+
 def test_blocks_that_do_not_stack_are_decoded(coded, open_session):
     """Keys of 64 outputs end within a block of 128: the product that stacks them has no codes."""
     changes = {"head_dim": 32, "num_key_value_heads": 2}
@@ -172,6 +205,8 @@ def test_blocks_that_do_not_stack_are_decoded(coded, open_session):
     plan = plan_model(folder, dtype="float32")
     formats = {m.role: m.weight_format for m in plan.matrices}
     assert (formats["qkv"], formats["gate_up"]) == ("none", "fp8")
+    (reason,) = {m.reason for m in plan.matrices if m.role == "qkv"}
+    assert "do not end where the stacked parts do" in reason
     exact, _ = eager(plain)
     assert (
         relative(open_session(load_checkpoint(folder, dtype="float32")).run(IDS), exact)
@@ -206,6 +241,108 @@ def test_plans_without_weights_follow_the_configuration(coded):
         m.weight_format for m in with_weights.matrices
     ]
     assert describe_model(folder).expert_format == "int4g128sym"
+
+
+PUBLISHED = {
+    "DeepSeek-V3": (
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        {"mlp.experts.3.up_proj": "fp8"},
+    ),
+    "Qwen3-FP8": (
+        {
+            "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+            "weight_block_size": [128, 128],
+        },
+        {"mlp.gate": None, "mlp.gate_proj": "fp8"},
+    ),
+    "Kimi-K2-Thinking": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "input_activations": None,
+                    "output_activations": None,
+                    "targets": ["Linear"],
+                    "weights": {
+                        "actorder": None,
+                        "block_structure": None,
+                        "dynamic": False,
+                        "group_size": 32,
+                        "num_bits": 4,
+                        "observer": "minmax",
+                        "observer_kwargs": {},
+                        "strategy": "group",
+                        "symmetric": True,
+                        "type": "int",
+                    },
+                }
+            },
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*shared_experts.*",
+                r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            ],
+            "kv_cache_scheme": None,
+            "quantization_status": "compressed",
+        },
+        {
+            "mlp.experts.3.up_proj": "int4g32sym",
+            "self_attn.o_proj": None,
+            "mlp.shared_experts.up_proj": None,
+            "mlp.up_proj": None,
+        },
+    ),
+    "GPTQModel": (
+        {
+            "bits": 4,
+            "checkpoint_format": "gptq",
+            "damp_percent": 0.01,
+            "desc_act": False,
+            "group_size": 128,
+            "lm_head": False,
+            "meta": {"quantizer": ["gptqmodel:1.1.0"]},
+            "model_file_base_name": None,
+            "quant_method": "gptq",
+            "sym": True,
+            "true_sequential": True,
+        },
+        {"mlp.up_proj": "int4g128sym", "lm_head": None},
+    ),
+    "AutoAWQ": (
+        {
+            "bits": 4,
+            "group_size": 128,
+            "modules_to_not_convert": None,
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
+        },
+        {"mlp.up_proj": "int4g128"},
+    ),
+}
+"""A ``quantization_config`` as it is published, and what it says of some modules of a layer."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read(name):
+    config, wanted = PUBLISHED[name]
+    quantization = read_quantization({"quantization_config": config})
+    assert quantization is not None
+    for module, format_name in wanted.items():
+        scheme = quantization.find_scheme(f"model.layers.0.{module}")
+        found = None if scheme is None else scheme.find_format(2048)
+        assert (None if found is None else found.name) == format_name, module
+    assert read_quantization({"compression_config": config}) == quantization
+    assert read_quantization({}) is None
 
 
 def test_the_cache_changes_nothing(coded, open_session, tmp_path):

@@ -53,11 +53,17 @@ def serve(
 def _show_plan(settings: Config, *, json: bool) -> None:
     from tandem.engine.build import plan_engine
 
-    plan = plan_engine(settings.model, settings.engine)
+    cluster = settings.cluster
+    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
+    rows = plan.rows()
+    if cluster.num_instances > 1:
+        roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
+        counts = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
+        rows.append(("instances", counts, "each as above, on its share of cores and memory"))
     if json:
-        print_json({**msgspec.structs.asdict(plan), "rows": plan.rows()})
+        print_json({**msgspec.structs.asdict(plan), "rows": rows})
         return
-    print_table(("what", "value", "why"), plan.rows())
+    print_table(("what", "value", "why"), rows)
 
 
 async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
@@ -111,7 +117,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
             serving = asyncio.create_task(run_server(settings.server, app, started.set_result))
-            announcing = asyncio.create_task(_announce(engine.wait_ready(), started, json=json))
+            announcing = asyncio.create_task(_announce(engine, started, json=json))
             try:
                 await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
                 if announcing.done() and announcing.exception() is not None:
@@ -125,14 +131,16 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def _announce(ready: Any, started: Any, *, json: bool) -> None:
+async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
     """Print where it serves, once it does: the line that scripts wait for."""
-    info: InstanceInfo = await ready
+    info: InstanceInfo = await cluster.wait_ready()
     running = await started
+    names = [each.name for each in cluster.instances]
     if json:
-        print_json({"url": running.url, "instance": info})
+        print_json({"url": running.url, "instance": info, "instances": names})
     else:
-        sys.stdout.write(f"{_describe(info)}\nServing {info.model} at {running.url}\n")
+        each = f"{', '.join(names)}, each:\n" if len(names) > 1 else ""
+        sys.stdout.write(f"{each}{_describe(info)}\nServing {info.model} at {running.url}\n")
     sys.stdout.flush()
 
 

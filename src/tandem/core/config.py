@@ -24,6 +24,7 @@ __all__ = [
     "ConfigField",
     "Resolved",
     "child_environment",
+    "let_idle_threads_sleep",
     "list_fields",
     "mask_secrets",
     "read_environment",
@@ -125,6 +126,14 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
     env.update(extra or {})
     return env
+
+
+def let_idle_threads_sleep() -> None:
+    """Tell OpenMP, before torch loads it, that waiting threads sleep; the user's word goes first.
+
+    On cores that they share with the threads of our kernels, spinning ones starve the others.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class _Text(str):

@@ -4,6 +4,7 @@ For looking at what was learned; a server is faster at many requests.
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,10 @@ class TunedModel:
         self._ends = _list_ends(frozen.checkpoint.spec.eos_token_ids, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
-            self._model = PeftModel.from_pretrained(frozen.model, str(adapter))
+            with warnings.catch_warnings():
+                # PEFT calls transformers by names that will change.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._model = PeftModel.from_pretrained(frozen.model, str(adapter))
         self._model.eval()
 
     def answer(

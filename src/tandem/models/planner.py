@@ -261,8 +261,7 @@ def _tell_stored(
     held = join_formats([m.weight_format for m in matrices])
     if held is not None and held.name == weight_format:
         return f"as the checkpoint stores it: {storage}" if is_kept else f"{reason}: stored so"
-    has_none = any(m.weight_format is None for m in matrices)
-    why = ", which no format here holds" if has_none else ""
+    why = "".join(f", {why}" for why in sorted({m.why for m in matrices if m.why}))
     return f"{reason}; decoded from {storage}{why}"
 
 

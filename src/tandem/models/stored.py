@@ -30,6 +30,8 @@ class StoredMatrix:
     """The codes in words, for plans; empty for values."""
     weight_format: WeightFormat | None = None
     """Holds the codes as they are; None: they are decoded, or there are none."""
+    why: str = ""
+    """Why codes are decoded, in words that follow what they are; empty where they need not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,20 @@ def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
         return StoredMatrix()
     held = join_formats([reader.find_format(name) for name in names])
     words = " and ".join(sorted(storage))
-    return StoredMatrix(words, held if _fits(matrix, held) else None)
+    return _judge(matrix, words, held)
 
 
-def _fits(matrix: RawMatrix, held: WeightFormat | None) -> bool:
-    """Whether codes can be taken over where a product stacks this matrix with others.
-
-    Latent attention puts rows of its matrices in another order and takes its heads apart: values.
-    """
-    if matrix.role in ("q_up", "head_matrices"):
-        return False
-    is_block = held is not None and held.is_float and held.bits == 8
-    return not (is_block and matrix.role in ("qkv", "gate_up") and matrix.shape[0] % BLOCK_ROWS)
+def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> StoredMatrix:
+    """Return whether a product that stacks or orders this matrix can take its codes over."""
+    why = ""
+    if held is None:
+        why = "which no format here holds"
+    elif matrix.role in ("q_up", "head_matrices"):
+        why = "as latent attention orders rows and takes heads apart"
+    elif held.is_float and held.bits == 8 and matrix.role in ("qkv", "gate_up"):
+        is_whole = matrix.shape[0] % BLOCK_ROWS == 0
+        why = "" if is_whole else "whose blocks do not end where the stacked parts do"
+    return StoredMatrix(storage, None if why else held, why)
 
 
 def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
@@ -115,7 +119,7 @@ def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
     if scheme is None or is_value:
         return StoredMatrix()
     held = scheme.find_format(matrix.shape[-1])
-    return StoredMatrix(str(scheme), held if _fits(matrix, held) else None)
+    return _judge(matrix, str(scheme), held)
 
 
 def _count_bytes(source: WeightSource, modules: set[str]) -> dict[str, int]:

@@ -136,7 +136,7 @@ class World:
         assert self.tokens == [truth(i) for i in range(len(self.tokens))]
         machine = self.machine
         assert machine.is_over == (self.end is not None)
-        assert self.num_notes <= LIMITS.max_attempts + 1
+        assert self.num_notes <= LIMITS.max_attempts + 2
         held = {leg.leg_id for leg in machine.held.values()}
         for leg_id, leg in self.legs.items():
             if leg.is_live or leg.is_held:
@@ -345,6 +345,18 @@ def test_without_faults_the_pair_serves_it():
     assert world.end is FinishReason.LENGTH
     assert world.tokens == [truth(0), truth(1), truth(2)]
     assert world.num_notes == 0
+
+
+def test_without_attempts_a_request_is_still_placed_once():
+    """``max_attempts`` counts fallbacks, not placements."""
+    sampling = SamplingParams(max_tokens=3, seed=SEED)
+    request = AddRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling, timeout_s=60.0)
+    machine = RequestMachine(request, Limits(max_attempts=0), 0.0)
+    assert [type(action) for action in machine.start(0.0)] == [Place]
+    (submit,) = machine.take(Alone(InstanceRef("p0", 0)), 0.0)
+    actions = machine.take(LegFailed(submit.leg.leg_id, PeerLostError("toy", "gone")), 1.0)
+    assert [type(action) for action in actions] == [Note, Fail]
+    assert machine.state is State.FAILED
 
 
 def test_a_request_that_is_not_placed_ends_by_its_deadline():

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from tandem import _native
-from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
@@ -41,15 +41,23 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         config: how many of which role.
         common: what they all are told.
 
-    Raises: ConfigError (fewer cores than instances).
+    Raises: ConfigError (fewer cores than instances; prefill and decode without a prefix cache).
     """
     if not config.prefill and config.num_instances == 1:
         return [common]
-    roles: list[tuple[str, InstanceRole]] = []
-    roles += [(f"prefill-{i}", "prefill") for i in range(config.prefill)]
-    roles += [(f"decode-{i}", "decode") for i in range(config.decode)]
-    if not roles:
-        roles = [(f"instance-{i}", "unified") for i in range(config.unified)]
+    if config.prefill and not common.engine.prefix_cache:
+        raise ConfigError(
+            "cluster.configure",
+            "prefill and decode instances need the prefix cache, where blocks that were read wait "
+            "for their request: leave engine.prefix_cache on, or serve with --unified",
+            field="engine.prefix_cache",
+        )
+    counts: tuple[tuple[str, InstanceRole, int], ...] = (
+        ("prefill", "prefill", config.prefill),
+        ("decode", "decode", config.decode),
+        ("instance", "unified", config.unified),
+    )
+    roles = [(f"{name}-{i}", role) for name, role, count in counts for i in range(count)]
     shares = divide_cores(_native.read_topology().cores, len(roles))
     # Proved by both sides of each connection between the instances of this run.
     transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None

@@ -81,12 +81,12 @@ class Limits:
     Attributes:
         lease_s: how long a prefill's blocks are held.
         recovery_s: how long a request waits for an instance to come back.
-        max_attempts: fallbacks before it fails for good.
+        max_attempts: fallbacks that it may have; with the next one it fails for good.
     """
 
     lease_s: float = 30.0
     recovery_s: float = 60.0
-    max_attempts: int = 5
+    max_attempts: int = 3
 
 
 # ---------------------------------------------------------------- inputs
@@ -478,7 +478,7 @@ class RequestMachine:
         self._happened.actions.append(action)
 
     def _place(self, *, is_held: bool) -> None:
-        if self.num_fallbacks >= self._limits.max_attempts:
+        if self.num_fallbacks > self._limits.max_attempts:
             self._happened.reason = "too_many_attempts"
             self._fire(Event.NO_ROUTE if is_held else Event.REFUSED)
             return

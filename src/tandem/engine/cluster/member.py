@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Self
 
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
 from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
-from tandem.engine.instance import InstanceSpec
+from tandem.engine.instance import InstanceRole, InstanceSpec
 from tandem.engine.launcher import Launcher
 from tandem.engine.supervisor import InstanceSupervisor
 
@@ -42,7 +42,7 @@ class ClusterMember:
     ) -> None:
         self._on_change = on_change
         self._on_stage = on_stage
-        self._role = spec.role
+        self._role: InstanceRole = spec.role
         self._name = spec.name
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
@@ -70,7 +70,7 @@ class ClusterMember:
         return self._name
 
     @property
-    def role(self) -> Literal["unified", "prefill", "decode"]:
+    def role(self) -> InstanceRole:
         """What it is for."""
         return self._role
 

@@ -147,7 +147,7 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
     Event.RECOVERY_ENDED: "No instance came back in time.",
     Event.TIMEOUT: "The time limit of the request passed.",
     Event.CANCEL: "The client left, or the request was aborted.",
-    Event.REFUSED: "Every instance that runs refused the request, or it was placed "
+    Event.REFUSED: "Every instance that runs refused the request, or it fell back more than "
     "cluster.max_attempts times.",
 })  # fmt: skip
 """What each event means."""

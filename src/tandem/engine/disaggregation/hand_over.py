@@ -39,7 +39,7 @@ READ_BATCH_BYTES = 64 << 20
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Of one batch."""
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 2.0
 """A question that nobody waits for any more is forgotten after this long."""
 CALL_DEADLINE_S = 5.0
 """Of a question that is answered at once."""

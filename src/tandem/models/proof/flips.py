@@ -24,6 +24,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "sliding_window": lambda values: not _slides(values),
     "layer_types": lambda values: not _slides(values),
     "sliding_window_pattern": lambda values: True,
+    "head_dim": lambda values: "kv_lora_rank" in values,
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
@@ -31,7 +32,8 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
 """Fields that transformers reads and that may change nothing, and when.
 
 Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up
-in ``layer_types``, which a saved configuration has; ``truncate`` may round to the same dimensions.
+in ``layer_types``, which a saved configuration has; MLA has other sizes of heads, and derives this
+one; ``truncate`` may round to the same dimensions.
 """
 
 OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem._native import ThreadPool
 from tandem.core.errors import TandemError
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.models.identity import list_config_values
 from tandem.models.loader import CausalModel, load_model
 from tandem.models.planner import plan_model
 from tandem.models.proof.flips import flip_fields
@@ -113,7 +114,7 @@ def find_key(config: Any) -> str:
     parts = [hash_code(), transformers.__version__, type(config).__name__]
     for is_true_head in (False, True):
         tiny = shrink_config(config, is_true_head=is_true_head)
-        parts.append(json.dumps(tiny.to_dict(), sort_keys=True, default=str))
+        parts.append(json.dumps(list_config_values(tiny), sort_keys=True))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -6,11 +6,13 @@ which a RoPE changes shrink below the lengths that the proof runs, and so do cap
 what random activations reach; epsilons grow until they matter. Every switch is left as it is.
 """
 
+import json
 from typing import Any
 
 from torch import nn
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.identity import list_config_values
 from tandem.models.skeleton import build_skeleton
 
 __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
@@ -62,9 +64,19 @@ def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
 
 def _find_kinds(config: Any) -> set[object]:
     """Return what layers of a model differ by, whatever their sizes: classes and switches."""
-    model: Any = build_skeleton(config)
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    return set() if layers is None else {_describe_layer(layer) for layer in layers}
+    key = (type(config), json.dumps(list_config_values(config), sort_keys=True))
+    if key not in _KINDS:
+        if len(_KINDS) >= MAX_KEPT_KINDS:
+            _KINDS.clear()
+        model: Any = build_skeleton(config)
+        layers = getattr(getattr(model, "model", None), "layers", None) or ()
+        _KINDS[key] = {_describe_layer(layer) for layer in layers}
+    return _KINDS[key]
+
+
+_KINDS: dict[object, set[object]] = {}
+"""By configuration: a proof asks several times, and a skeleton of many layers takes its time."""
+MAX_KEPT_KINDS = 16
 
 
 def _describe_layer(layer: nn.Module) -> object:

@@ -1,0 +1,169 @@
+"""Using an adapter: answers, scores, a merged checkpoint, and adapters that are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
+from tandem.core.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    ShapeError,
+    TandemError,
+    UnsupportedError,
+)
+from tandem.finetune.adapters import read_adapter
+from tandem.finetune.evaluate import evaluate_records
+from tandem.finetune.export import export_merged
+from tandem.finetune.metrics import measure_texts, split_tokens
+from tandem.finetune.tuned import TunedModel
+
+MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
+NAME = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A random adapter of two projections in each layer of the demo model."""
+    folder = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(6):
+        for name, rows in (("q_proj", 256), ("v_proj", 128)):
+            tensors[NAME.format(layer, name, "A")] = torch.randn(4, 256, generator=generator) / 16
+            tensors[NAME.format(layer, name, "B")] = torch.randn(rows, 4, generator=generator) / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    config |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": "demo"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def changed(adapter, tmp_path):
+    """Return ``change(config, tensors)``: a copy of the adapter's folder with other contents."""
+
+    def change(edit=None, **config):
+        folder = tmp_path / "changed"
+        shutil.copytree(adapter, folder)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        if edit is not None:
+            tensors = load_file(folder / "adapter_model.safetensors")
+            edit(tensors)
+            save_file(tensors, folder / "adapter_model.safetensors")
+        return folder
+
+    return change
+
+
+def test_the_merged_checkpoint_answers_as_the_adapter_does(adapter, tmp_path):
+    """``export`` writes W + scale B A; the base model answers otherwise."""
+    merged = export_merged("demo", adapter, tmp_path / "merged")
+    tuned = TunedModel("demo", adapter, num_threads=2)
+    answer = tuned.answer(MESSAGES, max_tokens=6)
+    assert TunedModel(str(merged), num_threads=2).answer(MESSAGES, max_tokens=6) == answer
+    assert TunedModel("demo", num_threads=2).answer(MESSAGES, max_tokens=6) != answer
+    before, after = (load_file(f / "model.safetensors") for f in _folders(merged))
+    name = "model.layers.2.self_attn.q_proj.weight"
+    pair = read_adapter(adapter).pairs[name.removesuffix(".weight")]
+    wanted = (before[name].float() + 2.0 * pair.b_NR @ pair.a_RK).to(before[name].dtype)
+    assert torch.equal(after[name], wanted)
+    assert sum(not torch.equal(before[key], after[key]) for key in before) == 12
+    with pytest.raises(ConflictError):
+        export_merged("demo", adapter, merged)
+
+
+def _folders(merged):
+    from tandem.models.hub import DEMO_FOLDER
+
+    return DEMO_FOLDER, merged
+
+
+def test_evaluation(adapter, tmp_path):
+    """Scores of a file, and its answers as JSON lines."""
+    rows = [{"instruction": "def add(a, b):", "output": "return a + b"}, 7]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    model = TunedModel("demo", adapter, num_threads=2)
+    report = evaluate_records(model, str(path), max_tokens=4, predictions=tmp_path / "out.jsonl")
+    assert (report.num_rows, report.num_bad_rows) == (1, 1)
+    assert report.metrics["perplexity"] > 1
+    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert json.loads(line)["label"] == "return a + b"
+
+
+def test_chat_command(adapter):
+    """``tandem chat --adapter`` answers in this process."""
+    words = ["chat", "demo", "--adapter", str(adapter), "--prompt", "Hi", "--max-tokens", "3"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    assert "text" in json.loads(result.stdout)
+
+
+def test_metrics():
+    """Equal texts score 100; the scores are those of the definitions."""
+    same = measure_texts(["the cat sat on the mat"], ["the cat sat on the mat"])
+    assert all(value == pytest.approx(100) for value in same.values())
+    scores = measure_texts(["the cat sat"], ["the dog sat"])
+    assert scores["bleu-1"] == pytest.approx(200 / 3)
+    assert scores["rouge-1"] == pytest.approx(200 / 3)
+    assert scores["rouge-2"] == 0
+    assert scores["exact_match"] == 0
+
+
+def test_chinese_is_measured_by_characters():
+    """Without spaces, words would make any difference a whole miss."""
+    assert split_tokens("你好 World!") == ["你", "好", "world"]
+    scores = measure_texts(["我爱北京"], ["我爱上海"])
+    assert scores["bleu-1"] == pytest.approx(50)
+    assert scores["rouge-l"] == pytest.approx(50)
+
+
+def test_hostile_adapters_are_refused_by_name(changed, adapter, tmp_path):
+    """Shapes, names, settings and pickles; nothing of them is executed or believed."""
+    key = NAME.format(0, "q_proj", "A")
+    cases = [
+        (CorruptionError, "rank", {"edit": lambda t: t.update({key: torch.zeros(5, 256)})}),
+        (CorruptionError, "q_proj", {"edit": lambda t: t.__delitem__(key)}),
+        (UnsupportedError, "evil", {"edit": lambda t: t.update({"../evil": torch.zeros(1)})}),
+        (UnsupportedError, "use_dora", {"use_dora": True}),
+        (UnsupportedError, "bias", {"bias": "all"}),
+        (UnsupportedError, "not a LoRA", {"peft_type": "IA3"}),
+        (TandemError, "r 100000", {"r": 100000}),
+        (TandemError, "lora_alpha", {"lora_alpha": "x"}),
+    ]
+    for kind, message, options in cases:
+        folder = changed(**options)
+        with pytest.raises(kind, match=message):
+            read_adapter(folder)
+        shutil.rmtree(folder)
+    folder = changed()
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(UnsupportedError, match="pickle"):
+        read_adapter(folder)
+    with pytest.raises(NotFoundError):
+        read_adapter(tmp_path / "nowhere")
+
+
+def test_adapters_of_another_model_are_not_merged(changed, tmp_path):
+    """A weight that the checkpoint does not have, or of another size; no folder is left."""
+
+    def move(tensors):
+        for half in "AB":
+            tensors[NAME.format(9, "q_proj", half)] = tensors.pop(NAME.format(0, "q_proj", half))
+
+    folder = changed(move)
+    with pytest.raises(UnsupportedError, match=r"layers\.9"):
+        export_merged("demo", folder, tmp_path / "merged")
+    shutil.rmtree(folder)
+    name = NAME.format(0, "q_proj", "B")
+    folder = changed(lambda tensors: tensors.update({name: torch.zeros(9, 4)}))
+    with pytest.raises(ShapeError, match="update"):
+        export_merged("demo", folder, tmp_path / "merged")
+    assert [p.name for p in tmp_path.iterdir()] == ["changed"]

@@ -1,0 +1,102 @@
+"""Configurations as the hub has them: the switches of published models, at their sizes.
+
+No weights are made of these sizes: a proof shrinks them.
+"""
+
+from typing import Any
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
+    "llama-3.1": (
+        "llama",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama-tied-biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": 4096, "head_dim": 128}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        "qwen2",
+        {
+            "num_key_value_heads": 8,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 32768},
+        },
+    ),
+    "qwen2-windows": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4096,
+            "max_window_layers": 16,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "qwen3": ("qwen3", {"num_key_value_heads": 8, "head_dim": 128}),
+    "gemma2": ("gemma2", {}),
+    "gemma3_text": ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 512}),
+    "phi3": ("phi3", {"sliding_window": 2047}),
+    "phi-4-mini": (
+        "phi3",
+        {
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {"num_key_value_heads": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"norm_topk_prob": True, "head_dim": 128, "num_key_value_heads": 4},
+    ),
+    "qwen3_moe-mixed": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "olmoe": ("olmoe", {}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 128,
+            "num_attention_heads": 96,
+            "hidden_size": 5120,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4_moe-groups": ("glm4_moe", {"head_dim": 128, "n_group": 8, "topk_group": 4}),
+    "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
+    "deepseek_v3": ("deepseek_v3", {}),
+}
+"""By name: (model_type, what differs from transformers' defaults)."""
+
+
+def make_published(name: str, **changes: Any) -> Any:
+    """Build transformers' configuration object."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, values = PUBLISHED[name]
+    return CONFIG_MAPPING[model_type](**{**values, **changes})

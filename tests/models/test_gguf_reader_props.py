@@ -1,0 +1,197 @@
+"""Goal: no bytes make the reader do anything but read or refuse.
+
+Method: true files are damaged at random (bits flipped, ranges cut, copied, zeroed, numbers replaced
+by extremes, descriptions shuffled) and read whole: header, configuration, tokenizer, every weight.
+Whatever happens must be one of our errors, and what is read must lie within the file. The long form
+runs for as many seconds as ``TANDEM_FUZZ_S`` says, ten minutes without it.
+"""
+
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_bytes import ARRAY, Gguf, Tensor, pack_text
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem.core.errors import TandemError
+from tandem.models.gguf.config import read_gguf_config
+from tandem.models.gguf.tokenizer import load_gguf_tokenizer
+from tandem.models.sources.gguf import GgufSource
+
+EXTREMES = (0, 1, 7, 8, 31, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 60, (1 << 64) - 1)
+MAX_PEAK_BYTES = 1 << 20
+"""Of a weight of a damaged file of a few KiB."""
+
+
+def texts(*values: str) -> bytes:
+    return struct.pack("<IIQ", ARRAY, 8, len(values)) + b"".join(map(pack_text, values))
+
+
+def numbers(kind: int, code: str, *values: float) -> bytes:
+    return struct.pack("<IIQ", ARRAY, kind, len(values)) + struct.pack(
+        f"<{len(values)}{code}", *values
+    )
+
+
+def make_model() -> bytes:
+    """A whole small model with weights in several types."""
+    tokens = [*(chr(97 + i) for i in range(26)), "ab", "<|im_end|>"]
+    metadata = [
+        ("general.architecture", "llama"),
+        ("llama.block_count", 1),
+        ("llama.context_length", 64),
+        ("llama.embedding_length", 32),
+        ("llama.feed_forward_length", 32),
+        ("llama.attention.head_count", 2),
+        ("llama.attention.layer_norm_rms_epsilon", struct.pack("<If", 6, 1e-5)),
+        ("tokenizer.ggml.model", "gpt2"),
+        ("tokenizer.ggml.tokens", texts(*tokens)),
+        ("tokenizer.ggml.token_type", numbers(5, "i", *([1] * 27 + [3]))),
+        ("tokenizer.ggml.merges", texts("a b")),
+        ("tokenizer.ggml.eos_token_id", 27),
+        ("tokenizer.chat_template", "{{ messages }}"),
+    ]
+    rng = np.random.default_rng(0)
+
+    def tensor(name, shape, kind, size):
+        return Tensor(name, shape, kind, rng.integers(0, 256, size, dtype=np.uint8).tobytes())
+
+    layer = "blk.0."
+    tensors = [
+        tensor("token_embd.weight", (28, 32), 8, 28 * 34),
+        tensor("output_norm.weight", (32,), 0, 128),
+        tensor(f"{layer}attn_norm.weight", (32,), 0, 128),
+        tensor(f"{layer}attn_q.weight", (32, 32), 2, 32 * 18),
+        tensor(f"{layer}attn_k.weight", (32, 32), 20, 32 * 18),
+        tensor(f"{layer}attn_v.weight", (32, 32), 1, 2048),
+        tensor(f"{layer}ffn_gate_exps.weight", (2, 16, 32), 39, 32 * 17),
+        tensor(f"{layer}ffn_up_exps.weight", (2, 16, 32), 39, 32 * 17),
+        tensor("rope_freqs.weight", (8,), 0, 32),
+    ]
+    return Gguf(metadata=metadata, tensors=tensors).build()
+
+
+MODEL = make_model()
+HEADER_BYTES = MODEL.index(b"rope_freqs.weight") + 64
+
+
+@st.composite
+def damages(draw) -> bytes:
+    """The model with one to four things wrong; mostly in its header."""
+    data = bytearray(MODEL)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, min(HEADER_BYTES, max(0, len(data) - 9))))
+        match draw(st.sampled_from(("flip", "number", "cut", "zero", "copy", "drop"))):
+            case "flip":
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case "number":
+                size = draw(st.sampled_from((1, 4, 8)))
+                value = draw(st.sampled_from(EXTREMES)) & ((1 << 8 * size) - 1)
+                data[at : at + size] = value.to_bytes(size, "little")
+            case "cut":
+                del data[draw(st.integers(0, len(data) - 1)) :]
+            case "zero":
+                data[at : at + 8] = bytes(8)
+            case "copy":
+                source = draw(st.integers(0, HEADER_BYTES))
+                data[at : at + 32] = data[source : source + 32]
+            case "drop":
+                del data[at : at + draw(st.sampled_from((1, 4, 8, 16)))]
+        if len(data) < 16:
+            break
+    return bytes(data)
+
+
+def read_all(path: Path) -> bool:
+    """Read everything that a file says; True if nothing of it was refused."""
+    is_whole = True
+    for read in (read_gguf_config, load_gguf_tokenizer):
+        try:
+            read(path)
+        except TandemError:
+            is_whole = False
+    try:
+        with GgufSource(path) as source:
+            for name in source.list_sizes():
+                is_whole &= _read_weight(source, name)
+            source.check_all_used({})
+    except TandemError:
+        is_whole = False
+    return is_whole
+
+
+def find_shape(source: GgufSource, name: str) -> tuple[int, ...]:
+    """The shape of a weight: of several tensors, along their outputs."""
+    shapes = [source.files.tensors[tensor].shape for tensor in source._recipes[name].tensors]
+    first = shapes[0]
+    axis = max(0, len(first) - 2)
+    rows = sum(shape[min(axis, len(shape) - 1)] for shape in shapes)
+    return (*first[:axis], rows, *first[axis + 1 :])
+
+
+def _read_weight(source: GgufSource, name: str) -> bool:
+    shape = find_shape(source, name)
+    assert int(np.prod(shape)) <= MAX_PEAK_BYTES, "more weights than the file has bits"
+    try:
+        with np.errstate(all="ignore"):
+            source.read_into(name, torch.empty(shape))
+            if source.find_format(name) is not None:
+                source.read_packed(name, 0 if len(shape) == 3 else None)
+    except TandemError:
+        return False
+    return True
+
+
+def test_the_undamaged_model_is_read_whole(tmp_path):
+    """Else the rest would test nothing. (Its RoPE factors are noise, and refused.)"""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(MODEL.replace(b"rope_freqs.weight", b"rope_fregs.weight"))
+    read_gguf_config(path)
+    load_gguf_tokenizer(path)
+    with GgufSource(path) as source:
+        assert all(_read_weight(source, name) for name in source.list_sizes())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz") / "model.gguf"
+
+
+@given(data=damages())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_is_read_or_refused(path, data):
+    """Never another exception, and never more than the file can hold."""
+    path.write_bytes(data)
+    read_all(path)
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=50)
+def test_any_bytes_are_refused(path, data):
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + data)
+    assert not read_all(path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_damage_is_read_or_refused_for_long(path):
+    """The same for ten minutes, seeds from the clock of the run: each failure prints its bytes."""
+    end_s = time.monotonic() + float(os.environ.get("TANDEM_FUZZ_S", "600"))
+    count = 0
+
+    @given(data=damages())
+    @settings(max_examples=2000, database=None)
+    def run(data):
+        nonlocal count
+        count += 1
+        path.write_bytes(data)
+        read_all(path)
+
+    while time.monotonic() < end_s:
+        run()
+    assert count

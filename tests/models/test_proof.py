@@ -1,0 +1,267 @@
+"""Goal: a proof accepts what runs right, and refuses what does not, by the operator at fault.
+
+Method: the switches of published models, shrunk. Mutants are operators that leave out one thing
+that a family has; each must be refused, with its layer and name.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from published import PUBLISHED, make_published
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem.cli.verify import render_proof
+from tandem.core.errors import TandemError, UnsupportedError
+from tandem.kernels.activation import Activation
+from tandem.kernels.attention import Attention
+from tandem.kernels.linear import Embedding, LmHead
+from tandem.kernels.mlp import Mlp
+from tandem.kernels.moe import MoeBlock, Router
+from tandem.kernels.norm import RmsNorm
+from tandem.kernels.rope import Rope
+from tandem.models.families import FAMILIES, open_checkpoint
+from tandem.models.identity import IGNORED_CONFIG
+from tandem.models.proof import prove, require
+from tandem.models.proof.flips import HARMLESS, list_changes
+from tandem.models.proof.prove import find_key, prove_config
+from tandem.models.proof.shrink import shrink_config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_families_are_proved(name):
+    """Each family of the page runs right, and the tiny model tells each of its switches."""
+    proof = prove_config(make_published(name))
+    assert proof.problem == ""
+    assert {check.name for check in proof.checks} >= {"whole", "decoding", "reused prefix"}
+    assert any(flip.outcome == "noticed" for flip in proof.flips)
+    assert "proved" in render_proof(proof)
+
+
+def test_every_family_of_the_page_is_among_the_published():
+    """``FAMILIES`` promises that CI proves them."""
+    same_classes = {"kimi_k2": "deepseek_v3"}
+    published = {model_type for model_type, _ in PUBLISHED.values()}
+    assert {same_classes.get(name, name) for name in FAMILIES} == published
+
+
+def forget(kind, name, value):
+    """Return a mutation: every operator of a class forgets what it was told."""
+
+    def mutate(monkeypatch):
+        original = kind.__init__
+
+        def init(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            setattr(self, name, value(self) if callable(value) else value)
+
+        monkeypatch.setattr(kind, "__init__", init)
+
+    return mutate
+
+
+MUTANTS = {
+    "norms add nothing": ("gemma2", forget(RmsNorm, "offset", 0.0), "layernorm (RmsNorm)"),
+    "no window": (
+        "mistral",
+        forget(Attention, "rule", lambda a: replace(a.rule, window=0)),
+        "self_attn (Attention)",
+    ),
+    "window off by one": (
+        "gemma3_text",
+        forget(Attention, "rule", lambda a: replace(a.rule, window=a.rule.window and 12)),
+        "self_attn (Attention)",
+    ),
+    "no soft cap": (
+        "gemma2",
+        forget(Attention, "rule", lambda a: replace(a.rule, soft_cap=0.0)),
+        "self_attn (Attention)",
+    ),
+    "no cap on logits": ("gemma2", forget(LmHead, "soft_cap", 0.0), "whole"),
+    "no embedding scale": ("gemma3_text", forget(Embedding, "scale", 1.0), "embed_tokens"),
+    "another scale": ("gemma2", forget(Attention, "scale", 0.2), "self_attn (Attention)"),
+    "another activation": ("gemma2", forget(Mlp, "activation", Activation()), "mlp (Mlp)"),
+    "halves for neighbours": ("glm4", forget(Attention, "interleaved_size", 0), "self_attn"),
+    "one RoPE for all layers": ("gemma3_text", forget(Attention, "rope_idx", 0), "self_attn"),
+    "norm of each head": (
+        "qwen3",
+        forget(Attention, "qk_norm_offset", 1.0),
+        "self_attn (Attention)",
+    ),
+    "weights not normalised": (
+        "mixtral",
+        forget(Router, "rule", lambda r: replace(r.rule, is_normalised=False)),
+        "mlp (MoeBlock)",
+    ),
+    "all groups count": (
+        "glm4_moe-groups",
+        forget(Router, "rule", lambda r: replace(r.rule, num_groups=1, num_top_groups=1)),
+        "mlp (MoeBlock)",
+    ),
+    "weights not scaled": (
+        "glm4_moe",
+        forget(Router, "rule", lambda r: replace(r.rule, weight_scale=1.0)),
+        "mlp (MoeBlock)",
+    ),
+    "no bias of the choice": (
+        "minimax_m2",
+        forget(Router, "_choice_bias_name", ""),
+        "e_score_correction_bias' in model.safetensors belongs to no module",
+    ),
+    "shared expert not gated": (
+        "qwen2_moe",
+        forget(MoeBlock, "_shared_gate", None),
+        "mlp (MoeBlock)",
+    ),
+    "angles of another base": (
+        "llama",
+        forget(Rope, "inv_freq", lambda rope: rope.inv_freq * 1.01),
+        "self_attn (Attention)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
+    """A proof that accepts a mutant is worth nothing."""
+    name, mutate, where = MUTANTS[mutant]
+    mutate(monkeypatch)
+    monkeypatch.setattr(prove, "SEEDS", (0,))  # The others only take time where all must fail.
+    proof = prove_config(make_published(name), with_flips=False)
+    assert where in proof.problem
+    assert "NOT proved" in render_proof(proof)
+
+
+SWITCHED = {
+    "olmoe": {"clip_qkv": 0.7},
+    "gemma3_text": {"attn_logit_softcapping": 5.0},
+    "gemma2": {"use_bidirectional_attention": True},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_switch_that_no_operator_has_is_refused(name):
+    """Either the logits differ, or the tiny model cannot tell: no third way to be accepted."""
+    assert prove_config(make_published(name, **SWITCHED[name])).problem
+
+
+def test_a_tiny_configuration_keeps_every_kind_of_layer():
+    """Kinds that come late in the real model must be in the tiny one."""
+    tiny = shrink_config(make_published("gemma3_text"))
+    assert set(tiny.layer_types) == {"sliding_attention", "full_attention"}
+    assert tiny.sliding_window < 16
+    mixed = shrink_config(make_published("glm4_moe"))
+    assert 0 < mixed.first_k_dense_replace < mixed.num_hidden_layers
+    grouped = shrink_config(make_published("glm4_moe-groups"))
+    assert (grouped.n_group, grouped.topk_group) == (4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_changed_field_is_followed_or_refused(name):
+    """What ``auto`` trusts: no field of a family that CI proves changes values unseen."""
+    config = make_published(name)
+    for field, change, values in list_changes(config):
+        if field.partition(".")[0] in IGNORED_CONFIG or field in HARMLESS:
+            continue
+        try:
+            changed = type(config).from_dict(values)
+            proof = prove_config(changed, with_flips=False)
+        except (TandemError, ValueError, TypeError, RuntimeError):
+            continue
+        fails_itself = "transformers fails" in proof.problem or "eager" in proof.problem
+        is_refused = "operator" in proof.problem or "known are" in proof.problem
+        assert not proof.problem or fails_itself or is_refused, (field, change, proof.problem)
+
+
+@pytest.fixture
+def save_config(tmp_path):
+    def save(model_type, **changes):
+        config = CONFIG_MAPPING[model_type](**changes)
+        folder = tmp_path / model_type
+        config.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def test_an_unknown_architecture_is_proved_once(save_config, tmp_path, monkeypatch):
+    """The first use proves; the next one reads what the first found, and believes only its own."""
+    assert "olmo2" not in FAMILIES
+    folder, root = save_config("olmo2"), tmp_path / "proofs"
+    proof = require.require_proof(folder, root=root)
+    assert proof is not None
+    assert proof.is_proved
+
+    def fail(config):
+        raise AssertionError(config)
+
+    monkeypatch.setattr(require, "prove_config", fail)
+    assert require.require_proof(folder, root=root) == proof
+    assert require.require_proof(folder, "off", root=root) is None
+    (path,) = root.iterdir()
+    path.chmod(0o666)
+    with pytest.raises(AssertionError):
+        require.require_proof(folder, root=root)
+    path.chmod(0o600)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "key": "another"}))
+    with pytest.raises(AssertionError):
+        require.require_proof(folder, root=root)
+
+
+def test_an_architecture_that_differs_is_refused_where_it_does(save_config, tmp_path):
+    """SmolLM3 does not rotate in every fourth layer, which no operator here leaves out."""
+    with pytest.raises(UnsupportedError, match=r"self_attn \(Attention\)") as caught:
+        require.require_proof(save_config("smollm3"), root=tmp_path / "proofs")
+    assert caught.value.field == "model_type"
+
+
+def test_families_of_ci_are_trusted_with_its_transformers_alone(save_config, tmp_path, monkeypatch):
+    """Another version of transformers may compute another thing under the same name."""
+    import transformers
+
+    folder, root = save_config("qwen2", hidden_size=64), tmp_path / "proofs"
+    assert require.require_proof(folder, root=root) is None
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    assert require.require_proof(folder, root=root) is not None
+
+
+def test_the_key_is_of_switches_not_of_sizes():
+    """Sizes of one family share a proof; a switch does not."""
+    small, large = (make_published("qwen2", num_hidden_layers=n) for n in (24, 48))
+    assert find_key(small) == find_key(large)
+    assert find_key(make_published("qwen2", tie_word_embeddings=False)) != find_key(small)
+
+
+REFUSED = {
+    "mamba2": ({"model_type": "mamba2"}, "model_type", "state-space"),
+    "qwen3_next": ({"model_type": "qwen3_next"}, "model_type", "beside KV"),
+    "layers": (
+        {"model_type": "llama", "layer_types": ["linear_attention", "full_attention"]},
+        "layer_types",
+        "linear_attention",
+    ),
+    "fields": ({"model_type": "falcon_h1", "mamba_d_ssm": 64}, "mamba_d_ssm", "beside KV"),
+    "images": ({"model_type": "gemma3", "vision_config": {"a": 1}}, "vision_config", "images"),
+    "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder", "encoder"),
+    "index": ({"model_type": "deepseek_v32", "index_topk": 64}, "index_topk", "index"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_more_than_kv_is_refused_by_name(name, tmp_path):
+    """A prefix hit without the state beside KV would give wrong tokens."""
+    raw, field, text = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match=text) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.field == field
+
+
+def test_a_proof_leaves_torch_as_it_was():
+    """It runs inside a server that has settings of its own."""
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    prove_config(make_published("llama"), with_flips=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
