@@ -37,6 +37,14 @@ def test_quick_cases_check_and_compare():
         assert (record["ceiling"] is None) == ("prefill" in record["case"])
 
 
+@pytest.mark.slow
+def test_latent_attention_has_cases_of_its_own():
+    (record,) = run_case("mla format=int8g128 phase=prefill*")
+    assert record["case"] == "mla format=int8g128 phase=prefill tokens=128"
+    assert record["check"] == "ok"
+    assert record["ratio"] > 0
+
+
 @pytest.mark.parametrize("name", model_bench.FORMATS)
 def test_a_failed_check_reports_no_time(name, monkeypatch):
     monkeypatch.setitem(model_bench.LARGEST_ERROR, name, 0.0)

@@ -100,6 +100,19 @@ def test_errors_are_one_line_and_status_1(arguments, words):
         assert word in result.stderr
 
 
+def test_convert_writes_a_checkpoint_that_the_next_command_reads(tmp_path):
+    """A full disk, a folder in the way and the formats are tests of `models.export`."""
+    out = tmp_path / "demo4"
+    written = json.loads(
+        run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json").stdout
+    )
+    assert (written["weight_format"], written["num_coded"]) == ("int4g32", 168)
+    assert written["size_bytes"] < 0.5 * written["source_bytes"]
+    plan = run("plan", str(out)).stdout
+    assert "as the checkpoint stores it: int4 in groups of 32, with zero points" in plan
+    assert run("convert", "demo", "--to", "int8").returncode == 2
+
+
 def test_convert_packs_once_and_says_what(tmp_path):
     arguments = ("convert", "demo", "--format", "int8", "--packed-cache", str(tmp_path))
     first = json.loads(run(*arguments, "--json").stdout)

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -170,3 +171,42 @@ def test_answers_are_right_or_errors_while_children_die_and_hang(serve_demo, min
         # Connections of the clients that have left may still be closing.
         assert after.num_descriptors <= before.num_descriptors + 2 * NUM_CLIENTS + 8
         assert after.num_segments <= before.num_segments + 4
+
+
+def list_shared_memory(pids):
+    """Files that carry the id of one of these processes; other servers may run meanwhile."""
+    paths = [str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()]
+    return [path for path in paths if any(str(pid) in path for pid in pids)]
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_process_and_no_memory(serve_demo):
+    """Children end when their standard input does; what has no name goes with them."""
+    with serve_demo("--prefill", "1", "--decode", "1", "--store.memory", "64MiB") as server:
+        body = {**BODIES[3], "max_tokens": 400}
+        client = threading.Thread(target=ask_and_ignore, args=(server.url, body))
+        client.start()
+        server.wait_until(lambda: server.stats()["num_running"] > 0, RECOVERY_S)
+        children = [pid for pid, _ in list_children(server)]
+        assert len(children) == 3
+        assert list_shared_memory([server.process.pid, *children]), "the store's segment"
+        os.kill(server.process.pid, signal.SIGKILL)
+        client.join(REQUEST_TIMEOUT_S)
+        end_s = time.monotonic() + RECOVERY_S
+        while any(is_running(pid) for pid in children):
+            assert time.monotonic() < end_s, "a child outlives its server"
+            time.sleep(0.1)
+    assert list_shared_memory([server.process.pid, *children]) == []
+
+
+def ask_and_ignore(url, body):
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -81,12 +81,15 @@ def test_200_streams_end_well_and_memory_stays_flat(serve_demo, minutes):
     # Few blocks, so that the cache is full before the first measurement.
     flags = ["--engine.num-kv-blocks", "384", "--engine.max-model-len", "512"]
     with serve_demo("--prefill", "1", "--decode", "1", *flags) as server:
+        idle = measure_usage(server.process.pid)
         counts, warm, under_load = asyncio.run(run_load(server, minutes))
         print(f"\n{minutes} min: {counts}\nwarm {warm}\nend  {under_load}")
         assert set(counts) == {"length"}, counts
         assert counts["length"] >= NUM_STREAMS
         server.wait_until(lambda: server.is_idle() and not server.stats()["num_held"], 60)
         assert under_load.num_processes == warm.num_processes
-        assert under_load.num_descriptors <= warm.num_descriptors + 8
+        # Under load the clients' own connections are among them, as many as happen to be open.
+        after = measure_usage(server.process.pid)
+        assert after.num_descriptors <= idle.num_descriptors + 16
         assert under_load.num_segments <= warm.num_segments
         assert under_load.pss_mib <= warm.pss_mib + GROWTH_MIB

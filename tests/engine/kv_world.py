@@ -40,6 +40,8 @@ WHOLE_IN_S = LEASE_S + 5.0
 """After the last fault."""
 REQUEST_LIMIT_S = 60.0
 GRACE_S = 5.0
+STORE_S = 12.0
+"""Until the store has taken back what unfinished writes had reserved."""
 STORE = StoreConfig(
     lease_ms=500,
     put_timeout_ms=2000,
@@ -108,7 +110,7 @@ class KvWorld(StoreWorld):
         self.asked: list[list[int]] = []
         self.count = itertools.count()
         self.ends: collections.Counter[str] = collections.Counter()
-        self.num_loaded = self.num_read = 0
+        self.num_loaded = self.num_read = self.num_evicted = 0
         self.cluster: ClusterClient
         self.network.loop.set_exception_handler(self._note_failure)
 
@@ -129,9 +131,7 @@ class KvWorld(StoreWorld):
             listener.break_all()
         child = self.children.pop(process.instance_id, None)
         if child is not None:
-            instance = child.instance
-            self.num_loaded += instance.tier.counters.loaded_blocks
-            self.num_read += 0 if instance.reader is None else instance.reader.counters.read_blocks
+            self.count_work(child.instance)
             child.client.end("killed")
             child.exited.set()
 
@@ -206,12 +206,18 @@ class KvWorld(StoreWorld):
             await asyncio.gather(*(self.ask(prefix, 6, must_work=True) for _ in range(2)))
         if sum(self.cluster.fallbacks.values()) > fallbacks:
             self.violations.append(f"fallbacks without a fault: {self.cluster.fallbacks}")
-        await asyncio.sleep(WHOLE_IN_S)
+        await self.flush_all()
+        await asyncio.sleep(STORE_S)
         self.check_whole()
+        await self.check_store()
         for child in self.children.values():
-            self.num_loaded += child.instance.tier.counters.loaded_blocks
-            reader = child.instance.reader
-            self.num_read += 0 if reader is None else reader.counters.read_blocks
+            self.count_work(child.instance)
+
+    def count_work(self, instance) -> None:
+        self.num_loaded += instance.tier.counters.loaded_blocks
+        self.num_evicted += instance.engine.get_stats().num_evicted_blocks
+        if instance.reader is not None:
+            self.num_read += instance.reader.counters.read_blocks
 
     async def flush_all(self) -> None:
         """Single messages to the store were lost, so it may have to wait for some deadlines."""
@@ -237,6 +243,19 @@ class KvWorld(StoreWorld):
             if not stream._queue.empty():  # Nobody has left this one.
                 self.violations.append(f"{stream._request_id} has an output after its end")
         self.streams.clear()
+
+    async def check_store(self) -> None:
+        """All that was stored has been flushed: nothing is left of it."""
+        process, client = self.start_client("checker")
+        status = await process.spawn(client.status())
+        if status.num_objects or status.num_unfinished:
+            self.violations.append(f"the store keeps {status}")
+        for host in status.hosts:
+            if host.used_bytes or host.quarantined_bytes or host.num_objects:
+                self.violations.append(f"{host.name} keeps {host}")
+        for name, segment in self.segments.items():
+            if left := list(segment.scan()):
+                self.violations.append(f"headers left in {name}: {left[:3]}")
 
     def draw_tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(count)]
@@ -275,6 +294,8 @@ class KvWorld(StoreWorld):
             self.violations.append(f"{request.request_id} does not end")
             return None
         self.ends[reason] += 1
+        if reason == FinishReason.DEADLINE:
+            self.violations.append(f"{request.request_id} waits longer than any fault lasts")
         right = continue_prompt(WEIGHTS, prompt, num_tokens, request.sampling.seed)
         is_whole = reason == FinishReason.LENGTH and tokens == right
         is_cut = reason != FinishReason.LENGTH and tokens == right[: len(tokens)]

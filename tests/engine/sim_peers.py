@@ -96,7 +96,10 @@ class SimPeerPort:
     async def call(self, pool: SimPool, payload: bytes, *, deadline_s: float) -> bytes:
         answer = asyncio.get_running_loop().create_future()
         self._world.network.spawn(self._deliver(pool, payload, answer))
-        outcome = await self._wait(pool, answer, deadline_s)
+        try:
+            outcome = await self._wait(pool, answer, deadline_s)
+        finally:
+            answer.cancel()  # What was not carried out by now never is.
         if isinstance(outcome, TandemError):
             raise outcome
         return outcome

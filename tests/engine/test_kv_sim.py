@@ -20,7 +20,7 @@ from tandem.sim import run_virtual
 GROUP = 20
 
 
-def run_seed(seed, num_requests=24, **changes):
+def run_seed(seed, num_requests=16, **changes):
     settings = Settings(seed)
     for name, value in changes.items():
         assert hasattr(settings, name)
@@ -42,6 +42,8 @@ def test_seeds(first):
     assert sum(world.ends["length"] for world in worlds.values()) > 10 * GROUP
     assert sum(world.num_loaded for world in worlds.values()) > GROUP
     assert sum(world.num_read for world in worlds.values()) > GROUP
+    assert sum(sum(world.cluster.fallbacks.values()) for world in worlds.values()) > 0
+    assert sum(world.num_evicted for world in worlds.values()) > 0
 
 
 def find_violation(seeds, **changes):

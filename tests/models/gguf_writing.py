@@ -194,6 +194,8 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        elif config.model_type in ("minimax_m2", "gpt_oss"):
+            writer.add_expert_feed_forward_length(config.intermediate_size)
         if get("shared_expert_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
         if get("n_routed_experts"):

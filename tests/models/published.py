@@ -6,6 +6,16 @@ No weights are made of these sizes: a proof shrinks them.
 from typing import Any
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+LATENT_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
     "llama-3.1": (
@@ -89,7 +99,63 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
     "gpt_oss": ("gpt_oss", {}),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
-    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v2-of-236b": (
+        "deepseek_v2",
+        {
+            "hidden_size": 5120,
+            "num_attention_heads": 128,
+            "num_hidden_layers": 60,
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 3,
+            "routed_scaling_factor": 16.0,
+            "max_position_embeddings": 163_840,
+            "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 163_840,
+            "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"max_position_embeddings": 163_840, "rope_parameters": LATENT_YARN},
+    ),
+    "kimi_k2": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "n_routed_experts": 384,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                **LATENT_YARN,
+                "rope_theta": 50_000.0,
+                "factor": 32.0,
+                "beta_fast": 1.0,
+            },
+        },
+    ),
 }
 """By name: (model_type, what differs from transformers' defaults)."""
 

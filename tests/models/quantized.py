@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -201,6 +202,29 @@ CODERS: dict[str, tuple[Callable[[Tensor], Coded], dict[str, Any]]] = {
     "awq g32": _awq(32),
 }
 """A coder of one matrix [N, K], and the ``quantization_config`` that says so, by name."""
+
+SLOW = frozenset(
+    {
+        "ct int4 g32 sym",
+        "ct int4 g64 asym",
+        "ct int4 g128 sym",
+        "ct int4 g128 asym",
+        "ct w8a8 asym",
+        "ct fp8 block",
+        "gptq 4 g64 v2",
+        "gptq 4 rows",
+        "gptq 8 g128",
+        "gptq 8 rows",
+        "awq g128",
+        "fp8 small blocks",
+    }
+)
+"""Kinds whose whole models run in the long tests only, as they differ from others in sizes."""
+
+
+def list_kinds() -> list[Any]:
+    """Return all kinds as parameters of a test, those of ``SLOW`` marked."""
+    return [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in CODERS]
 
 
 def is_linear(name: str) -> bool:

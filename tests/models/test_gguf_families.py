@@ -33,6 +33,8 @@ COMMON = {
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+WHOLE = {"head_dim": 16}
+"""Heads that share the hidden size evenly, as llama.cpp wants them of these."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 20_000.0,
@@ -61,7 +63,7 @@ MODELS = {
     "llama 3.1": ("llama", {"rope_parameters": LLAMA3}),
     "llama linear": ("llama", {"rope_parameters": LINEAR}),
     "llama bias": ("llama", {"attention_bias": True}),
-    "qwen2": ("qwen2", {}),
+    "qwen2": ("qwen2", WHOLE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
     "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
@@ -69,12 +71,15 @@ MODELS = {
         "gemma3_text",
         {"sliding_window": 20, "query_pre_attn_scalar": 32, "rope_parameters": GEMMA3_ROPE},
     ),
-    "phi3": ("phi3", {"sliding_window": 24}),
+    "phi3": ("phi3", WHOLE | {"sliding_window": 24}),
     "glm4": ("glm4", {"rope_parameters": PARTIAL}),
     "mixtral": ("mixtral", MIXTRAL),
-    "qwen2_moe": ("qwen2_moe", MOE | {"shared_expert_intermediate_size": 48}),
+    "qwen2_moe": ("qwen2_moe", WHOLE | MOE | {"shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
-    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}),
+    "olmoe": (
+        "olmoe",
+        WHOLE | {"num_experts": 6, "num_experts_per_tok": 6, "num_key_value_heads": 4},
+    ),
     "glm4_moe": (
         "glm4_moe",
         {

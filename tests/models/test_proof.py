@@ -13,7 +13,7 @@ from published import PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.cli.verify import render_proof
-from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.errors import UnsupportedError
 from tandem.kernels.activation import Activation
 from tandem.kernels.attention import Attention
 from tandem.kernels.linear import Embedding, LmHead
@@ -44,6 +44,9 @@ def test_every_family_of_the_page_is_among_the_published():
     same_classes = {"kimi_k2": "deepseek_v3"}
     published = {model_type for model_type, _ in PUBLISHED.values()}
     assert {same_classes.get(name, name) for name in FAMILIES} == published
+
+
+FAMILIES_ONCE = [name for name, (model_type, _) in PUBLISHED.items() if name == model_type]
 
 
 def forget(kind, name, value):
@@ -158,21 +161,27 @@ def test_a_tiny_configuration_keeps_every_kind_of_layer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_changed_field_is_followed_or_refused(name):
-    """What ``auto`` trusts: no field of a family that CI proves changes values unseen."""
-    config = make_published(name)
-    for field, change, values in list_changes(config):
+@pytest.mark.parametrize("name", FAMILIES_ONCE)
+def test_a_changed_field_is_followed_or_refused(name, monkeypatch):
+    """What ``auto`` trusts: no field of a family that CI proves changes values unseen.
+
+    Whatever the gate and the builders accept must be right; what they refuse is refused at load.
+    """
+    monkeypatch.setattr(prove, "SEEDS", (0,))
+    tiny = shrink_config(make_published(name))
+    values = tiny.to_dict()
+    unset = [f for f, v in values.items() if v is None and f not in IGNORED_CONFIG]
+    changes = [(f, str(v), {**values, f: v}) for f in unset for v in (0.7, 5, True)]
+    for field, change, changed in [*list_changes(tiny), *changes]:
         if field.partition(".")[0] in IGNORED_CONFIG or field in HARMLESS:
             continue
         try:
-            changed = type(config).from_dict(values)
-            proof = prove_config(changed, with_flips=False)
-        except (TandemError, ValueError, TypeError, RuntimeError):
+            config = type(tiny).from_dict(changed)
+        except Exception:
             continue
-        fails_itself = "transformers fails" in proof.problem or "eager" in proof.problem
-        is_refused = "operator" in proof.problem or "known are" in proof.problem
-        assert not proof.problem or fails_itself or is_refused, (field, change, proof.problem)
+        problem = prove_config(config, with_flips=False).problem
+        is_wrong = "first differs" in problem or problem.startswith("true head sizes")
+        assert not is_wrong, (field, change, problem)
 
 
 @pytest.fixture

@@ -299,7 +299,7 @@ def mutate(config, path, value):
     return config
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(sorted(CODERS)),
     path=st.lists(st.integers(0, 40), min_size=1, max_size=4),
@@ -347,7 +347,7 @@ def damage_tensors(tensors, choose):
 
 
 def test_damaged_tensors_give_a_model_or_an_error_of_ours(good, tmp_path):
-    run_tensor_fuzz(good, tmp_path, seeds=range(12))
+    run_tensor_fuzz(good, tmp_path, seeds=range(8))
 
 
 def run_tensor_fuzz(good, tmp_path, seeds):

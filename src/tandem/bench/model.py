@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,7 +35,14 @@ from tandem.models.families import find_family
 from tandem.models.planner import describe_model, plan_model
 from tandem.models.skeleton import build_skeleton
 
-__all__ = ["LATENT_SHAPE", "QUICK_SHAPE", "SHAPE", "make_cases", "write_random_model"]
+__all__ = [
+    "LATENT_SHAPE",
+    "QUICK_SHAPE",
+    "SHAPE",
+    "make_cases",
+    "write_random_model",
+    "write_random_weights",
+]
 
 FORMATS = ("int8g128", "int4g32", "bf16")
 LINEAR_FORMATS = {
@@ -330,8 +338,13 @@ def write_random_model(
         norm_topk_prob=model_type == "qwen3_moe",
         dtype="bfloat16",
     )
-    family = find_family(model_type)
-    assert family is not None, model_type
+    write_random_weights(folder, config)
+
+
+def write_random_weights(folder: Path, config: Any) -> None:
+    """Write a checkpoint of random bfloat16 weights of a configuration, a layer a file."""
+    family = find_family(config.model_type)
+    assert family is not None, config.model_type
     config.architectures = [family.architecture]
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)

@@ -24,12 +24,24 @@ from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["PeerProcess", "install_peer"]
+__all__ = ["PeerProcess", "find_peer", "install_peer"]
 
 ROOT = Path("~/.cache/tandem/peers")
 INSTALL_TIMEOUT_S = 3600.0
 """Some build from source: llama.cpp takes ten minutes on two cores."""
 CLOSE_TIMEOUT_S = 10.0
+
+
+def find_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
+    """Return the interpreter that ``install_peer`` made; None if it has not yet."""
+    folder = _find_folder(name, requirements, bare)
+    return folder / "bin" / "python" if (folder / "installed").exists() else None
+
+
+def _find_folder(name: str, requirements: Sequence[str], bare: Sequence[str]) -> Path:
+    wishes = [sys.version, *requirements, *(f"bare {requirement}" for requirement in bare)]
+    identity = sha256("\n".join(wishes).encode()).hexdigest()[:12]
+    return ROOT.expanduser() / f"{name}-{identity}"
 
 
 def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path:
@@ -42,9 +54,7 @@ def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] 
 
     Raises: UnsupportedError (pip failed; the text has its last lines).
     """
-    wishes = [sys.version, *requirements, *(f"bare {requirement}" for requirement in bare)]
-    identity = sha256("\n".join(wishes).encode()).hexdigest()[:12]
-    folder = ROOT.expanduser() / f"{name}-{identity}"
+    folder = _find_folder(name, requirements, bare)
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists():
         return python

@@ -17,7 +17,10 @@ BENCHES = {
     "attention": "tandem.bench.attention",
     "cluster": "tandem.bench.cluster",
     "engine": "tandem.bench.engine",
+    "families": "tandem.bench.families",
+    "finetune": "tandem.bench.finetune",
     "linear": "tandem.bench.linear",
+    "load": "tandem.bench.load",
     "model": "tandem.bench.model",
     "moe": "tandem.bench.moe",
     "sampling": "tandem.bench.sampling",
@@ -26,7 +29,7 @@ BENCHES = {
     "transfer": "tandem.bench.transfer",
 }
 """Name to module; a module has ``make_cases(quick=...)``."""
-WITH_PEERS = ("model", "moe", "store", "transfer")
+WITH_PEERS = ("load", "model", "moe", "store", "transfer")
 """Those that take ``with_peers=...`` as well."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5

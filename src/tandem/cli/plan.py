@@ -13,7 +13,9 @@ __all__ = ["plan"]
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`; weights are not read.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder, GGUF file, hub id or `demo`; weights are not read.")
+    ],
     rules: Annotated[
         Path | None, typer.Option(help="YAML rule file; built-in rules follow its own.")
     ] = None,

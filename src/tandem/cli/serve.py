@@ -26,7 +26,7 @@ LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to writ
 @with_config_flags(SERVE_SETTINGS)
 def serve(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Folder, hub id or `demo`.")
+        str | None, typer.Argument(metavar="[MODEL]", help="Folder, GGUF file, hub id or `demo`.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     dry_run: Annotated[

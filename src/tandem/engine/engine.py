@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
@@ -47,6 +48,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMELINES = 256
+MAX_ENDED_PREFILLS = 4096
+"""Remembered, so that who asks after the end of a hold does not wait for it to begin."""
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
 
@@ -166,6 +169,8 @@ class Engine:
         self._listener: PrefillListener | None = None
         self._prefilling: dict[str, ScheduledSequence] = {}
         """Of the step that runs, those whose blocks another instance may be reading."""
+        self._ended_prefills: OrderedDict[str, None] = OrderedDict()
+        """Ids of the last ones, held or not."""
         self._num_layers_done = 0
         self._observer = observer
         if timelines is None:
@@ -210,6 +215,13 @@ class Engine:
                 num_layers = self._num_layers_done
             block_ids = request.block_table[:num_blocks]
             return PrefillView(request, False, block_ids, num_complete, num_blocks, num_layers)
+
+    def has_ended_prefill(self, request_id: str) -> bool:
+        """Whether a request that only prefilled has ended here lately. Any thread.
+
+        With ``find_prefill`` None its blocks are not held any more: it is not still to come.
+        """
+        return request_id in self._ended_prefills
 
     def _count_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that so many tokens fill; the last one of a prompt need not be full."""
@@ -616,6 +628,10 @@ class Engine:
         request_id = live.request.request_id
         del self._live[request_id]
         del self._states[request_id]
+        if live.request.prefill_lease_s is not None:
+            self._ended_prefills[request_id] = None
+            if len(self._ended_prefills) > MAX_ENDED_PREFILLS:
+                self._ended_prefills.popitem(last=False)
         self._timelines.close(live.request, self._clock.now_s())
         self.counters.num_finished += 1
 

@@ -34,7 +34,7 @@ def measure_texts(predictions: Sequence[str], references: Sequence[str]) -> dict
         references: of the same rows.
     """
     from rouge_score.rouge_scorer import RougeScorer
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     assert len(predictions) == len(references) > 0, (len(predictions), len(references))
     same = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]

@@ -106,8 +106,8 @@ def load_frozen(
         pool = ThreadPool(num_threads or recommend_threads(read_topology()).threads)
     experts = choose_format(expert_format, is_bf16=is_bf16)
     linear = choose_format(linear_format, is_bf16=is_bf16)
-    attention = "eager" if checkpoint.spec.has_sinks else "sdpa"
-    model = build_skeleton(checkpoint.config, attention)
+    # The fastest that transformers has for this architecture.
+    model = build_skeleton(checkpoint.config, None)
     settings = WeightSettings(pool=pool, experts=experts, linear=linear)
     if experts is not None:
         _replace_experts(model, checkpoint, settings)

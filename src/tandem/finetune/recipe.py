@@ -53,9 +53,10 @@ class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is trained."""
 
-    stage: Literal["sft"] = "sft"
-    finetuning_type: Literal["lora"] = "lora"
-    do_train: bool = True
+    stage: Annotated[Literal["sft"], Meta(description="Supervised tuning; nothing else.")] = "sft"
+    finetuning_type: Annotated[Literal["lora"], Meta(description="Adapters; nothing else.")] = (
+        "lora"
+    )
     lora_rank: Annotated[int, Meta(ge=1, le=1024, description="Rank of the adapters.")] = 8
     lora_alpha: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -139,7 +140,6 @@ class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gradient_checkpointing: bool = False
     bf16: Annotated[bool, Meta(description="Frozen tensors and activations in bf16.")] = False
     seed: int = 42
-    do_eval: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: Annotated[int, Meta(ge=1)] | None = None
     resume_from_checkpoint: Annotated[

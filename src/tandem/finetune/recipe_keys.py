@@ -35,6 +35,8 @@ IGNORED = {
     "kt_non_expert_weight_path": "weights are read from model_name_or_path",
     "infer_backend": "there is one",
     "streaming": "data is read as a whole",
+    "do_train": "a recipe is trained; `tandem eval` measures",
+    "do_eval": "what val_size or eval_dataset holds out is measured at the end",
 }
 """Keys without an effect on the result here, and why; ``Recipe.notes`` lists those of a recipe."""
 
@@ -90,6 +92,9 @@ def translate_keys(
             # A null stands for the default.
             if value is not None:
                 out[key] = _join(value)
+        elif key == "do_train" and value is False:
+            what = "do_train: false: there is nothing else to do: use `tandem eval`"
+            raise UnsupportedError(WHERE, what, field=key)
         elif key in IGNORED:
             notes.append(f"{key}: no effect here, {IGNORED[key]}")
         elif key in REFUSED:

@@ -289,6 +289,10 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
     if train.eval_strategy != "no" and not has_validation:
         what = f"eval_strategy {train.eval_strategy} without data: set val_size or eval_dataset"
         raise ConfigError(WHERE, what, field="eval_strategy")
+    # Named otherwise from some release on, where false would be told of.
+    options: dict[str, Any] = {"gradient_checkpointing": True}
+    if not train.gradient_checkpointing:
+        options = {}
     try:
         return TrainingArguments(
             output_dir=str(folder),
@@ -305,8 +309,7 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
             adam_beta2=train.adam_beta2,
             adam_epsilon=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
-            # Named otherwise from some release on, where false would be told of.
-            **({"gradient_checkpointing": True} if train.gradient_checkpointing else {}),
+            **options,
             bf16=train.bf16,
             seed=train.seed,
             eval_strategy=train.eval_strategy,

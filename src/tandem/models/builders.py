@@ -306,6 +306,10 @@ def build_attention(module: Any, context: BuildContext) -> Attention:
     names = find_projections(module)
     if not names:
         raise UnfitModuleError(f"{type(module).__name__} has no q_proj, k_proj, v_proj")
+    if getattr(context.config, "clip_qkv", None) is not None:
+        raise UnfitModuleError(f"{type(module).__name__} clips q, k and v")
+    if not getattr(module, "is_causal", True):
+        raise UnfitModuleError(f"{type(module).__name__} sees later tokens")
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
     call = context.attentions.get(context.name, "it was not there before the rules")

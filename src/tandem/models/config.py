@@ -12,7 +12,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which model runs, in which type, placed by which rules."""
 
     path: Annotated[
-        str, Meta(description="Folder, hub id, or `demo` for the model that ships with Tandem.")
+        str,
+        Meta(
+            description="Folder, GGUF file, hub id, or `demo` for the model that ships with Tandem."
+        ),
     ] = ""
     revision: Annotated[str, Meta(description="Branch, tag or commit of a hub id.")] = "main"
     dtype: Annotated[

@@ -175,12 +175,16 @@ def _list_rules(gate: Any) -> list[RoutingRule]:
     top_groups = getattr(gate, "topk_group", None) or 1
     scale = float(getattr(gate, "routed_scaling_factor", 1.0))
     choices: tuple[Literal[1, 2], ...] = (2, 1)
-    sizes = [(groups, top_groups, count) for count in choices] if groups > 1 else []
+    sizes: list[tuple[int, int, Literal[1, 2]]] = [(1, 1, 2)]
+    if groups > 1:
+        sizes = [*((groups, top_groups, count) for count in choices), *sizes]
     scales = dict.fromkeys((scale, 1.0))
     return [
-        RoutingRule(scoring, is_normalised, *counts, weight_scale=weight_scale)
-        for counts, weight_scale, scoring, is_normalised in product(
-            [*sizes, (1, 1, choices[0])], scales, ("softmax", "sigmoid"), (True, False)
+        RoutingRule(
+            scoring, is_normalised, sizes_of[0], sizes_of[1], sizes_of[2], weight_scale=weight_scale
+        )
+        for sizes_of, weight_scale, scoring, is_normalised in product(
+            sizes, scales, ("softmax", "sigmoid"), (True, False)
         )
     ]
 

@@ -54,12 +54,13 @@ def attend_paged(
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 
-def build_skeleton(config: Any, attention: str = ATTENTION_NAME) -> "PreTrainedModel":
+def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":
     """Build the model of ``config`` on the meta device.
 
     Args:
         config: transformers' configuration.
-        attention: transformers' name of the implementation; ours reads paged KV, without gradients.
+        attention: transformers' name of the implementation, None = its choice; ours reads paged KV,
+            without gradients.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 

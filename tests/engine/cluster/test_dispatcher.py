@@ -93,6 +93,11 @@ def test_a_stream_goes_on_at_another_instance_with_what_it_has():
         a.die()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        loads = {view.ref.name: view.num_decoding for view in dispatcher.view_instances()}
+        assert loads == {"b": 1}, "the load went with the request"
+        a.restart()
+        loads = {view.ref.name: view.num_decoding for view in dispatcher.view_instances()}
+        assert loads == {"a": 0, "b": 1}
         assert b.requests[0].continuation.token_ids == [5, 6]
         assert b.requests[0].continuation.seed == a.requests[0].sampling.seed
         b.send(7, finish_reason=FinishReason.LENGTH)

@@ -105,7 +105,7 @@ class _Live:
     accepted: "asyncio.Future[None]"
     held: dict[Held, Leg] = field(default_factory=dict[Held, Leg])
     state: State | None = None
-    """Of ``held``."""
+    """Of ``held``; None: that has to be read anew."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
     """Calls under way that submit a leg, by its id."""
@@ -290,6 +290,7 @@ class Dispatcher:
                 return self._place(live, action)
             case Submit(leg=leg, request=request):
                 sent_s = asyncio.get_running_loop().time() - live.begin_s
+                live.state = None  # The same state may have been entered with another leg.
                 live.legs.append(LegRecord(leg.instance.name, leg.leg_id, sent_s))
                 live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
             case Continue(leg=leg, message=message):

@@ -134,8 +134,11 @@ class PrefillAnnouncer:
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
-            # Without a run it may be on its way to us still.
-            return None if question.run is None else KvAnswer(run=None)
+            # Nobody has read of it: it may be on its way to us still.
+            is_to_come = question.run is None and not self._engine.has_ended_prefill(
+                question.request_id
+            )
+            return None if is_to_come else KvAnswer(run=None)
         run = _get_run(view.request)
         is_same = run == question.run
         if not is_same and digest_prompt(view.request) != question.digest:

@@ -94,10 +94,10 @@ class IncomingCall(Protocol):
         """What it asks."""
         ...
 
-    def reply(self, payload: bytes) -> None:
-        """Answer it; once."""
+    def reply(self, payload: bytes) -> bool:
+        """Answer it; False if it was answered before or nobody waits."""
         ...
 
-    def fail(self, error: TandemError) -> None:
-        """Refuse it, instead."""
+    def fail(self, error: TandemError) -> bool:
+        """Refuse it, instead; False as for ``reply``."""
         ...

@@ -32,7 +32,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, Tensor]:
+    def backward(  # type: ignore[override] - the decorator hides the name of ctx
+        ctx: Any, *grads: Tensor
+    ) -> tuple[None, Tensor, None, Tensor]:
         x_TD, ids_TK, weights_TK = ctx.saved_tensors
         d_x, d_weights = ctx.experts.backward(
             x_TD.float().contiguous(),
@@ -53,7 +55,9 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+    def backward(  # type: ignore[override] - as above
+        ctx: Any, *grads: Tensor
+    ) -> tuple[None, Tensor]:
         (d_out,) = grads
         rows = d_out.reshape(-1, d_out.shape[-1]).float().contiguous()
         d_x = ctx.matrix.backward(rows).view(*d_out.shape[:-1], -1)

@@ -70,7 +70,8 @@ def _nibbles(raw: Bytes, width: int) -> Bytes:
 
 def _fifth_bits(raw: Bytes) -> Bytes:
     """Return the highest bits of 32 codes, as 0 or 16."""
-    return np.unpackbits(np.ascontiguousarray(raw), axis=-1, bitorder="little") << 4
+    bits = np.unpackbits(np.ascontiguousarray(raw), axis=-1, bitorder="little")
+    return np.left_shift(bits, 4, dtype=np.uint8)
 
 
 def _split_q4_0(raw: Bytes) -> Blocks:

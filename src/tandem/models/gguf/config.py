@@ -74,7 +74,7 @@ class Facts:
         value = self.find(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
         return float(np.format_float_positional(np.float32(value), unique=True))
 

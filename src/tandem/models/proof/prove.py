@@ -130,7 +130,7 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
     import transformers
 
     proof = Proof(
-        key=find_key(config),
+        key="",
         model_type=config.model_type,
         architecture="",
         transformers=transformers.__version__,
@@ -142,6 +142,7 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        proof = msgspec.structs.replace(proof, key=find_key(config))
         return _prove_with_seeds(proof, config, with_flips=with_flips)
     except TandemError as error:
         return _refuse(proof, error.what)

@@ -73,17 +73,25 @@ def find_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> Proo
         checkpoint: opened before.
         root: where proofs are kept; None makes it anew and keeps nothing.
     """
-    key = find_key(checkpoint.config)
-    path = None if root is None else root.expanduser() / f"{key}.json"
-    kept = None if path is None else _read(path, key)
+    kept = None if root is None else _find_kept(checkpoint, root.expanduser())
     if kept is not None:
         return kept
     logger.info("event=proof_begins model_type=%s", checkpoint.spec.model_type)
     proof = prove_config(checkpoint.config)
     logger.info("event=proof_ended is_proved=%s problem=%r", proof.is_proved, proof.problem)
-    if path is not None:
-        _write(path, proof)
+    if root is not None and proof.key:
+        _write(root.expanduser() / f"{proof.key}.json", proof)
     return proof
+
+
+def _find_kept(checkpoint: Checkpoint, root: Path) -> Proof | None:
+    if not root.is_dir():
+        return None
+    try:
+        key = find_key(checkpoint.config)
+    except Exception:  # noqa: BLE001 - what transformers raises, the proof reports
+        return None
+    return _read(root / f"{key}.json", key)
 
 
 def _read(path: Path, key: str) -> Proof | None:

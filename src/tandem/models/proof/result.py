@@ -35,7 +35,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """What came out for one configuration."""
 
     key: str
-    """SHA-256 over the code, transformers' version and the tiny configuration."""
+    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not kept."""
     model_type: str
     architecture: str
     transformers: str

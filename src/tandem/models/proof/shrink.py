@@ -31,9 +31,10 @@ LATENT_SIZES = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 24,
 }
+"""With fewer rotated items YaRN's ramp between slow and fast ones would not show its ends."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]

@@ -1,0 +1,125 @@
+"""`tandem bench finetune`: a training step through packed experts against transformers and PEFT.
+
+Layers of a known shape with random weights in bf16, written to a temporary checkpoint. A step is
+forward, backward and AdamW on rank-8 adapters of the attention. Ours and each experts
+implementation of transformers run in a process of their own and take turns; the fastest one is the
+rival. The check is that the losses of the first step agree. Memory is each process's peak beyond
+the libraries', in a case of its own.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem._native import read_topology, recommend_threads
+from tandem.bench.harness import BenchCase
+from tandem.bench.peers import PeerProcess
+
+__all__ = ["make_cases"]
+
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+"""Of transformers' experts; batched_mm copies the weights of each token's experts."""
+FORMATS = {"bf16": 5e-3, "int8": 1e-2, "int4": 5e-2}
+"""The largest relative difference of the first loss, on random weights."""
+VOCABULARY = 32_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: hidden and expert size, experts, experts per token, layers."""
+
+    name: str
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+    num_layers: int
+    tokens: int
+
+
+FULL = Shape("qwen3-30b-a3b", 2048, 768, 128, 8, 2, 512)
+QUICK = Shape("toy", 256, 128, 8, 2, 1, 64)
+
+
+def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases: a step's tokens/s and the peak memory, in each format."""
+    shape = QUICK if quick else FULL
+    threads = recommend_threads(read_topology()).threads
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        _write_checkpoint(shape, Path(folder))
+
+        def start(kind: str) -> PeerProcess:
+            arguments = (kind, folder, str(threads), str(shape.tokens))
+            settings = {"OMP_WAIT_POLICY": "PASSIVE"}
+            python = Path(sys.executable)
+            return PeerProcess(python, "finetune_peer.py", *arguments, settings=settings)
+
+        rivals = {
+            f"peft {name}": stack.enter_context(start(f"peft:{name}")) for name in IMPLEMENTATIONS
+        }
+        for name, bound in FORMATS.items():
+            with start(f"ours:{name}") as ours:
+                yield from _make_format_cases(shape, name, bound, ours, rivals)
+
+
+def _make_format_cases(
+    shape: Shape, name: str, bound: float, ours: PeerProcess, rivals: dict[str, PeerProcess]
+) -> Iterator[BenchCase]:
+    label = f"shape={shape.name} layers={shape.num_layers} format={name} tokens={shape.tokens}"
+
+    def step(peer: PeerProcess) -> float:
+        seconds, _ = peer.call("step")
+        return shape.tokens / seconds
+
+    def check() -> str:
+        # All begin with the same adapters, which add nothing to the first loss.
+        loss = ours.call("step")[1]
+        wanted = next(iter(rivals.values())).call("first_loss")
+        off = abs(loss / wanted - 1)
+        return "ok" if off <= bound else f"loss {loss}, peft's {wanted}: {off:.1e} off"
+
+    yield BenchCase(
+        name=label,
+        unit="tok/s",
+        ours=lambda: step(ours),
+        rivals={key: lambda peer=peer: step(peer) for key, peer in rivals.items()},
+        check=check,
+        higher_is_better=True,
+    )
+    yield BenchCase(
+        name=f"{label} memory",
+        unit="GB",
+        ours=lambda: ours.call("peak") / 1e9,
+        rivals={key: lambda peer=peer: peer.call("peak") / 1e9 for key, peer in rivals.items()},
+        check=lambda: "ok",
+    )
+
+
+def _write_checkpoint(shape: Shape, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    kind: Any = Qwen3MoeConfig
+    config = kind(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=max(shape.hidden // 64, 1),
+        num_key_value_heads=4,
+        head_dim=128 if shape.hidden > 1024 else 64,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)

@@ -1,0 +1,100 @@
+"""Gradients through whole tiny models of several families, against transformers' own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem._native import ThreadPool
+from tandem.finetune.model import load_frozen
+from tandem.kernels.cpu.experts import PackedExperts
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen3_moe": MOE,
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "deepseek_v3": {**MOE, **LATENT},
+}
+LARGEST_ANGLE = 0.02
+"""Experts see activations rounded to bf16: a relative error of 2^-9 in each of a few products."""
+
+
+def make_config(name: str) -> PretrainedConfig:
+    return CONFIG_MAPPING[name](**{**COMMON, **FAMILIES[name]})
+
+
+def find_gradient(model, ids: torch.Tensor) -> torch.Tensor:
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, labels=ids).loss.backward()
+    return embedded.grad
+
+
+def measure_angle(name: str, folder: Path) -> float:
+    """Return how far our gradient is from transformers', relative to its length."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32)
+    for key, parameter in plain.named_parameters():
+        # Far from uniform, so that no score of a router is near another; exact in bf16.
+        scale = 0.125 if parameter.dim() > 1 else 0.05
+        offset = 1.0 if key.endswith("norm.weight") else 0.0
+        noise = torch.randn(parameter.shape) * scale + offset
+        parameter.data = noise.bfloat16().float()
+        parameter.requires_grad_(requires_grad=False)
+    plain.save_pretrained(folder)
+    frozen = load_frozen(str(folder), expert_format="bf16", pool=ThreadPool(2)).model
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(4))
+    wanted, got = find_gradient(plain, ids), find_gradient(frozen, ids)
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_the_input(name, tmp_path):
+    """From the loss back through heads, experts, routers and attention to the embeddings."""
+    assert measure_angle(name, tmp_path) < (1e-5 if name == "llama" else LARGEST_ANGLE)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["input", "router weights"])
+def test_a_wrong_gradient_of_experts_is_seen(part, tmp_path, monkeypatch):
+    """The bound is narrow enough for a fifth of either gradient that experts give."""
+    whole = PackedExperts.backward
+
+    def scale(*arguments):
+        gradients = list(whole(*arguments))
+        gradients[part] *= 0.8
+        return tuple(gradients)
+
+    monkeypatch.setattr(PackedExperts, "backward", scale)
+    assert measure_angle("qwen3_moe", tmp_path) > LARGEST_ANGLE

@@ -1,0 +1,90 @@
+"""Goal: a GGUF file means to us what it means to llama.cpp.
+
+Method: the tiny models of ``test_gguf_families``, written once more, are run by llama.cpp itself in
+a process of its own; its logits over a prompt must be ours. Skipped where the venv of llama.cpp
+that ``tandem bench model --with-peers`` makes is not there: building it takes ten minutes.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_writing import write_model
+from loading import load_checkpoint
+from test_gguf_families import COMMON, MODELS
+from test_gguf_formats import make_codes, mix
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem.bench.model import PEERS
+from tandem.bench.peers import PeerProcess, find_peer
+
+PYTHON = find_peer("llama-cpp", PEERS["llama.cpp"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="llama-cpp-python is not installed as a peer"),
+]
+
+NOT_THERE = ("minimax_m2",)
+"""What llama.cpp ends with at these sizes."""
+
+TOLERANCE = 0.02
+"""Of all logits, as a norm: llama.cpp keeps KV in fp16, and codes activations as it likes."""
+
+
+@pytest.fixture(scope="module")
+def peer():
+    with PeerProcess(PYTHON, "llama_cpp_peer.py", "llama.cpp") as process:
+        yield process
+
+
+def score(peer: PeerProcess, path: Path, tokens: list[int]) -> torch.Tensor:
+    peer.call("load", path=str(path), threads=1, context_len=128, num_sequences=1)
+    return torch.tensor(peer.call("score", prompt=tokens))
+
+
+def without_choice(changes: dict) -> dict:
+    """All experts a token, so that no rounding chooses another one; and no window, which llama.cpp
+    does not apply to Phi-3."""
+    counts = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in changes]
+    chosen = {"num_experts_per_tok": changes[counts[0]]} if counts else {}
+    return changes | chosen
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_THERE])
+def test_logits_are_those_of_llama_cpp(name, peer, tmp_path, open_session):
+    """Of every architecture: names, permutations, RoPE, windows, caps, routing, sinks."""
+    model_type, changes = MODELS[name]
+    changes = without_choice(changes) | ({"sliding_window": None} if name == "phi3" else {})
+    generator = torch.Generator().manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**COMMON | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for tensor in model.parameters():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensor.data = 1 + 0.1 * noise if tensor.dim() < 2 else noise * tensor.shape[-1] ** -0.5
+    path = tmp_path / "model.gguf"
+    write_model(model, path, metadata=lambda writer: writer.add_tokenizer_model("no_vocab"))
+    tokens = torch.randint(4, 131, (40,), generator=generator).tolist()
+    ours = open_session(load_checkpoint(path, dtype="float32")).run(tokens)
+    theirs = score(peer, path, tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "mixed"])
+def test_quantized_logits_are_those_of_llama_cpp(kind, peer, tmp_path, open_session):
+    """From codes on both sides, each with its own way to code activations."""
+    sizes = COMMON | {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512}
+    config = LlamaConfig(**sizes | {"num_attention_heads": 4, "head_dim": 64})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    path = tmp_path / "model.gguf"
+    write_model(
+        model,
+        path,
+        mix if kind == "mixed" else kind,
+        quantize=make_codes,
+        metadata=lambda writer: writer.add_tokenizer_model("no_vocab"),
+    )
+    tokens = torch.randint(4, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    ours = open_session(load_checkpoint(path, dtype="bfloat16")).run(tokens)
+    theirs = score(peer, path, tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 2 * TOLERANCE
