@@ -31,6 +31,10 @@ test: $(STAMPS)/dev
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not long and not download" $(ARGS)
 
+# One minute of killed and stopped processes under load; a server killed.
+test-chaos: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py $(ARGS)
+
 # Twenty minutes of killed and stopped processes, ten of 200 streams.
 test-long: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m long -s $(ARGS)
