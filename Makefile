@@ -9,7 +9,7 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-slow test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo test test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests as well"
 	@echo "make test-long  run the tests of many minutes under load"
+	@echo "make test-chaos  kill and stop processes under load for a minute"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
 	@echo "make check      lint, types, import contracts, names in pages"
