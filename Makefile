@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
+# kernels(native|all|test): which variants of the kernels the extension gets; see CMakeLists.txt.
+kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
@@ -63,12 +65,12 @@ $(VENV)/bin/python:
 
 # The extension is built by the install, so native sources are among its inputs.
 $(STAMPS)/serve: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
-	$(INSTALL) --editable ".[serve]"
+	$(INSTALL) $(call kernels,native) --editable ".[serve]"
 	@mkdir -p $(STAMPS) && touch $@
 
 # Both stamps: what it installs is more than the demo needs.
 $(STAMPS)/dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
-	$(INSTALL) --editable ".[serve,dev]"
+	$(INSTALL) $(call kernels,test) --editable ".[serve,dev]"
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $@
 
 clean:

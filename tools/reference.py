@@ -67,7 +67,7 @@ def render_finetune() -> str:
         "|---|---|---|",
     ]
     for group in (ModelKeys, MethodKeys, DataKeys, OutputKeys, TrainKeys):
-        for field in cast("inspect.StructType", inspect.type_info(group)).fields:
+        for field in cast("msgspec.inspect.StructType", inspect.type_info(group)).fields:
             has_default = field.default is not msgspec.NODEFAULT
             default = f"`{msgspec.json.encode(field.default).decode()}`" if has_default else ""
             meta = field.type.extra_json_schema if isinstance(field.type, inspect.Metadata) else {}

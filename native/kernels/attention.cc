@@ -4,6 +4,9 @@
 #include <iterator>
 #include <memory>
 
+#include "kernels/built_isas.h"
+#include "kernels/packing.h"
+
 namespace tandem {
 
 extern const AttentionKernels kAttentionPlain;
@@ -20,8 +23,6 @@ constexpr size_t kMinSharedMacs = 4 << 20;
 constexpr size_t kMinSharedBytes = 512 << 10;
 // Tasks a thread should find at least, so that none is left waiting for the last.
 constexpr size_t kTasksPerThread = 4;
-
-size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
 // Rows of a tile: all its splits, or one of them with a place for the partial result.
 struct Tile {
@@ -265,9 +266,13 @@ class Run {
 }  // namespace
 
 const AttentionKernels& choose_attention(Isa isa) {
-#if defined(__x86_64__)
+#ifdef TANDEM_BUILT_ATTENTION_AVX512_BF16
   if (isa >= Isa::kAvx512Bf16) return kAttentionAvx512Bf16;
+#endif
+#ifdef TANDEM_BUILT_ATTENTION_AVX512_BW
   if (isa >= Isa::kAvx512Bw) return kAttentionAvx512Bw;
+#endif
+#ifdef TANDEM_BUILT_ATTENTION_AVX2
   if (isa >= Isa::kAvx2) return kAttentionAvx2;
 #endif
   static_cast<void>(isa);

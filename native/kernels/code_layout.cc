@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kStepBytes = kPanelColumns * 4;
 // Outputs that share a scale in e4m3.
-constexpr size_t kBlockRows = 128;
+constexpr size_t kLayoutBlockRows = 128;
 constexpr uint16_t kFp16Exponent = 0x7c00;
 
 // Values of one panel's format that every group needs.
@@ -89,7 +89,7 @@ Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, s
       std::memcpy(out + kPanelColumns * 2 + column * 2, &minimum, 2);
     return {};
   }
-  const size_t scale_row = layout.format.bits == 8 ? row / kBlockRows : row;
+  const size_t scale_row = layout.format.bits == 8 ? row / kLayoutBlockRows : row;
   const float scale = static_cast<const float*>(matrix.scales)[scale_row * num_groups + group];
   if (layout.format.bits == 8) {
     if (!std::isfinite(scale)) return refuse(row, "a scale that is not finite");

@@ -20,8 +20,8 @@ namespace {
 // Rows of one task: their transposed gradients stay in a core's L2.
 constexpr size_t kGradRows = 96;
 // Tasks of a thread at least, for balance, before the columns of an expert are split.
-constexpr size_t kTasksPerThread = 4;
-constexpr size_t kMergeChunk = 4096;
+constexpr size_t kBackwardTasksPerThread = 4;
+constexpr size_t kBackwardMergeChunk = 4096;
 
 // Memory of a thread, kept: it is needed for each task of each layer.
 float* grow(std::vector<float>& memory, size_t size) {
@@ -100,14 +100,14 @@ Status ExpertBank::backward(ThreadPool& pool, const GradBatch& batch) const {
   if (status.is_ok()) status = run_input_grads(pool, routing, scratch, batch);
   if (status.is_ok()) sum_weight_grads(routing, scratch, batch);
   if (!status.is_ok() || parts_.size() == 1) return status;
-  return pool.parallel_for((sum_size + kMergeChunk - 1) / kMergeChunk, 1,
+  return pool.parallel_for((sum_size + kBackwardMergeChunk - 1) / kMergeChunk, 1,
                            [&](size_t begin, size_t end, int) {
                              std::vector<const float*> sums(scratch.sums.begin(),
                                                             scratch.sums.end());
-                             const size_t first = begin * kMergeChunk;
+                             const size_t first = begin * kBackwardMergeChunk;
                              for (const float*& sum : sums) sum += first;
                              kernels_->add_parts(sums.data(), sums.size(),
-                                                 std::min(end * kMergeChunk, sum_size) - first,
+                                                 std::min(end * kBackwardMergeChunk, sum_size) - first,
                                                  batch.d_x + first);
                            });
 }
@@ -116,7 +116,7 @@ Status ExpertBank::run_inner_grads(ThreadPool& pool, const Routing& routing,
                                    const GradScratch& scratch, const GradBatch& batch) const {
   const size_t num_threads = static_cast<size_t>(pool.num_threads());
   const size_t num_shares = std::max<size_t>(scratch.shares.size() * parts_.size(), 1);
-  const size_t wanted = (kTasksPerThread * num_threads + num_shares - 1) / num_shares;
+  const size_t wanted = (kBackwardTasksPerThread * num_threads + num_shares - 1) / num_shares;
   const auto num_ranges = [&](const Part& part) {
     return std::clamp<size_t>(wanted, 1, part.num_gate_panels);
   };

@@ -9,7 +9,7 @@ namespace tandem {
 namespace {
 
 // Items that are worth waking a thread for.
-constexpr size_t kChunkItems = 256 * 1024;
+constexpr size_t kStoreChunkItems = 256 * 1024;
 
 float widen(float x) { return x; }
 float widen(uint16_t x) {
@@ -128,7 +128,7 @@ Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows)
   const KvView& kv = step.kv;
   const size_t num_tokens = static_cast<size_t>(step.query_start.back());
   const size_t row_items = (kv.key_dim + kv.value_dim) * kv.num_kv_heads;
-  const size_t chunk = kChunkItems / (row_items + 1) + 1;
+  const size_t chunk = kStoreChunkItems / (row_items + 1) + 1;
   const auto body = [&](size_t begin, size_t end, int) {
     if (rows.type == FloatType::kFloat32)
       store_tokens<float>(step, rows, begin, end);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <utility>
 
+#include "kernels/built_isas.h"
 #include "kernels/packing.h"
 
 namespace tandem {
@@ -16,14 +17,24 @@ constexpr size_t kMinParallelRows = 8;
 
 const PackedKernels& packed_kernels(Isa isa) {
   switch (isa) {
-#if defined(__x86_64__)
+#ifdef TANDEM_BUILT_PACKED_AVX2
     case Isa::kAvx2: return kPackedAvx2;
+#endif
+#ifdef TANDEM_BUILT_PACKED_AVX512_BW
     case Isa::kAvx512Bw: return kPackedAvx512Bw;
+#endif
+#ifdef TANDEM_BUILT_PACKED_AVX512_VNNI
     case Isa::kAvx512Vnni: return kPackedAvx512Vnni;
+#endif
+#ifdef TANDEM_BUILT_PACKED_AVX512_BF16
     case Isa::kAvx512Bf16: return kPackedAvx512Bf16;
+#endif
+#ifdef TANDEM_BUILT_PACKED_AMX
     case Isa::kAmx: return kPackedAmx;
 #endif
+#ifdef TANDEM_BUILT_PACKED_AMX_EMULATED
     case Isa::kAmxEmulated: return kPackedAmxEmulated;
+#endif
     default: return kPackedPlain;
   }
 }

@@ -11,7 +11,7 @@ namespace tandem {
 namespace {
 
 // Tasks of a thread at least, for balance, before several pieces are put together.
-constexpr size_t kTasksPerThread = 6;
+constexpr size_t kPackTasksPerThread = 6;
 constexpr size_t kMaxTaskPieces = 4;
 // An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
 constexpr size_t kMaxIntSize = 65536;
@@ -88,7 +88,7 @@ size_t panel_bytes(const WeightFormat& format, size_t size) {
 }
 
 size_t pieces_per_task(const ThreadPool& pool, size_t count) {
-  const size_t wanted = kTasksPerThread * static_cast<size_t>(pool.num_threads());
+  const size_t wanted = kPackTasksPerThread * static_cast<size_t>(pool.num_threads());
   return std::clamp<size_t>(count / wanted, 1, kMaxTaskPieces);
 }
 

@@ -1,5 +1,7 @@
 #include "kernels/row_ops.h"
 
+#include "kernels/built_isas.h"
+
 namespace tandem {
 
 extern const RowKernels kRowsPlain;
@@ -11,13 +13,13 @@ extern const RowKernels kRowsAvx512Bw;
 namespace {
 
 // Items of work that are worth waking a thread for: some microseconds of one.
-constexpr size_t kChunkItems = 64 * 1024;
+constexpr size_t kRowChunkItems = 64 * 1024;
 
 // Runs `kernel` on rows of `row_items` each; threads share the rows if there are enough.
 template <class Task>
 Status run_rows(void (*kernel)(const Task&, size_t, size_t), ThreadPool* pool, const Task& task,
                 size_t row_items) {
-  const size_t chunk = kChunkItems / (row_items + 1) + 1;
+  const size_t chunk = kRowChunkItems / (row_items + 1) + 1;
   if (pool == nullptr || task.num_rows < 2 * chunk) {
     kernel(task, 0, task.num_rows);
     return {};
@@ -30,8 +32,10 @@ Status run_rows(void (*kernel)(const Task&, size_t, size_t), ThreadPool* pool, c
 }  // namespace
 
 const RowKernels& choose_row_kernels(Isa isa) {
-#if defined(__x86_64__)
+#ifdef TANDEM_BUILT_ROW_OPS_AVX512_BW
   if (isa >= Isa::kAvx512Bw) return kRowsAvx512Bw;
+#endif
+#ifdef TANDEM_BUILT_ROW_OPS_AVX2
   if (isa >= Isa::kAvx2) return kRowsAvx2;
 #endif
   static_cast<void>(isa);

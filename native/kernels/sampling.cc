@@ -8,6 +8,8 @@
 #include <functional>
 #include <limits>
 
+#include "kernels/built_isas.h"
+
 namespace tandem {
 
 extern const SampleKernels kSamplePlain;
@@ -302,8 +304,10 @@ void SamplingRule::edit(float* logits, size_t vocab_size, size_t position) const
 }
 
 const SampleKernels& choose_sample_kernels(Isa isa) {
-#if defined(__x86_64__)
+#ifdef TANDEM_BUILT_SAMPLING_AVX512_BW
   if (isa >= Isa::kAvx512Bw) return kSampleAvx512Bw;
+#endif
+#ifdef TANDEM_BUILT_SAMPLING_AVX2
   if (isa >= Isa::kAvx2) return kSampleAvx2;
 #endif
   static_cast<void>(isa);

@@ -19,7 +19,7 @@
 namespace tandem::transfer {
 namespace {
 
-constexpr uint64_t kMagic = 0x31'41'54'4F'55'51'44'54;  // "TDQUOTA1"
+constexpr uint64_t kBoardMagic = 0x31'41'54'4F'55'51'44'54;  // "TDQUOTA1"
 constexpr size_t kNumSlots = 64;
 // An owner that has not written for so long (stopped, suspended) has no claim.
 constexpr int64_t kStaleNs = 500'000'000;
@@ -98,7 +98,7 @@ Result<std::shared_ptr<NicQuota>> NicQuota::join(const std::string& name, double
   }
   Board* board = static_cast<Board*>(mapped);
   uint64_t magic = 0;
-  if (!board->magic.compare_exchange_strong(magic, kMagic) && magic != kMagic) {
+  if (!board->magic.compare_exchange_strong(magic, kBoardMagic) && magic != kBoardMagic) {
     munmap(mapped, sizeof(Board));
     close(fd);
     return Error{Code::kUnsupported, "transfer.quota", path + " has another layout: remove it", ""};

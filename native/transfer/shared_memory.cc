@@ -19,7 +19,7 @@ Error fail_allocate(Code code, std::string what) {
   return {code, "transfer.allocate", std::move(what), "nbytes"};
 }
 
-Error fail_map(Code code, std::string what) {
+Error fail_attach(Code code, std::string what) {
   return {code, "transfer.map", std::move(what), ""};
 }
 
@@ -56,7 +56,7 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
   OwnedFd fd(open(path.c_str(), (grant.can_write ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK));
   if (fd.get() < 0) {
     const bool is_gone = errno == ENOENT && !is_alive(grant.process);
-    return fail_map(is_gone ? Code::kPeerLost : Code::kPermissionDenied,
+    return fail_attach(is_gone ? Code::kPeerLost : Code::kPermissionDenied,
                     describe_errno("opening " + path, errno));
   }
   // The pid may have been given to another process between the grant and here.
@@ -65,10 +65,10 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
   if (fstat(fd.get(), &status) != 0 || status.st_dev != grant.device ||
       status.st_ino != grant.inode || static_cast<uint64_t>(status.st_size) != grant.length ||
       (fcntl(fd.get(), F_GET_SEALS) & kSeals) != kSeals)
-    return fail_map(Code::kCorruption, path + " is not the memory that the peer named");
+    return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
   const int protection = PROT_READ | (grant.can_write ? PROT_WRITE : 0);
   void* data = mmap(nullptr, grant.length, protection, MAP_SHARED, fd.get(), 0);
-  if (data == MAP_FAILED) return fail_map(Code::kCapacity, describe_errno("mmap", errno));
+  if (data == MAP_FAILED) return fail_attach(Code::kCapacity, describe_errno("mmap", errno));
   // The mapping keeps the file; the descriptor is not needed.
   return std::shared_ptr<SharedMemory>(new SharedMemory(-1, static_cast<uint8_t*>(data),
                                                         grant.length, status.st_dev,

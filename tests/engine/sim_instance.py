@@ -151,6 +151,7 @@ class SimInstance:
             eos_token_ids=[],
             weight_version=self.weights,
             system_fingerprint=self.identity.system_fingerprint,
+            kv_identity=self.identity.digest.hex(),
             pid=1,
             load_seconds=0.0,
             kv_peer=self.peer,

@@ -107,7 +107,7 @@ class _Bench:
     def _load(self) -> CausalModel:
         config = CONFIG_MAPPING[self._model_type]()
         known = type(config).__dataclass_fields__.keys() | type(config).attribute_map.keys()
-        values = {k: v for k, v in self._sizes.items() if k in known}
+        values: dict[str, Any] = {k: v for k, v in self._sizes.items() if k in known}
         if getattr(config, "sliding_window", None) is None:
             values.pop("sliding_window", None)
         if getattr(config, "layer_types", None):

@@ -131,7 +131,7 @@ def read_matrix(
     if codes is not None:
         bias = _read_bias(reader, biases, order) if has_bias else None
         if settings.keeps_codes:
-            owner.code_formats = owner.code_formats | {name: codes.weight_format.name}
+            owner.code_formats = {**owner.code_formats, name: codes.weight_format.name}
         return _keep_packed(owner, settings, codes, bias)
     weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
     weight = weight if order is None else weight[order]

@@ -30,9 +30,10 @@ class _Experts(torch.autograd.Function):
         out = experts.forward(x.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous())
         return out.to(x_TD.dtype)
 
+    # The decorator hides the name of ctx.
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # type: ignore[override] - the decorator hides the name of ctx
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[None, Tensor, None, Tensor]:
         x_TD, ids_TK, weights_TK = ctx.saved_tensors
@@ -55,7 +56,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # type: ignore[override] - as above
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[None, Tensor]:
         (d_out,) = grads

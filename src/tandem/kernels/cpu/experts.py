@@ -278,9 +278,15 @@ class PackedExperts:
             releases the GIL; thread-safe.
         """
         d_x_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
-        tensors = (x_TD, ids_TK, weights_TK, d_out_TD)
-        views = [tensor.detach() for tensor in tensors]
-        self._bank.backward(self._pool, *views, d_x_TD, d_weights_TK)
+        self._bank.backward(
+            self._pool,
+            x_TD.detach(),
+            ids_TK.detach(),
+            weights_TK.detach(),
+            d_out_TD.detach(),
+            d_x_TD,
+            d_weights_TK,
+        )
         return d_x_TD, d_weights_TK
 
     def submit(

@@ -166,7 +166,7 @@ def _find_read_fields(config: Any) -> set[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     read: set[str] = set()
-    kind = type(config)
+    kind: Any = type(config)
 
     def note(self: Any, name: str) -> Any:
         read.add(name)
@@ -176,6 +176,7 @@ def _find_read_fields(config: Any) -> set[str]:
     # Of the same name: transformers looks classes up by it.
     object.__setattr__(seen, "__class__", type(kind.__name__, (kind,), {"__getattribute__": note}))
     with torch.device("meta"):
-        MODEL_FOR_CAUSAL_LM_MAPPING[kind](seen)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        model_class(seen)
     aliases: dict[str, str] = getattr(kind, "attribute_map", {})
     return read | {aliases[name] for name in read if name in aliases}
