@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from idleness import list_threads, observe
 
+from idleness import list_threads, observe
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError, ConflictError, ShapeError
 

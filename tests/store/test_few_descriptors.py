@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from idleness import list_threads, observe
 from store_cluster import RPC, Cluster
 
+from idleness import list_threads, observe
 from tandem.rpc import generate_secret, make_runtime_dir
 from tandem.store import PutOptions, StoreClient
 

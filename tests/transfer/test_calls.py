@@ -21,10 +21,10 @@ from collections import Counter
 
 import pytest
 import raw_wire as raw
-from idleness import check_idle_child, list_threads, observe
 from raw_wire import RawPeer
 from tests_transfer_world import SECRET, child
 
+from idleness import check_idle_child, list_threads, observe
 from tandem.core.errors import (
     CancelledError,
     CapacityError,

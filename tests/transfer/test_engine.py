@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from idleness import check_idle_child
 from tests_transfer_world import SECRET, move
 
+from idleness import check_idle_child
 from tandem.core.errors import (
     CancelledError,
     CapacityError,
