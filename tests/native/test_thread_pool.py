@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from idleness import list_threads, observe
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError, ConflictError, ShapeError
 
@@ -105,14 +106,15 @@ def test_parallel_sum_refuses_other_arrays(values: np.ndarray):
 
 
 def test_idle_pool_uses_no_cpu_time():
-    """The threads poll for microseconds, then sleep: a fifth of a second costs next to nothing."""
+    """The threads poll for microseconds, then sleep, and wake up for nothing but a job."""
+    before = list_threads()
     pool = ThreadPool(len(os.sched_getaffinity(0)))
-    pool.run_noop(100)
-    before = time.process_time_ns()
-    threading.Event().wait(0.2)
-    used_ms = (time.process_time_ns() - before) / 1e6
-    # One polling thread would use 200 ms.
-    assert used_ms < 10
+    pool.trace_fixed(pool.num_threads)  # Every worker has started.
+    seen = observe(list_threads() - before, max_looks=100)
+    assert len(seen) == pool.num_threads - 1
+    for each in seen.values():
+        assert each.num_awake * 10 <= each.num_looks, seen
+        assert each.num_sleeps * 20 <= each.num_looks, seen
     assert pool.run_noop(100) == 100
 
 
