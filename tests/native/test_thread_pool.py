@@ -153,8 +153,6 @@ def test_polls_for_a_job_that_comes_soon():
         if fewest <= rounds // 10:
             break
     assert fewest <= rounds // 10
-    times = pool.benchmark_wakeup(rounds=10, gap_us=5)
-    assert min(times.pool_ns, times.ratio) > 0
 
 
 def test_sleeps_soon_after_a_job():
