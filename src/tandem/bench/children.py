@@ -4,7 +4,7 @@ A benchmark that is killed cannot end what it started, and a store's master wait
 ever. So a child begins as a short program that asks the kernel to kill it with its parent (Linux,
 PR_SET_PDEATHSIG, which an exec keeps) and becomes the command.
 
-Imports nothing of ours: the scripts of peers, which other interpreters run, find it by their folder.
+Imports nothing of ours: peers' scripts, which other interpreters run, find it by their folder.
 """
 
 import os
