@@ -186,8 +186,8 @@ class KvWorld(StoreWorld):
         if self.master_process is None:
             self.start_master()
         await asyncio.sleep(WHOLE_IN_S)
+        self.check_whole(may_store=True)
         await self.wait_stored()
-        self.check_whole()
         fallbacks = sum(self.cluster.fallbacks.values())
         for instance in self.instances.values():
             instance.engine.flush_cache()  # Of the device alone: what is stored is asked for.
@@ -226,20 +226,21 @@ class KvWorld(StoreWorld):
 
         The host asks again when its call is given up; until then the store cannot know what it has.
         """
-        end_s = self.clock.now_s() + CALL_TIMEOUT_S + STORE.deadline_ms / 1e3
+        end_s = self.clock.now_s() - WHOLE_IN_S + CALL_TIMEOUT_S + STORE.deadline_ms / 1e3
         while self.clock.now_s() < end_s:
-            if not any(instance.tier._tasks for instance in self.instances.values()):
-                return
+            if not any(instance.is_storing for instance in self.instances.values()):
+                break
             await asyncio.sleep(0.1)
+        self.check_whole()
 
-    def check_whole(self) -> None:
+    def check_whole(self, *, may_store: bool = False) -> None:
         for status in self.cluster.instances:
             sources = {n for n, role in self.settings.roles.items() if role == "prefill"} - {"px"}
             wanted = sources if status.role == "decode" else set()
             if status.stage.stage != "ready" or set(status.sources) != wanted:
                 self.violations.append(f"{status.name} is not whole: {status}")
         for name, instance in self.instances.items():
-            if kept := instance.list_kept():
+            if kept := instance.list_kept(may_store=may_store):
                 self.violations.append(f"{name} keeps {', '.join(kept)}")
         if self.cluster.num_live:
             self.violations.append(f"{self.cluster.num_live} requests live")
