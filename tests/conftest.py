@@ -1,11 +1,13 @@
 """Shared by all tests: hub offline, and markers that a file's name implies."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+sys.path.append(str(Path(__file__).parent))  # For helpers of several folders.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # As in an instance: spinning OpenMP threads starve each other on shared cores.

@@ -34,6 +34,13 @@ compute the next token, and the random stream depends on seed and position alone
 a seed where the client names none. So the answer to every failure is to place the request again
 with the tokens that the client has: on another pair, or else on one instance of either role.
 
+**One answer, one model.** An instance may restart with other weights. Each run of an instance has
+the digest of its `KvIdentity` (weights, configuration, formats); the machine keeps that of the run
+whose tokens it sent first, and the request goes on only where it is the same. If all instances
+serve another model, or none with that model comes back within `cluster.recovery_s`, the request
+ends with the retryable error `peer_lost`, which says so. A request that has sent nothing starts
+over anywhere.
+
 **Decode pulls.** The decode instance gets the request first, reserves blocks and asks the prefill
 instance how far it is; it reads each layer of a chunk as soon as it is computed, only blocks that
 it lacks. A block is taken when all its layers were read and the prefill instance, asked after that,
@@ -86,6 +93,8 @@ _TAIL = """\
   server knows what it sent there.
 - *Retrying an `internal` error elsewhere.* A failed step ends all requests of the step; a request
   that makes steps fail would do so on every instance.
+- *Comparing the system fingerprints for that.* They include the rounding class, so a prefill on one
+  kind of device could not be continued on another.
 - *Comparing the tokens of a repeated prefill.* The request goes on from what its client has seen.
 
 ## Limits

@@ -5,6 +5,8 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +59,52 @@ def test_a_child_is_the_command_itself():
     out, _ = child.communicate("words", WAIT_S)
     assert out.split() == [str(child.pid), "a", "b", "words"]
     assert child.returncode == 3
+
+
+def list_children(pid: int) -> set[int]:
+    """Return the processes that a process has started, and those that they have."""
+    found: set[int] = set()
+    for task in Path("/proc").glob(f"{pid}/task/*/children"):
+        try:
+            found |= {int(child) for child in task.read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found.union(*map(list_children, found))
+
+
+def is_store(pid: int, role: str) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # As the command itself: not yet while it asks the kernel to be killed with its parent.
+    return words[1:5] == [b"-m", b"tandem", b"store", role.encode()]
+
+
+@pytest.mark.e2e
+def test_a_killed_bench_leaves_no_store():
+    """A master and a host that it has started end with it, though nobody is left to end them."""
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "bench", "store", "--quick", "--cases", "op=first_put*"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pid_fds: list[int] = []
+    try:
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            children = list_children(bench.pid)
+            if all(any(is_store(pid, role) for pid in children) for role in ("master", "host")):
+                break
+            assert bench.poll() is None, "the bench ended by itself"
+            assert time.monotonic() < end_s, "the bench started no store"
+            time.sleep(0.01)
+        pid_fds = [os.pidfd_open(pid) for pid in children]
+        bench.kill()
+        bench.wait(WAIT_S)
+        assert all(map(has_ended, pid_fds))
+    finally:
+        bench.kill()
+        bench.wait(WAIT_S)
+        for pid_fd in pid_fds:
+            os.close(pid_fd)

@@ -13,7 +13,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from chain_model import VOCAB, continue_prompt
+from chain_model import VOCAB, continue_prompt, make_identity
 from sim_cluster import SimLauncher
 from sim_instance import ENGINE
 
@@ -21,14 +21,14 @@ from tandem.core.errors import TandemError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.cluster.client import ClusterClient
 from tandem.engine.cluster.config import ClusterConfig
-from tandem.engine.cluster.machine import Alone
-from tandem.engine.cluster.selection import LeastLoadedPolicy
 from tandem.engine.instance import InstanceSpec
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.store_tier import make_object_key
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.sim import Faults
 from tandem.store.config import StoreConfig
+from tandem.store.host import CALL_TIMEOUT_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from store_world import StoreWorld
@@ -67,6 +67,8 @@ class Settings:
         self.faults = Faults()
         self.flips = self.crashes = False
         self.faults_of_model = 0.0
+        self.swaps = seed % 2 == 1 and self.roles is ROLES["unified"]
+        """Whether an instance may come back with other weights."""
         if seed % 3:
             self.faults = Faults(lose=0.01, late=0.01, double=0.01, drag=0.1, rot_per_s=8.0)
             self.flips = seed % 3 == 1
@@ -82,16 +84,6 @@ class Settings:
             load_deadline_ms=1500,
             staging_blocks=(8, 2)[seed // 7 % 2],
         )
-
-
-class NativePolicy(LeastLoadedPolicy):
-    """Lets the instance with other weights serve nothing alone; its blocks may be offered."""
-
-    def choose(self, place, request, views):
-        route = super().choose(place, request, views)
-        if isinstance(route, Alone) and route.instance.name == "px":
-            return super().choose(place, request, [v for v in views if v.ref.name != "px"])
-        return route
 
 
 class KvWorld(StoreWorld):
@@ -121,6 +113,8 @@ class KvWorld(StoreWorld):
     # Processes.
 
     def draw_weights(self, spec) -> str:
+        if self.settings.swaps:
+            return self.random.choice((WEIGHTS, FOREIGN))
         return FOREIGN if spec.name == "px" else WEIGHTS
 
     def kill(self, process) -> None:
@@ -163,9 +157,7 @@ class KvWorld(StoreWorld):
             for name, role in self.settings.roles.items()
         ]  # fmt: skip
         config = ClusterConfig(lease_s=LEASE_S, recovery_s=20.0, max_attempts=8)
-        self.cluster = ClusterClient(
-            specs, config, policy=NativePolicy(), make_launcher=lambda: SimLauncher(self)
-        )
+        self.cluster = ClusterClient(specs, config, make_launcher=lambda: SimLauncher(self))
         async with self.cluster:
             await self.cluster.wait_ready()
             await self.trouble(num_requests)
@@ -194,7 +186,8 @@ class KvWorld(StoreWorld):
         if self.master_process is None:
             self.start_master()
         await asyncio.sleep(WHOLE_IN_S)
-        self.check_whole()
+        self.check_whole(may_store=True)
+        await self.wait_stored()
         fallbacks = sum(self.cluster.fallbacks.values())
         for instance in self.instances.values():
             instance.engine.flush_cache()  # Of the device alone: what is stored is asked for.
@@ -228,14 +221,26 @@ class KvWorld(StoreWorld):
             await asyncio.sleep(4)
         self.violations.append("the store does not come back")
 
-    def check_whole(self) -> None:
+    async def wait_stored(self) -> None:
+        """Let puts end that wait for a host whose last message was lost; each has a deadline.
+
+        The host asks again when its call is given up; until then the store cannot know what it has.
+        """
+        end_s = self.clock.now_s() - WHOLE_IN_S + CALL_TIMEOUT_S + STORE.deadline_ms / 1e3
+        while self.clock.now_s() < end_s:
+            if not any(instance.is_storing for instance in self.instances.values()):
+                break
+            await asyncio.sleep(0.1)
+        self.check_whole()
+
+    def check_whole(self, *, may_store: bool = False) -> None:
         for status in self.cluster.instances:
             sources = {n for n, role in self.settings.roles.items() if role == "prefill"} - {"px"}
             wanted = sources if status.role == "decode" else set()
             if status.stage.stage != "ready" or set(status.sources) != wanted:
                 self.violations.append(f"{status.name} is not whole: {status}")
         for name, instance in self.instances.items():
-            if kept := instance.list_kept():
+            if kept := instance.list_kept(may_store=may_store):
                 self.violations.append(f"{name} keeps {', '.join(kept)}")
         if self.cluster.num_live:
             self.violations.append(f"{self.cluster.num_live} requests live")
@@ -247,6 +252,11 @@ class KvWorld(StoreWorld):
     async def check_store(self) -> None:
         """All that was stored has been flushed: nothing is left of it."""
         process, client = self.start_client("checker")
+        if self.settings.swaps:
+            # What was stored for weights that no instance has now is nobody's to flush.
+            for model in (WEIGHTS, FOREIGN):
+                prefix = make_object_key(make_identity(model).digest.hex(), b"")
+                await process.spawn(client.remove_prefix(prefix))
         status = await process.spawn(client.status())
         if status.num_objects or status.num_unfinished:
             self.violations.append(f"the store keeps {status}")
@@ -296,12 +306,17 @@ class KvWorld(StoreWorld):
         self.ends[reason] += 1
         if reason == FinishReason.DEADLINE:
             self.violations.append(f"{request.request_id} waits longer than any fault lasts")
-        right = continue_prompt(WEIGHTS, prompt, num_tokens, request.sampling.seed)
-        is_whole = reason == FinishReason.LENGTH and tokens == right
-        is_cut = reason != FinishReason.LENGTH and tokens == right[: len(tokens)]
+        # Of one model from the first token to the last, whichever that is.
+        has_foreign = self.settings.swaps or "px" in self.settings.roles
+        rights = [
+            continue_prompt(model, prompt, num_tokens, request.sampling.seed)
+            for model in (WEIGHTS, FOREIGN)[: 1 + has_foreign]
+        ]
+        is_whole = reason == FinishReason.LENGTH and tokens in rights
+        is_cut = reason != FinishReason.LENGTH and any(r[: len(tokens)] == tokens for r in rights)
         is_calm = must_work or not self.settings.faults.late
         if not is_whole and (not is_cut or (is_calm and not is_impatient)):
-            self.violations.append(f"{request.request_id}: {reason} {tokens}, {right} is right")
+            self.violations.append(f"{request.request_id}: {reason} {tokens}, {rights} is right")
         return tokens if is_whole else None
 
     async def read_answer(self, request: AddRequest, *, is_impatient: bool):

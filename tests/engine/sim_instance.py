@@ -151,6 +151,7 @@ class SimInstance:
             eos_token_ids=[],
             weight_version=self.weights,
             system_fingerprint=self.identity.system_fingerprint,
+            kv_identity=self.identity.digest.hex(),
             pid=1,
             load_seconds=0.0,
             kv_peer=self.peer,
@@ -190,8 +191,13 @@ class SimInstance:
             await self.bell.wait()
             timer.cancel()
 
-    def list_kept(self) -> list[str]:
-        """What an idle instance should have given back."""
+    @property
+    def is_storing(self) -> bool:
+        """Whether it waits for the store to take blocks; they are copies in staging slots."""
+        return self.tier._storing is not None
+
+    def list_kept(self, *, may_store: bool = False) -> list[str]:
+        """What an idle instance should have given back; ``may_store``: puts may be under way."""
         if self.peer is not None:
             self.listener.announcer.note_progress()  # Forgets questions that nobody waits for.
         stats, loads = self.engine.get_stats(), self.scheduler._loads
@@ -209,6 +215,9 @@ class SimInstance:
             "reads": 0 if self.reader is None else self.reader.num_in_transfer,
             "questions": self.listener.announcer.num_waiting if self.peer is not None else 0,
         }
+        if may_store and self.is_storing:
+            del kept["staging"]
+            kept["tier tasks"] -= 1
         wrong = [f"{count} {what}" for what, count in kept.items() if count]
         try:
             self.scheduler.check()

@@ -1,7 +1,7 @@
 """Peers that die, stop, restart or hang, in processes of their own; nothing may wait for ever.
 
-Method: real signals to a child process. Times are measured only against generous bounds: what is
-asserted is which mechanism found the loss, told by the error's ``where``.
+Method: real signals to a child process. No time is measured: what is asserted is which mechanism
+found the loss, told by the error's ``where``, under a lease that ends after the test gives up.
 """
 
 import asyncio
@@ -66,10 +66,8 @@ def test_a_killed_server_fails_open_calls_long_before_the_lease(endpoint, spawn)
             ]
             for _ in calls:
                 await asyncio.to_thread(child.expect, "hanging")
-            begin = time.monotonic()
             child.signal(signal.SIGKILL)
             results = await asyncio.gather(*calls, return_exceptions=True)
-            assert time.monotonic() - begin < LEASE_S, "the lease was waited for"
             assert all(isinstance(error, PeerLostError) for error in results)
             assert len({id(error) for error in results}) == 20, "no shared tracebacks"
             assert len(losses) == 1
@@ -90,11 +88,11 @@ def test_a_killed_client_is_noticed_long_before_the_lease(endpoint, spawn):
             await asyncio.to_thread(child.expect, "ready")
             await until(lambda: server.peers)
             peer = server.peers[0]
-            begin = time.monotonic()
             child.signal(signal.SIGKILL)
             await until(lambda: losses)
-            assert time.monotonic() - begin < LEASE_S, "the lease was waited for"
-            assert losses[0][0] == "child"
+            name, error = losses[0]
+            assert name == "child"
+            assert error.where == "rpc.session"
             assert peer.is_lost
             assert not server.peers
 

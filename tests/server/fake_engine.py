@@ -41,6 +41,7 @@ def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
         eos_token_ids=[0],
         weight_version="f" * 64,
         system_fingerprint="fp_ffffffffffff_ffffff",
+        kv_identity="f" * 64,
         pid=1,
         load_seconds=0.5,
     )

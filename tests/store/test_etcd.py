@@ -89,12 +89,14 @@ async def test_epochs_rise_over_terms_and_above_what_hosts_have_seen(etcd):
 @pytest.mark.asyncio
 async def test_a_lease_that_is_not_renewed_ends(etcd):
     async with make_backend(etcd.url) as a, make_rival(a) as b:
-        begin_s = time.monotonic()  # Before the lease begins, which may be long before the answer.
         await a.acquire("a", ttl_s=2, min_epoch=0, timeout_s=T)
+        # How long it lasts is etcd's own business: what is ours is for how long it was asked.
+        lease = post(etcd, "lease/timetolive", {"ID": a._lease})
+        assert lease["grantedTTL"] == "2"
+        end_s = time.monotonic() + 60
         while await b.observe(T) is not None:
-            assert time.monotonic() - begin_s < 20
+            assert time.monotonic() < end_s
             await asyncio.sleep(0.05)
-        assert time.monotonic() - begin_s > 1.9
         assert (await b.acquire("b", ttl_s=2, min_epoch=0, timeout_s=T)).holder == Holder("b", 2)
         assert not await a.renew(T)
 

@@ -229,35 +229,33 @@ def test_a_disk_that_hangs_holds_up_no_batch(engine, world, tmp_path):
 
 
 HUNG = """
-import gc, sys, time
+import gc, sys
 from tandem.core.errors import DeadlineError
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 from tandem.transfer.faults import inject_faults
 engine = TransferEngine(TransferConfig(file_backend=sys.argv[2]))
 file = engine.open_file(sys.argv[1], length=1 << 20, writable=True)
 local = engine.register(bytearray(1 << 20))
-with inject_faults(engine, "file", delay=1.0, delay_s=40.0):
+with inject_faults(engine, "file", delay=1.0, delay_s=120.0):
     try:
         engine.submit([Transfer(Op.READ, local, file, 0, 1 << 20)], deadline_s=0.1).wait()
     except DeadlineError:
         print("late", flush=True)
-begin = time.monotonic()
 engine.close()
 del engine, file, local
 gc.collect()
-print(time.monotonic() - begin)
+print("closed", flush=True)
 """
 
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 def test_a_disk_that_hangs_keeps_no_process(tmp_path, backend):
+    """The engine closes and its process ends before the disk has answered."""
     done = subprocess.run(
         [sys.executable, "-c", HUNG, str(tmp_path / "f"), backend],
         capture_output=True,
         text=True,
-        timeout=30,  # Less than the disk takes.
+        timeout=60,  # Less than the disk takes.
         check=True,
     )
-    late, closed_s = done.stdout.split()
-    assert late == "late"
-    assert float(closed_s) < 10
+    assert done.stdout.split() == ["late", "closed"]

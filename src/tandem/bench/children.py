@@ -3,6 +3,8 @@
 A benchmark that is killed cannot end what it started, and a store's master waits for clients for
 ever. So a child begins as a short program that asks the kernel to kill it with its parent (Linux,
 PR_SET_PDEATHSIG, which an exec keeps) and becomes the command.
+
+Imports nothing of ours: peers' scripts, which other interpreters run, find it by their folder.
 """
 
 import os

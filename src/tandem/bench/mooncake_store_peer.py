@@ -4,7 +4,6 @@ Two processes run this script: one provides memory (and starts the master), the 
 that is measured. Imports nothing of ours.
 """
 
-import ctypes
 import importlib
 import os
 import socket
@@ -14,15 +13,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from children import start_child
 from peer_loop import answer_calls
 
 LOCAL_BUFFER_BYTES = 512 * 2**20
 START_TIMEOUT_S = 20.0
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this child with its parent: PR_SET_PDEATHSIG, SIGKILL."""
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 
 
 def _free_port() -> int:
@@ -42,7 +37,7 @@ class Peer:
     def start_master(self) -> dict[str, int]:
         """Start their master; returns its ports."""
         ports = {"rpc": _free_port(), "http": _free_port(), "metrics": _free_port()}
-        self._master = subprocess.Popen(
+        self._master = start_child(
             [
                 os.path.join(os.path.dirname(sys.executable), "mooncake_master"),
                 f"--rpc_port={ports['rpc']}",
@@ -54,7 +49,6 @@ class Peer:
             ],
             stdout=2,
             stderr=2,
-            preexec_fn=_end_with_parent,
         )
         end = time.monotonic() + START_TIMEOUT_S
         for name in ("rpc", "http"):

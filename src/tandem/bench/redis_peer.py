@@ -3,7 +3,6 @@
 Starts a ``redis-server`` of its own, which must be installed. Imports nothing of ours.
 """
 
-import ctypes
 import importlib
 import shutil
 import socket
@@ -13,14 +12,10 @@ import time
 from typing import Any
 
 import numpy as np
+from children import start_child
 from peer_loop import answer_calls
 
 START_TIMEOUT_S = 10.0
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this child with its parent: PR_SET_PDEATHSIG, SIGKILL."""
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 
 
 class Peer:
@@ -52,9 +47,7 @@ class Peer:
             "dir": self._folder,
         }
         flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
-        self._server = subprocess.Popen(
-            [program, *flags], stdout=2, stderr=2, preexec_fn=_end_with_parent
-        )
+        self._server = start_child([program, *flags], stdout=2, stderr=2)
         self._clients = {
             "tcp": self._redis.Redis(host="127.0.0.1", port=port),
             "unix": self._redis.Redis(unix_socket_path=path),

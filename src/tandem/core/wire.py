@@ -283,6 +283,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 over all bytes of the weights, hex."""
     system_fingerprint: str
     """See ``KvIdentity.system_fingerprint``."""
+    kv_identity: str
+    """``KvIdentity.digest``, hex: instances with another one are another model to a client, so one
+    answer never has tokens of both."""
     pid: int
     load_seconds: float
     kv_peer: KvPeer | None = None

@@ -281,6 +281,7 @@ def build_engine(
         eos_token_ids=list(spec.eos_token_ids),
         weight_version=model.weights_digest,
         system_fingerprint=identity.system_fingerprint,
+        kv_identity=identity.digest.hex(),
         pid=0,
         load_seconds=0.0,
     )

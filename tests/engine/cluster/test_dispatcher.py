@@ -19,6 +19,9 @@ TIMEOUT_S = 10.0
 class Info:
     num_blocks, block_size, max_model_len = 100, 16, 2048
 
+    def __init__(self, identity="a model"):
+        self.kv_identity = identity
+
 
 class ToyPort:
     """An instance of which the test is the engine."""
@@ -33,7 +36,8 @@ class ToyPort:
 
     @property
     def ref(self):
-        return InstanceRef(self.name, self.incarnation)
+        identity = "" if self.info is None else self.info.kv_identity
+        return InstanceRef(self.name, self.incarnation, identity)
 
     async def submit(self, request, put):
         self.requests.append(request)
@@ -61,8 +65,8 @@ class ToyPort:
         for leg_id, put in live.items():
             put(RequestOutput(leg_id, [], FinishReason.ERROR, error_code="peer_lost"))
 
-    def restart(self):
-        self.incarnation, self.info = self.incarnation + 1, Info()
+    def restart(self, *identity):
+        self.incarnation, self.info = self.incarnation + 1, Info(*identity)
 
 
 def ask(**fields):
@@ -125,6 +129,92 @@ def test_a_request_waits_for_the_only_instance_to_come_back():
         await asyncio.sleep(0)
         a.send(6, finish_reason=FinishReason.LENGTH)
         assert [t async for output in stream for t in output.token_ids] == [5, 6]
+
+    run(work())
+
+
+async def pass_turns():
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_tokens_of_two_models_never_mix_in_one_answer():
+    """A stream ends, at once and by a retryable error, when only another model is left."""
+    a, b = ToyPort("a"), ToyPort("b")
+
+    async def work():
+        dispatcher = make(a, b)
+        stream = await dispatcher.submit(ask())
+        a.send(5, 6)
+        b.die()
+        a.die()
+        await pass_turns()
+        a.restart("another model")
+        dispatcher.note_change()
+        await pass_turns()
+        assert not a.live, "it waits for b, which may still serve the model"
+        assert dispatcher.num_live == 1
+        b.restart("another model")
+        dispatcher.note_change()
+        assert dispatcher.num_live == 0
+        *tokens, last = [output async for output in stream]
+        assert [output.token_ids for output in tokens] == [[5, 6]]
+        assert (last.finish_reason, last.error_code) == (FinishReason.ERROR, "peer_lost")
+        assert "the model that computed the 2 tokens" in last.error_text
+        assert not (a.live or b.live)
+
+    run(work())
+
+
+def test_a_stream_goes_on_where_its_model_is():
+    """An idle instance with another model is passed over for a busier one with the same."""
+    a, b, c = ToyPort("a"), ToyPort("b"), ToyPort("c")
+    b.info = Info("another model")
+
+    async def work():
+        dispatcher = make(a, b, c)
+        stream = await dispatcher.submit(ask())
+        a.send(5)
+        a.die()
+        await pass_turns()
+        assert not b.live
+        c.send(6, finish_reason=FinishReason.LENGTH)
+        assert [t async for output in stream for t in output.token_ids] == [5, 6]
+
+    run(work())
+
+
+def test_the_wait_for_an_instance_with_the_same_model_is_bounded():
+    """The error says what was waited for."""
+    a, b = ToyPort("a"), ToyPort("b")
+    b.info = Info("another model")
+
+    async def work():
+        dispatcher = make(a, b, recovery_s=0.01)
+        stream = await dispatcher.submit(ask())
+        a.send(5)
+        a.die()
+        last = [output async for output in stream][-1]
+        assert last.error_code == "peer_lost"
+        assert "the model that computed the 1 tokens" in last.error_text
+
+    run(work())
+
+
+def test_a_request_that_has_sent_nothing_starts_over_with_any_model():
+    """Only tokens bind a request to a model."""
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = make(a)
+        asking = asyncio.create_task(dispatcher.submit(ask()))
+        await pass_turns()
+        a.die()
+        a.restart("another model")
+        dispatcher.note_change()
+        await pass_turns()
+        a.send(7, finish_reason=FinishReason.LENGTH)
+        assert [t async for output in await asking for t in output.token_ids] == [7]
 
     run(work())
 

@@ -359,6 +359,22 @@ def test_without_attempts_a_request_is_still_placed_once():
     assert machine.state is State.FAILED
 
 
+def test_a_machine_refuses_a_route_to_another_model():
+    """Whatever a policy answers, also for a pair of two models and for blocks that are held."""
+    world = World(random.Random(0), 3, 60.0)
+    p0, d0 = InstanceRef("p0", 0, "a model"), InstanceRef("d0", 0, "another model")
+    world.take(Pair(p0, d0))
+    assert world.machine.state is State.PREFILLING_ALONE
+    world.advance("r-1p")
+    assert (world.machine.state, world.place.identity) == (State.HELD, "a model")
+    world.take(Pair(None, d0))
+    assert (world.machine.state, world.place.is_held) == (State.PLACING, False)
+    world.take(Alone(d0))
+    assert isinstance(world.end, PeerLostError)
+    assert "the model that computed the 1 tokens" in world.end.what
+    assert list(world.legs) == ["r-1p"]
+
+
 def test_a_request_that_is_not_placed_ends_by_its_deadline():
     world = World(random.Random(0), 3, 1e6)
     world.pass_time(LIMITS.recovery_s - 1)

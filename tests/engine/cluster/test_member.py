@@ -21,7 +21,7 @@ TIMEOUT_S = 10.0
 
 
 class Info:
-    kv_peer = "where the blocks lie"
+    kv_peer, kv_identity = "where the blocks lie", "a model"
 
 
 class Supervisor:

@@ -32,6 +32,7 @@ from tandem.engine.cluster.machine import (
     LegFailed,
     LegOutput,
     Limits,
+    NoRoute,
     Note,
     Place,
     ReleaseLeg,
@@ -322,7 +323,15 @@ class Dispatcher:
         return []
 
     def _place(self, live: _Live, place: Place) -> list[Action]:
-        route = self._policy.choose(place, live.request, self.view_instances())
+        views = self.view_instances()
+        if place.identity is not None:
+            views = [view for view in views if view.ref.identity == place.identity]
+            is_down = any(port.info is None for port in self._ports.values())
+            if not (views or is_down or place.is_held):
+                # Nobody is waited for who might serve that model.
+                now_s = asyncio.get_running_loop().time()
+                return live.machine.take(NoRoute(is_foreign=True), now_s)
+        route = self._policy.choose(place, live.request, views)
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
             return []

@@ -63,6 +63,8 @@ class InstanceRef:
     name: str
     incarnation: int
     """Another one after each restart."""
+    identity: str = field(default="", compare=False)
+    """``InstanceInfo.kv_identity`` of that run; empty while it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,13 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class NoRoute:
-    """The policy's answer: no instance that runs is left to be tried."""
+    """The policy's answer: no instance that runs is left to be tried.
+
+    Attributes:
+        is_foreign: because all serve another model than the one whose tokens were sent.
+    """
+
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,8 @@ class Place:
         prefill: where its blocks are held, or its prompt was last computed; None: nowhere.
         needs_decode: False: there is nothing to generate after the first token.
         is_resumed: tokens were sent already: a ``Pair`` names both instances.
+        identity: of the model that computed those tokens (``InstanceInfo.kv_identity``): only
+            instances with the same one may go on; None: nothing was sent, all may serve.
     """
 
     is_held: bool
@@ -169,6 +179,7 @@ class Place:
     prefill: InstanceRef | None
     needs_decode: bool
     is_resumed: bool
+    identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +252,8 @@ class _Happened:
     output: RequestOutput | None = None
     error: TandemError | None = None
     reason: str = ""
+    source: InstanceRef | None = None
+    """Where the output comes from."""
     actions: list[Action] = field(default_factory=list["Action"])
 
 
@@ -270,6 +283,8 @@ class RequestMachine:
         self._handle: KvHandle | None = None
         self._tokens: list[int] = []
         """Sent to the client so far."""
+        self._identity: str | None = None
+        """Of the model that computed them."""
         self._facts: _PromptFacts | None = None
         self._kept: list[RequestOutput] = []
         self._avoid: set[InstanceRef] = set()
@@ -354,6 +369,8 @@ class RequestMachine:
                 self._happened.reason = "lease_ended"
                 self._fire(Event.LEASE_ENDED)
             else:
+                if self._identity is not None:
+                    self._error = self._make_other_model_error()
                 self._fire(Event.RECOVERY_ENDED)
         return self._happened.actions
 
@@ -374,11 +391,13 @@ class RequestMachine:
                 self._fire(Event.CANCEL)
             case Pair() | Alone():
                 self._take_route(message)
-            case NoRoute():
+            case NoRoute(is_foreign=is_foreign):
                 self._happened.reason = "no_decode_instance"
                 if self.state is State.HELD:
                     self._fire(Event.NO_ROUTE)
                 elif self.state is State.PLACING:
+                    if is_foreign:
+                        self._error = self._make_other_model_error()
                     self._fire(Event.REFUSED)
             case LegOutput(leg_id=leg_id, output=output):
                 self._take_output(leg_id, output)
@@ -390,6 +409,12 @@ class RequestMachine:
                     self._fire(Event.CONTINUED if is_taken else Event.NOT_CONTINUED)
 
     def _take_route(self, route: Pair | Alone) -> None:
+        if self._identity is not None and any(
+            ref.identity != self._identity for ref in _list_instances(route)
+        ):
+            # Whatever the policy says: the tokens of two models never mix in one answer.
+            self._take(NoRoute(is_foreign=True))
+            return
         self._happened.route = route
         if self.state is State.HELD and isinstance(route, Pair):
             self._fire(Event.DECODE)
@@ -400,7 +425,9 @@ class RequestMachine:
         elif self._tokens:
             self._fire(Event.REJOIN)
         else:
-            self._fire(Event.LATE_PAIR if route.decode is None else Event.PAIR)
+            # A decode instance of another model could not go on with the first token.
+            is_early = route.decode is not None and _has_one_model(route)
+            self._fire(Event.PAIR if is_early else Event.LATE_PAIR)
 
     def _take_output(self, leg_id: str, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
@@ -411,6 +438,7 @@ class RequestMachine:
             return
         self._happened.output = output
         if self._is_prefill(leg_id):
+            self._happened.source = self.held[Held.PREFILL].instance
             is_held = output.finish_reason is FinishReason.PREFILLED
             if output.finish_reason is None:
                 return  # It has no output before its end.
@@ -420,6 +448,7 @@ class RequestMachine:
             self._happened.reason = f"prefill_{output.finish_reason}"
             self._fire(Event.PREFILLED if is_held else Event.PREFILL_ENDED)
         elif self._is_decode(leg_id):
+            self._happened.source = self.held[Held.DECODE].instance
             is_last = output.finish_reason is not None and self.state is not State.CONTINUING
             self._happened.reason = "decode_started_alone"
             self._fire(Event.OUTPUT_ENDED if is_last else Event.OUTPUT)
@@ -489,6 +518,7 @@ class RequestMachine:
                 prefill=self._last_prefill,
                 needs_decode=self._request.sampling.max_tokens > 1,
                 is_resumed=bool(self._tokens),
+                identity=self._identity,
             )
         )
 
@@ -588,6 +618,9 @@ class RequestMachine:
             self._act(Fail(error))
             return
         assert output is not None
+        if self._identity is None and output.token_ids:
+            assert self._happened.source is not None, "tokens come from an instance"
+            self._identity = self._happened.source.identity
         self._tokens += output.token_ids
         is_prefilled = output.finish_reason is FinishReason.PREFILLED
         changes: dict[str, object] = {"request_id": self._request.request_id}
@@ -637,8 +670,24 @@ class RequestMachine:
         )
         self._act(Deliver(output))
 
+    def _make_other_model_error(self) -> TandemError:
+        return PeerLostError(
+            "engine.place",
+            f"no instance serves the model that computed the {len(self._tokens)} tokens sent so "
+            "far: send the request again",
+        )
+
     def _fail(self) -> None:
         error = self._error
         if error is None:
             error = PeerLostError("engine.place", "no instance serves: try again in a moment")
         self._act(Fail(error))
+
+
+def _list_instances(route: Pair | Alone) -> list[InstanceRef]:
+    named = (route.prefill, route.decode) if isinstance(route, Pair) else (route.instance,)
+    return [instance for instance in named if instance is not None]
+
+
+def _has_one_model(pair: Pair) -> bool:
+    return len({instance.identity for instance in _list_instances(pair)}) == 1

@@ -77,7 +77,9 @@ class ClusterMember:
     @property
     def ref(self) -> InstanceRef:
         """Its present run."""
-        return InstanceRef(self._name, self.supervisor.num_restarts)
+        info = self.info
+        identity = "" if info is None else info.kv_identity
+        return InstanceRef(self._name, self.supervisor.num_restarts, identity)
 
     @property
     def info(self) -> InstanceInfo | None:

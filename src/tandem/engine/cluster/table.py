@@ -144,11 +144,11 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
     Event.OUTPUT_ENDED: "It sent its last output.",
     Event.DECODE_LOST: "It refused the request, died, or did not answer within its lease.",
     Event.LEASE_ENDED: "The lease of the held blocks ended.",
-    Event.RECOVERY_ENDED: "No instance came back in time.",
+    Event.RECOVERY_ENDED: "No instance that may serve the request came back in time.",
     Event.TIMEOUT: "The time limit of the request passed.",
     Event.CANCEL: "The client left, or the request was aborted.",
-    Event.REFUSED: "Every instance that runs refused the request, or it fell back more than "
-    "cluster.max_attempts times.",
+    Event.REFUSED: "Every instance that runs refused the request, or has another model than the "
+    "tokens that were sent; or it fell back more than cluster.max_attempts times.",
 })  # fmt: skip
 """What each event means."""
 
