@@ -7,6 +7,7 @@ import pytest
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
 from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine import build as building
 from tandem.engine.blocks import BlockPool
 from tandem.engine.build import build_engine, plan_engine
 from tandem.engine.config import EngineConfig
@@ -147,3 +148,26 @@ def test_keys_of_requests_start_from_the_identity(build):
     assert index.make_root_key("salt") == built.identity.root_key("salt")
     assert generate(built.engine, "salted", prompt, salt="salt")[1] == 0
     assert generate(built.engine, "again", prompt)[1] == 129
+
+
+def test_only_mapped_experts_count_once_for_all_instances(monkeypatch):
+    """Attention, the head and unpacked experts are in each process: two need them twice."""
+    available = 300 << 20
+    monkeypatch.setattr(building, "_count_available", lambda _: available)
+    asked = []
+    real = building.plan_kv_cache
+
+    def look(*args, available_bytes, **options):
+        asked.append(available_bytes)
+        return real(*args, available_bytes=available_bytes, **options)
+
+    monkeypatch.setattr(building, "plan_kv_cache", look)
+    for wish, parts in (("off", 1), ("/kept", 1), ("/kept", 2)):
+        config = ModelConfig(
+            path="demo", expert_format="int8g32", packed_cache=wish, expert_parts=parts
+        )
+        model = plan_engine(config, EngineConfig(), num_siblings=2).model
+        mapped = model.expert_bytes if (wish, parts) == ("/kept", 1) else 0
+        used = 2 * (asked[-1] + model.weight_bytes - mapped) + mapped
+        assert model.expert_bytes > 0
+        assert available - 2 < used <= available

@@ -131,6 +131,26 @@ def test_bf16_instructions_count_where_something_is_bf16(checkpoint, monkeypatch
     assert units == [["", "", ""], ["", "", ""], ["avx512_bf16", "", "avx512_bf16"]]
 
 
+def test_torch_counts_where_it_attends(checkpoint, monkeypatch):
+    """KV in float16 has no native attention: under ``strict``, another torch must not be shared."""
+    model = load_checkpoint(checkpoint("llama", **SIZES), dtype="bfloat16")
+    layouts = [model.kv_layout(16, dtype) for dtype in ("auto", "int8", "float16")]
+    ours = [model.kv_identity(layout, "strict") for layout in layouts]
+    assert [bool(found.rounding.torch) for found in ours] == [False, False, True]
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    theirs = [model.kv_identity(layout, "strict") for layout in layouts]
+    assert [a.digest == b.digest for a, b in zip(ours, theirs, strict=True)] == [True, True, False]
+
+
+def test_devices_of_torch_only_round(checkpoint):
+    """Products on a GPU are other sums than on a CPU, by the same operators and torch."""
+    model = load_checkpoint(checkpoint("llama", **SIZES), dtype="float32", linear_format="none")
+    ours = identify(model)
+    model.skeleton.to("meta")
+    assert [d.field for d in ours.compare(identify(model)) if d.forbids] == []
+    assert identify(model).rounding.torch != ours.rounding.torch
+
+
 def test_parts_of_experts_only_round(checkpoint):
     folder = checkpoint("qwen3_moe", **{**SIZES, "moe_intermediate_size": 256})
     one, two = (

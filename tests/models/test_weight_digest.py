@@ -8,7 +8,9 @@ import hashlib
 import json
 import logging
 import os
+import time
 
+import msgspec
 import pytest
 import torch
 from loading import load_checkpoint
@@ -110,6 +112,29 @@ def test_unchanged_files_are_hashed_once(folder, tmp_path):
     assert hash_folder(folder, cache) == (digest, num_bytes)
     settle(cache)
     assert hash_folder(folder, cache) == (digest, 0)
+
+
+def test_a_hash_of_long_does_not_settle_what_it_read(folder, tmp_path):
+    """An edit of a tensor that was read already may have the timestamp of the edit before."""
+    cache = DigestCache(tmp_path / "digests", folder)
+    with (
+        open_source(folder) as source,
+        WeightHasher(source.entries, num_threads=1, cache=cache) as hasher,
+    ):
+        began_ns = time.time_ns()
+        hasher.result()
+    assert cache.path.stat().st_mtime_ns <= began_ns
+    late = cache.path.stat().st_mtime_ns
+    file = msgspec.structs.replace(next(iter(read_all(cache).values())), tensors={})
+    for age_ns, is_believed in ((10**9, False), (3 * 10**9, True)):
+        state = file.state._replace(ctime_ns=late - age_ns)
+        cache.write({"x": msgspec.structs.replace(file, state=state)}, late)
+        assert bool(cache.read()) == is_believed
+
+
+def read_all(cache):
+    """Return a record's files, believed or not."""
+    return msgspec.json.decode(cache.path.read_bytes(), type=weight_digest.DigestRecord).files
 
 
 def test_only_changed_files_are_hashed_again(tmp_path):

@@ -132,6 +132,16 @@ def test_a_loop_without_anything_to_do_says_so():
         run_virtual(main)
 
 
+def test_a_run_beyond_what_a_clock_can_tell_apart_says_so():
+    """It used to spin: at 1e8 s, now plus the loop's nanosecond is now, and no timer came due."""
+
+    async def main() -> None:
+        await asyncio.sleep(1e8)
+
+    with pytest.raises(AssertionError, match="more than 10000000 s"):
+        run_virtual(main)
+
+
 def test_what_a_run_leaves_is_cancelled():
     ended = []
 

@@ -58,8 +58,8 @@ class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Hash over which implementation runs each module: a fused, a packed and a plain product of the
     same weights differ in the order of sums."""
     torch: str = ""
-    """Version and instruction set of torch where torch multiplies: its libraries choose the order
-    of sums. Empty where all products are native."""
+    """Version of torch, and instruction set or GPU, where torch multiplies: its libraries choose
+    the order of sums. Empty where all products are native, those of attention included."""
 
     @property
     def digest(self) -> bytes:

@@ -172,7 +172,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     router: FormatChoice
     """The routers' scores, in a format that loses nothing."""
     expert_parts: PositiveInt
-    """Shares of packed experts, each in memory of a NUMA node; one is used where it is mapped."""
+    """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
     packed_cache: str
     """Where packed experts are kept: a folder, ``off`` or ``auto``."""
     notes: tuple[str, ...] = ()

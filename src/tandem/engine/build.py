@@ -33,7 +33,7 @@ from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.hub import resolve_folder
-from tandem.models.loader import CausalModel, load_model, make_kv_layout
+from tandem.models.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
 from tandem.models.planner import plan_model
 from tandem.models.proof.require import require_proof
 
@@ -157,8 +157,9 @@ def plan_engine(
         engine_config,
         block_bytes=layout.bytes_per_block,
         max_model_len=max_model_len,
-        # Weights are mapped by all instances, so they count once.
-        available_bytes=(_count_available(topology) - model.weight_bytes) // num_siblings,
+        available_bytes=_share_memory(
+            _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
+        ),
     )
     return EnginePlan(
         model=model,
@@ -175,6 +176,20 @@ def plan_engine(
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
     )
+
+
+def _share_memory(
+    available_bytes: int, weight_bytes: int, mapped_bytes: int, num_siblings: int
+) -> int:
+    """Return what one of several instances may use beside its weights; negative if they do not fit.
+
+    Args:
+        available_bytes: of the machine, before any of them has loaded.
+        weight_bytes: of the model.
+        mapped_bytes: of these, in a file that all instances map: they count once.
+        num_siblings: instances.
+    """
+    return (available_bytes - mapped_bytes) // num_siblings - (weight_bytes - mapped_bytes)
 
 
 def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[int, str]:

@@ -16,7 +16,9 @@ from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, Roundin
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.formats import find_format
 from tandem.kernels.matrix import MatrixSettings
+from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.operator import Operator
+from tandem.kernels.paged import TORCH_DTYPES
 from tandem.kernels.torch.experts import Experts
 from tandem.models.injection import find_module_format
 
@@ -116,7 +118,7 @@ def _find_rounding_class(
         expert_parts=max(parts, default=1),
         bf16_unit=_find_bf16_unit(spec, layout, formats),
         operators=_hash_operators(modules),
-        torch=_name_torch() if _multiplies_in_torch(modules) else "",
+        torch=_name_torch(modules) if _multiplies_in_torch(modules, layout) else "",
     )
 
 
@@ -139,8 +141,10 @@ def _hash_operators(modules: list[tuple[str, nn.Module]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _multiplies_in_torch(modules: list[tuple[str, nn.Module]]) -> bool:
-    """Whether any matrix is a tensor. Embeddings are looked up, not multiplied."""
+def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout) -> bool:
+    """Whether torch attends or holds a matrix. Embeddings are looked up, not multiplied."""
+    if not layout.is_coded and TORCH_DTYPES[layout.dtype] not in NATIVE_DTYPES:
+        return True
     for _, module in modules:
         settings = getattr(module, "settings", None)
         if isinstance(module, Experts):
@@ -154,5 +158,16 @@ def _multiplies_in_torch(modules: list[tuple[str, nn.Module]]) -> bool:
     return False
 
 
-def _name_torch() -> str:
-    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+def _name_torch(modules: list[tuple[str, nn.Module]]) -> str:
+    """Return the version, and what its libraries choose the order of sums by: ISA or device."""
+    held = {p.device for _, module in modules for p in module.parameters(recurse=False)}
+    names = {_name_device(device) for device in held} or {_name_device(torch.device("cpu"))}
+    return " ".join([torch.__version__, *sorted(names)])
+
+
+def _name_device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError
-from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.core.model_plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
     KV_CODE_BYTES,
@@ -41,6 +41,7 @@ from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_s
 
 __all__ = [
     "CausalModel",
+    "count_mapped_bytes",
     "load_model",
     "load_weights",
     "make_kv_layout",
@@ -253,13 +254,32 @@ def open_weights(
     cache = DigestCache.of_user(folder)
     hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
     stack.enter_context(hasher)
-    has_packed = any(m.role == "experts" and m.weight_format != NO_FORMAT for m in plan.matrices)
-    root = choose_root(plan.packed_cache, folder, plan.expert_bytes) if has_packed else None
+    root = _choose_packed_root(plan)
     if root is None:
         return source, hasher, None
     read_dtype = "" if source.holds_exactly(dtype) else plan.spec.dtype
     packed_source = name_packed_source(hasher.result(progress), plan.config, read_dtype)
     return source, hasher, stack.enter_context(PackedCaches(root, source=packed_source))
+
+
+def count_mapped_bytes(plan: ModelPlan) -> int:
+    """Return how many bytes of a plan's weights are mapped from a file, for all instances once.
+
+    These are packed experts that are kept; parts of them on NUMA nodes are copies of a process.
+    """
+    if plan.expert_parts > 1 or _choose_packed_root(plan) is None:
+        return 0
+    return sum(matrix.size_bytes for matrix in _list_packed(plan))
+
+
+def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
+    return [m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT]
+
+
+def _choose_packed_root(plan: ModelPlan) -> Path | None:
+    if not _list_packed(plan):
+        return None
+    return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
 
 
 def make_settings(plan: ModelPlan, pool: ThreadPool, caches: PackedCaches | None) -> WeightSettings:

@@ -125,6 +125,13 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
             own.clear()
+        # Buffers that checkpoints hold: the routers' correction biases.
+        unsaved = module._non_persistent_buffers_set
+        num_vector_weights += sum(
+            buffer.numel()
+            for key, buffer in module.named_buffers(recurse=False)
+            if key not in unsaved
+        )
         for key, parameter in own.items():
             if key.endswith("bias") or parameter.dim() < 2:
                 num_vector_weights += parameter.numel()

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -124,8 +125,14 @@ class DigestCache:
             if file.state.ctime_ns + SETTLED_NS <= info.st_mtime_ns
         }
 
-    def write(self, files: dict[str, HashedFile]) -> None:
-        """Replace what is there; a disk that refuses is logged."""
+    def write(self, files: dict[str, HashedFile], began_ns: int) -> None:
+        """Replace what is there; a disk that refuses is logged.
+
+        Args:
+            files: by name.
+            began_ns: before any byte of them was read, since the epoch. The record's mtime: what is
+                edited while its file is hashed must get another timestamp, however long that takes.
+        """
         record = DigestRecord(CACHE_VERSION, self._folder, files)
         partial = None
         try:
@@ -133,6 +140,7 @@ class DigestCache:
             descriptor, partial = tempfile.mkstemp(dir=self.path.parent, suffix=".partial")
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.encode(record))
+            os.utime(partial, ns=(began_ns, began_ns))
             Path(partial).rename(self.path)
         except OSError as error:
             logger.warning("event=digests_not_kept path=%s error=%r", self.path, str(error))
@@ -177,6 +185,7 @@ class WeightHasher:
         self, entries: "Mapping[str, TensorEntry]", *, num_threads: int, cache: DigestCache | None
     ) -> None:
         self._entries = entries
+        self._began_ns = time.time_ns()
         paths = {entry.path for entry in entries.values()}
         self._states = {path: FileState.read(path) for path in sorted(paths)}
         total = sum(entry.end - entry.begin for entry in entries.values())
@@ -241,7 +250,7 @@ class WeightHasher:
                 whole = b"".join(leaves[leaf] for leaf in _list_leaves(entry))
                 digests[name] = hashlib.sha256(whole).hexdigest()
         if self._missing and self._cache is not None:
-            self._cache.write(self._list_files(digests))
+            self._cache.write(self._list_files(digests), self._began_ns)
         return self._combine(digests)
 
     def _list_files(self, digests: dict[str, str]) -> dict[str, HashedFile]:

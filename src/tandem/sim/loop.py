@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 MIN_LEAP_S = 1e-6
 """Less is nothing to clocks that count from long ago: they would be asked for ever."""
+MAX_S = 1e7
+"""Above about 1.6e7 seconds a double swallows the loop's resolution of a nanosecond, and a timer
+that is due exactly now would be waited for for ever."""
 MAX_CLEANUPS = 10
 """How often what is cancelled at the end of a run may begin something else."""
 
@@ -51,6 +54,8 @@ class VirtualSelector(selectors.SelectSelector):
             raise AssertionError("deadlock: nothing will ever happen again")
         if timeout > 0:
             self.now_s += max(timeout, MIN_LEAP_S)
+            if self.now_s > MAX_S:
+                raise AssertionError(f"a run of more than {MAX_S:.0f} s: it would never end")
         return []
 
 
