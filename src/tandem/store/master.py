@@ -338,8 +338,14 @@ class StoreMaster:
         return True
 
     def drop_replica(self, row: int, host: int) -> None:
-        """Give up one copy in memory, and the object if that was the last of any kind."""
-        if len(self.directory.replicas(row)) <= 1 and not self.directory.disks(row):
+        """Give up one copy in memory, and the object if that was the last of any kind.
+
+        A host without a copy changes nothing.
+        """
+        replicas = self.directory.replicas(row)
+        if all(replica.host != host for replica in replicas):
+            return
+        if len(replicas) == 1 and not self.directory.disks(row):
             # A removal that comes now must not be over before it could not come back.
             self.drop_row(row, wait=True)
             return
@@ -517,17 +523,22 @@ class StoreMaster:
         host = self.hosts.get(number)
         if row == NO_ROW or self.directory.version(row) != version or host is None:
             return True
-        offset = next((r.offset for r in self.directory.replicas(row) if r.host == number), -1)
+        offset = self._find_copy(row, number)
         if offset < 0:
             return True
         # The host looks for itself: a reader's own memory may be what is bad.
         verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
         is_same = self.directory.find(key) == row and self.directory.version(row) == version
-        if not verdict.ok and is_same:
+        # Of two who report a copy, the second may find a new one in its place, or none.
+        if not verdict.ok and is_same and self._find_copy(row, number) == offset:
             logger.error("event=replica_corrupt host=%s key=%s", host.name, key)
             self.counters.replicas_corrupt += 1
             self.drop_replica(row, number)
         return verdict.ok
+
+    def _find_copy(self, row: int, number: int) -> int:
+        """Return where the copy in the memory of a host lies there; -1 if it has none."""
+        return next((r.offset for r in self.directory.replicas(row) if r.host == number), -1)
 
     # Telling.
 
