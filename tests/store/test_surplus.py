@@ -120,6 +120,37 @@ def test_a_drain_ends_while_space_is_needed():
     run_virtual(drain_beside_surplus)
 
 
+async def report_twice() -> None:
+    """Readers that meet one bad copy at once report it at once."""
+    world = StoreWorld(2, CONFIG, Faults())
+    world.start_master()
+    for name in ("h0", "h1"):
+        world.start_host(name, CAPACITY)
+    await asyncio.sleep(2)
+    _, client = world.start_client("c")
+    value = bytes(range(250)) * 16
+    await client.put("key", value, PutOptions(replicas=2))
+    segment = world.segments["h0"]
+    ((offset, header),) = segment.scan()
+    _, end = segment.span(header)
+    segment.data[offset + end - 1] ^= 1
+    master = world.master
+    (bad,) = [number for number, host in master.hosts.items() if host.name == "h0"]
+    row = master.directory.find("key")
+    version = master.directory.version(row)
+    reports = (master.verify_replica("key", version, bad) for _ in range(3))
+    assert await asyncio.gather(*reports) == [False] * 3
+    assert master.counters.replicas_corrupt == 1
+    assert await client.get("key") == value
+    await copied(world, 1)
+    assert len(master.directory.replicas(master.directory.find("key"))) == 2
+
+
+def test_a_bad_copy_that_is_reported_twice_costs_one_copy():
+    """The last good copy, or the one that repair has made, is not given up in its place."""
+    run_virtual(report_twice)
+
+
 def make_directory() -> Directory:
     directory = Directory(Passes(fill_rows, locate_rows))
     for i in range(6):
