@@ -37,7 +37,7 @@ from tandem.models.precision import (
     choose_formats,
     set_auto_dtype,
 )
-from tandem.models.roles import RawMatrix, complete_spec, list_layers, list_matrices
+from tandem.models.roles import RawMatrix, Vectors, complete_spec, list_layers, list_matrices
 from tandem.models.skeleton import build_skeleton
 from tandem.models.stored import StoredMatrix, StoredModel, read_stored
 from tandem.placement.rules import Rule
@@ -52,9 +52,9 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
     """
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
-    matrices, num_vectors = list_matrices(skeleton)
+    matrices, vectors = list_matrices(skeleton)
     stored = read_stored(checkpoint, matrices)
-    return _describe(checkpoint, list_layers(skeleton), matrices, num_vectors, stored)
+    return _describe(checkpoint, list_layers(skeleton), matrices, vectors, stored)
 
 
 def plan_model(
@@ -96,9 +96,9 @@ def plan_model(
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
     layers = list_layers(skeleton)
-    raw, num_vectors = list_matrices(skeleton)
+    raw, vectors = list_matrices(skeleton)
     stored = read_stored(checkpoint, raw)
-    spec = choose_dtype(_describe(checkpoint, layers, raw, num_vectors, stored), dtype)
+    spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
     choices = choose_formats(
         spec, expert_format=expert_format, linear_format=linear_format, device=device
     )
@@ -118,7 +118,7 @@ def plan_model(
         layers=layers,
         modules=modules,
         matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec, stored, kept)),
-        vector_bytes=num_vectors * DTYPE_BYTES[spec.dtype],
+        vector_bytes=vectors.num_weights * DTYPE_BYTES[spec.dtype] + vectors.buffered_bytes,
         experts=choices.experts,
         linear=choices.linear,
         router=choices.router,
@@ -137,13 +137,14 @@ def _describe(
     checkpoint: Checkpoint,
     layers: tuple[LayerSpec, ...],
     matrices: list[RawMatrix],
-    num_vectors: int,
+    vectors: Vectors,
     stored: StoredModel,
 ) -> ModelSpec:
     experts = [stored.matrices.get(m.module) for m in matrices if m.role == "experts"]
     formats = {None if matrix is None else matrix.weight_format for matrix in experts}
     held = formats.pop() if len(formats) == 1 else None
     spec = msgspec.structs.replace(checkpoint.spec, expert_format="" if held is None else held.name)
+    num_vectors = vectors.num_weights + vectors.num_buffered
     return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors))
 
 

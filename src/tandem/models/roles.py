@@ -108,10 +108,22 @@ def list_layers(model: Any) -> tuple[LayerSpec, ...]:
     )
 
 
-def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
-    """Return the matrices of a skeleton, and how many weights the vectors beside them have."""
+@dataclass(slots=True)
+class Vectors:
+    """What a checkpoint holds beside matrices."""
+
+    num_weights: int = 0
+    """Of norms and biases, which are kept in the type that the model runs in."""
+    num_buffered: int = 0
+    """Of buffers, such as the routers' correction biases."""
+    buffered_bytes: int = 0
+    """Buffers are kept in the type that the skeleton gives them."""
+
+
+def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
+    """Return the matrices of a skeleton, and what it has beside them."""
     matrices: list[RawMatrix] = []
-    num_vector_weights = 0
+    vectors = Vectors()
     seen: set[int] = set()
     heads_of: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -125,22 +137,19 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], int]:
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
             own.clear()
-        # Buffers that checkpoints hold: the routers' correction biases.
-        unsaved = module._non_persistent_buffers_set
-        num_vector_weights += sum(
-            buffer.numel()
-            for key, buffer in module.named_buffers(recurse=False)
-            if key not in unsaved
-        )
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                vectors.num_buffered += buffer.numel()
+                vectors.buffered_bytes += buffer.numel() * buffer.itemsize
         for key, parameter in own.items():
             if key.endswith("bias") or parameter.dim() < 2:
-                num_vector_weights += parameter.numel()
+                vectors.num_weights += parameter.numel()
                 continue
             role = _find_role(name, module)
             is_shared = id(parameter) in seen or _is_tied_head(model, module)
             matrices.append(RawMatrix(name, role, tuple(parameter.shape), is_shared))
             seen.add(id(parameter))
-    return matrices, num_vector_weights
+    return matrices, vectors
 
 
 def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
