@@ -5,8 +5,13 @@ found the loss, told by the error's ``where``, under a lease that ends after the
 """
 
 import asyncio
+import contextlib
+import gc
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -326,3 +331,45 @@ def test_a_descriptor_used_again_is_not_taken_for_its_former_owner(endpoint, raw
                 await until(lambda: not server.peers)
 
     run(scenario())
+
+
+def list_zmq_threads():
+    found = set()
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+            if (path / "comm").read_text().startswith("ZMQbg"):
+                found.add(path.name)
+    return found
+
+
+@pytest.mark.parametrize("num_turns", range(1, 12))
+def test_a_client_that_is_cancelled_while_it_closes_leaves_nothing(endpoint, num_turns):
+    """Of a context that nobody closes, threads and descriptors stay until it is collected."""
+
+    async def main():
+        before = list_zmq_threads()
+        loop = asyncio.get_running_loop()
+        executor = ThreadPoolExecutor(1)
+        loop.set_default_executor(executor)
+        go_on = threading.Event()
+        busy = executor.submit(go_on.wait, TEST_TIMEOUT_S)  # What ends the context has to queue.
+        client = make_client(endpoint, PATIENT)
+        connecting = asyncio.create_task(client.connect())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        connecting.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        go_on.set()
+        await until(busy.done)
+        await until(lambda: list_zmq_threads() <= before)
+        await client.aclose()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()

@@ -28,6 +28,7 @@ from tandem.rpc.handshake import CompatCheck, check_compat_equal
 from tandem.rpc.methods import EventCallback, MethodTable
 from tandem.rpc.peer import Peer, PeerContext
 from tandem.rpc.session import ClientSession, HandshakeDroppedError
+from tandem.rpc.sockets import end_context
 
 __all__ = ["RpcClient"]
 
@@ -183,15 +184,16 @@ class RpcClient:
             return
         self._failure = PeerLostError("rpc.call", f"the client of {self.endpoint} is closed")
         self._settled.set()
-        if self._renewal is not None:
-            self._renewal.cancel()
-            await asyncio.gather(self._renewal, return_exceptions=True)
-        if self._session is not None:
-            self._session.drop(
-                PeerLostError("rpc.close", f"{self.identity.name} has closed"), tell=True
-            )
-        # Waits until the farewell is delivered or linger_ms has passed.
-        await asyncio.to_thread(context.term)
+        try:
+            if self._renewal is not None:
+                self._renewal.cancel()
+                await asyncio.gather(self._renewal, return_exceptions=True)
+        finally:
+            if self._session is not None:
+                self._session.drop(
+                    PeerLostError("rpc.close", f"{self.identity.name} has closed"), tell=True
+                )
+            await end_context(context)
 
     # Speaking; see Peer.
 

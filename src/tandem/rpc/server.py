@@ -1,6 +1,5 @@
 """The side that binds: admits clients and keeps one ``Peer`` for each."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from tandem.rpc.methods import EventCallback, Handler, MethodTable
 from tandem.rpc.peer import Peer, PeerContext
 from tandem.rpc.pump import SocketPump
 from tandem.rpc.runtime_dir import check_socket_free, secure_socket_file
-from tandem.rpc.sockets import SocketMonitor, open_socket, transmit
+from tandem.rpc.sockets import SocketMonitor, end_context, open_socket, transmit
 
 __all__ = ["RpcServer"]
 
@@ -204,8 +203,7 @@ class RpcServer:
         self._open.close()
         if self._endpoint.path is not None:
             self._endpoint.path.unlink(missing_ok=True)
-        # Waits until the farewells are delivered or linger_ms has passed.
-        await asyncio.to_thread(self._context.term)
+        await end_context(self._context)
         logger.info("event=rpc_closed endpoint=%s", self.endpoint)
 
     def end_sessions(self, reason: TandemError) -> None:

@@ -1,5 +1,6 @@
 """The two kinds of ZeroMQ socket we open, with the options that bound them, and their monitor."""
 
+import asyncio
 from collections.abc import Callable
 
 import zmq
@@ -10,7 +11,7 @@ from tandem.rpc.config import RpcConfig
 from tandem.rpc.pump import SocketPump
 from tandem.rpc.window import count_window
 
-__all__ = ["SocketMonitor", "open_socket", "transmit"]
+__all__ = ["SocketMonitor", "end_context", "open_socket", "transmit"]
 
 # Plain numbers: an ``|`` of zmq's enum members is built anew on every use.
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -22,6 +23,14 @@ read it, and refuse it by name."""
 
 HWM_FACTOR = 2
 """Our own window is the bound; ZeroMQ's counts also beats and parts, and must not bite first."""
+
+
+async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Close a context, which waits until farewells are delivered or ``linger_ms`` has passed.
+
+    It ends even if the caller is cancelled meanwhile, since nobody else knows it any more.
+    """
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
 
 
 def open_socket(
