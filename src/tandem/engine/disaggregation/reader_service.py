@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from tandem.core.errors import PeerLostError
+from tandem.core.loop_calls import call_on_loop
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
@@ -81,12 +81,7 @@ class ReaderService:
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None, "start() comes first"
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise PeerLostError("kv_peer.call", "the instance is stopping") from error
-        return await asyncio.wrap_future(future)
+        return await call_on_loop(self._loop, work, "kv_peer.call")
 
     # The thread.
 

@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
+from tandem.core.loop_calls import call_on_loop
 from tandem.engine.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.counters import TierCounters
@@ -130,12 +131,7 @@ class TierService:
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None, "start() comes first"
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise PeerLostError("kv_tier.call", "the instance is stopping") from error
-        return await asyncio.wrap_future(future)
+        return await call_on_loop(self._loop, work, "kv_tier.call")
 
     # The thread.
 

@@ -10,65 +10,20 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CorruptionError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.models.codecs.codec import (
-    FLOATS,
-    WORDS,
-    find_scheme,
-    require_format,
-    split_name,
-    view_matrix,
-)
+from tandem.models.codecs.codec import FLOATS, WORDS, find_scheme, split_name, view_matrix
 from tandem.models.codecs.integers import IntegerMatrix, unpack_inputs, unpack_outputs
-from tandem.models.quantization import Quantization, Scheme
+from tandem.models.codecs.words import WordCodec
+from tandem.models.quantization import Scheme
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["GptqCodec"]
 
 
-class GptqCodec:
-    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+class GptqCodec(WordCodec):
+    """See the module."""
 
-    is_exact: bool = False
-
-    def __init__(self, quantization: Quantization) -> None:
-        self._quantization = quantization
-
-    def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether there is a ``qweight``."""
-        return f"{split_name(name)}.qweight" in stored.entries
-
-    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
-        names = [n.removesuffix(".qweight") for n in stored.entries if n.endswith(".qweight")]
-        found: dict[str, tuple[int, ...]] = {}
-        for stem in names:
-            scheme = find_scheme(self._quantization, stem)
-            rows, outputs = view_matrix(stored, f"{stem}.qweight", WORDS).shape
-            found[f"{stem}.weight"] = (outputs, rows * 32 // scheme.bits)
-        return found
-
-    def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
-        return str(find_scheme(self._quantization, name))
-
-    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K]."""
-        self._read(stored, name, tuple(out.shape)).read_into(out)
-
-    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return the integer format that holds the codes."""
-        shape = stored.entries[f"{split_name(name)}.qweight"].shape
-        scheme = find_scheme(self._quantization, name)
-        return scheme.find_format(shape[0] * 32 // scheme.bits) if shape else None
-
-    def read_packed(
-        self, stored: StoredTensors, name: str, expert_id: int | None
-    ) -> QuantizedMatrix:
-        """Return the codes of a weight."""
-        del expert_id
-        weight_format = require_format(self.find_format(stored, name), name)
-        return self._read(stored, name, None).pack(weight_format)
+    def _count_codes(self, name: str) -> tuple[int, int]:
+        return 32 // find_scheme(self._quantization, name).bits, 1
 
     def _read(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.models.identity import IGNORED_CONFIG
 from tandem.models.proof.result import Flip
-from tandem.models.proof.tiny import Reference, run_eager
+from tandem.models.proof.tiny import Reference, build_eager, run_eager
 
 __all__ = ["HARMLESS", "flip_fields", "list_changes"]
 
@@ -135,18 +135,12 @@ def _try_change(
     reference: Reference,
     is_stepwise: bool,
 ) -> Any:
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
         config = kind.from_dict(deepcopy(values))
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                dtype=torch.float32,
-            ).eval()
+            model = build_eager(config)
     except Exception:  # noqa: BLE001 - transformers raises anything
         # What transformers itself refuses cannot go unnoticed.
         return "structural"

@@ -12,7 +12,15 @@ from torch import Tensor
 from tandem.kernels import tolerance
 from tandem.models.proof.shrink import NUM_TOKENS
 
-__all__ = ["Reference", "make_reference", "make_tiny", "make_tokens", "run_eager", "save_tiny"]
+__all__ = [
+    "Reference",
+    "build_eager",
+    "make_reference",
+    "make_tiny",
+    "make_tokens",
+    "run_eager",
+    "save_tiny",
+]
 
 MATRIX_GAIN, SCORE_GAIN = 1.3, 2.0
 """On a matrix that keeps the size of what passes; on one of scores, so that they tell apart."""
@@ -48,19 +56,24 @@ class Reference:
         return float(np.max(off)) if np.isfinite(off).all() else float("inf")
 
 
-def make_tiny(config: Any, seed: int) -> Any:
-    """Build eager's model of a tiny configuration; every parameter and stored buffer is random."""
+def build_eager(config: Any) -> Any:
+    """Build transformers' own model of a configuration, as its authors wrote it, in float32."""
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+    ).eval()
+
+
+def make_tiny(config: Any, seed: int) -> Any:
+    """Build eager's model of a tiny configuration; every parameter and stored buffer is random."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            dtype=torch.float32,
-        ).eval()
+        model = build_eager(config)
     finally:
         torch.random.set_rng_state(state)
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,6 @@
 ``tandem.models.gguf.names``, what their bytes stand for ``tandem.models.codecs.gguf_blocks``.
 """
 
-import mmap
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from tandem.kernels.recode import join_formats, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, dequantize, unpack
 from tandem.models.gguf.names import HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
-from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor, map_file
+from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
+from tandem.models.sources.mapping import MappedFiles
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger
 
 __all__ = ["GgufSource"]
@@ -70,7 +70,7 @@ class GgufSource:
         }
         self._recipes = make_recipes(self.files.architecture, self.files.tensors)
         self._ledger = UseLedger(self.entries, progress)
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._maps = MappedFiles()
 
     def __enter__(self) -> Self:
         return self
@@ -80,8 +80,7 @@ class GgufSource:
 
     def close(self) -> None:
         """Unmap the files; idempotent."""
-        while self._maps:
-            self._maps.popitem()[1].close()
+        self._maps.close()
 
     def _check_kind(self, tensor: GgufTensor) -> None:
         known = (*FLOAT_TYPES, *BLOCK_TYPES)
@@ -209,10 +208,8 @@ class GgufSource:
 
     def _open(self, name: str) -> "_Stored":
         tensor, path = self.files.tensors[name], self.files.paths[name]
-        if path not in self._maps:
-            self._maps[path] = map_file(path)
         size = tensor.end - tensor.begin
-        raw = np.frombuffer(self._maps[path], np.uint8, count=size, offset=tensor.begin)
+        raw = np.frombuffer(self._maps.get(path), np.uint8, count=size, offset=tensor.begin)
         return _Stored(tensor.kind, tensor.shape, raw)
 
 

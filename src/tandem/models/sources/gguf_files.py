@@ -17,7 +17,7 @@ from tandem.models.sources.gguf_header import (
     GgufHeader,
     GgufTensor,
     Value,
-    map_file,
+    map_gguf,
     read_gguf_header,
 )
 
@@ -125,7 +125,7 @@ class GgufFiles:
         if tensor.kind != "F32" or prod(tensor.shape) > MAX_SMALL_WEIGHTS:
             what = f"tensor {name!r} is {tensor.kind} {list(tensor.shape)}: a small F32 one is read"
             raise UnsupportedError("models.read_gguf", what)
-        with map_file(path) as data:
+        with map_gguf(path) as data:
             raw = data[tensor.begin : tensor.end]
         return np.frombuffer(raw, "<f4").tolist()
 

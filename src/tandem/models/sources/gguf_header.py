@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import CorruptionError, UnsupportedError
+from tandem.models.sources.mapping import map_file
 
-__all__ = ["BLOCK_SIZES", "GgufHeader", "GgufTensor", "Value", "map_file", "read_gguf_header"]
+__all__ = ["BLOCK_SIZES", "GgufHeader", "GgufTensor", "Value", "map_gguf", "read_gguf_header"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -127,15 +128,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file; nothing writes to it, so its pages stay the page cache's.
-
-    Raises: CorruptionError for an empty file.
-    """
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            raise _corrupt(path, "the file is empty")
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def map_gguf(path: Path) -> mmap.mmap:
+    """Map a file; raises CorruptionError if it is empty."""
+    if path.stat().st_size == 0:
+        raise _corrupt(path, "the file is empty")
+    return map_file(path)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -146,7 +143,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             the text names file and tensor.
         UnsupportedError: another version, byte order or unknown tensor type.
     """
-    with map_file(path) as data:
+    with map_gguf(path) as data:
         cursor = _Cursor(path, data)
         return _read(cursor)
 

@@ -10,7 +10,6 @@ loading, every tensor was used or is known to be harmless. Pickles are never ope
 """
 
 import json
-import mmap
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -32,6 +31,7 @@ from tandem.models.codecs.codec import Codec
 from tandem.models.families import read_json
 from tandem.models.quantization import Quantization
 from tandem.models.sources.foreign import refuse_foreign_tensors
+from tandem.models.sources.mapping import MappedFiles
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger
 
 __all__ = ["SafetensorsSource", "read_header"]
@@ -216,7 +216,7 @@ class SafetensorsSource:
         self._ledger = UseLedger(
             self.entries, progress, None if quantization is None else UNUSED_TENSORS
         )
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._maps = MappedFiles()
 
     def __enter__(self) -> Self:
         return self
@@ -226,8 +226,7 @@ class SafetensorsSource:
 
     def close(self) -> None:
         """Unmap the files; idempotent."""
-        while self._maps:
-            self._maps.popitem()[1].close()
+        self._maps.close()
 
     def _check_index(self) -> None:
         index_path = self.folder / "model.safetensors.index.json"
@@ -313,7 +312,7 @@ class SafetensorsSource:
         dtype, count = dtypes[entry.dtype], prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        data = self._map(entry.path)
+        data = self._maps.get(entry.path)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin).view(shape)
 
     def skip(self, prefix: str) -> None:
@@ -336,11 +335,3 @@ class SafetensorsSource:
             entry.dtype not in DTYPES or torch.promote_types(DTYPES[entry.dtype], dtype) == dtype
             for entry in self.entries.values()
         )
-
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            with path.open("rb") as file:
-                # Copy-on-write: torch wants a writable buffer, and nothing writes to it, so the
-                # pages stay the page cache's and cost no memory of ours.
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[path]

@@ -1,0 +1,79 @@
+"""What formats whose codes lie in ``qweight``, words of 32 bits, have in common: GPTQ and AWQ."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.models.codecs.codec import (
+    WORDS,
+    find_scheme,
+    require_format,
+    split_name,
+    view_matrix,
+)
+from tandem.models.codecs.integers import IntegerMatrix
+from tandem.models.quantization import Quantization
+from tandem.models.sources.source import StoredTensors
+
+__all__ = ["WordCodec"]
+
+
+class WordCodec(ABC):
+    """See ``tandem.models.codecs.codec.Codec``.
+
+    A format says how many codes its words hold along each dimension, and reads a matrix.
+    """
+
+    is_exact: bool = False
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    @abstractmethod
+    def _count_codes(self, name: str) -> tuple[int, int]:
+        """Return how many inputs, and how many outputs, a word of a weight holds."""
+
+    @abstractmethod
+    def _read(
+        self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None
+    ) -> IntegerMatrix:
+        """Read a weight, of this shape [N, K] if one is given."""
+
+    def holds(self, stored: StoredTensors, name: str) -> bool:
+        """Whether there is a ``qweight``."""
+        return f"{split_name(name)}.qweight" in stored.entries
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in stored.entries:
+            if not name.endswith(".qweight"):
+                continue
+            stem = name.removesuffix(".qweight")
+            per_input, per_output = self._count_codes(stem)
+            rows, columns = view_matrix(stored, name, WORDS).shape
+            found[f"{stem}.weight"] = (columns * per_output, rows * per_input)
+        return found
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
+    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
+        """Decode a weight [N, K]."""
+        self._read(stored, name, tuple(out.shape)).read_into(out)
+
+    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
+        """Return the integer format that holds the codes."""
+        shape = stored.entries[f"{split_name(name)}.qweight"].shape
+        scheme = find_scheme(self._quantization, name)
+        return scheme.find_format(shape[0] * self._count_codes(name)[0]) if shape else None
+
+    def read_packed(
+        self, stored: StoredTensors, name: str, expert_id: int | None
+    ) -> QuantizedMatrix:
+        """Return the codes of a weight."""
+        del expert_id
+        weight_format = require_format(self.find_format(stored, name), name)
+        return self._read(stored, name, None).pack(weight_format)

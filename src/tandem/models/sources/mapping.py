@@ -1,0 +1,37 @@
+"""Files of a checkpoint, mapped while their source is open."""
+
+import mmap
+from pathlib import Path
+
+__all__ = ["MappedFiles", "map_file"]
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file that is not empty.
+
+    Copy-on-write: torch wants a writable buffer, and nothing writes to it, so the pages stay the
+    page cache's and cost no memory of ours.
+    """
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+class MappedFiles:
+    """Maps each file when it is first asked for; owns the maps. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def get(self, path: Path) -> mmap.mmap:
+        """Return the map of a file, valid until ``close``."""
+        if path not in self._maps:
+            self._maps[path] = map_file(path)
+        return self._maps[path]
+
+    def close(self) -> None:
+        """Unmap all; idempotent.
+
+        Raises: BufferError if a view of one is alive.
+        """
+        while self._maps:
+            self._maps.popitem()[1].close()
