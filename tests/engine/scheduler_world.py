@@ -419,6 +419,8 @@ class World:
         for request_id in self.held:
             self.scheduler.release_hold(request_id)
         self.held.clear()
+        # A hold whose lease is over ends when the next step is planned.
+        self.scheduler.schedule(self.now_s)
         assert not self.live, f"{len(self.live)} requests have not ended after {limit} steps"
         assert self.pool.num_used == 0
         assert self.pool.num_free + self.pool.num_cached == self.num_blocks
