@@ -70,45 +70,46 @@ void split_bf16(const uint8_t* panel, size_t first_k, size_t num_k, uint16_t* ti
   }
 }
 
-// e4m3 and e2m1 by a table, one code at a time.
-void widen_floats(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
-                  float* tile) {
-  const bool is_e4m3 = format.bits == 8;
-  const uint32_t mantissa = is_e4m3 ? 3 : 1;
-  const int32_t bias = is_e4m3 ? 7 : 1;
-  float values[128];
-  for (uint32_t code = 0; code < (is_e4m3 ? 128u : 8u); ++code) {
-    const uint32_t exponent = code >> mantissa, fraction = code & ((1u << mantissa) - 1);
-    const float whole = static_cast<float>(fraction + (exponent ? 1u << mantissa : 0));
-    const int32_t power = static_cast<int32_t>(exponent ? exponent : 1) - bias -
-                          static_cast<int32_t>(mantissa);
-    values[code] = whole * float_of(static_cast<uint32_t>(127 + power) << 23);
-  }
-  const size_t group = is_e4m3 ? 128 : 32;
-  const size_t group_bytes =
-      kFloatHeaderBytes + kPanelColumns * group * static_cast<size_t>(format.bits) / 8;
-  for (size_t i = 0; i < num_k; ++i) {
+inline F32 even_of(Bf16Pair w) {
+#if TANDEM_BF16
+  return as_f32(w.v << 16);
+#else
+  return w.even;
+#endif
+}
+inline F32 odd_of(Bf16Pair w) {
+#if TANDEM_BF16
+  return as_f32(w.v & set_i32(-65536));
+#else
+  return w.odd;
+#endif
+}
+
+// Scaled weights are exact for powers of two, else rounded once.
+template <int kBits>
+void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* tile) {
+  constexpr size_t kGroup = kBits == 8 ? 128 : 32;
+  constexpr size_t kStep = kBits == 8 ? 4 : 8;
+  constexpr size_t kGroupBytes = kFloatHeaderBytes + kPanelColumns * kGroup * kBits / 8;
+  for (size_t i = 0; i < num_k; i += kStep) {
     const size_t k = first_k + i;
-    const uint8_t* p = panel + k / group * group_bytes;
-    for (size_t c = 0; c < kPanelColumns; ++c) {
-      float value, scale;
-      bool is_negative;
-      if (is_e4m3) {
-        const uint8_t code = p[kFloatHeaderBytes + k % group / 4 * kStepBytes + c / 4 * 16 +
-                               k % 4 / 2 * 8 + c % 4 * 2 + k % 2];
-        value = values[code & 127];
-        is_negative = code > 127;
-        __builtin_memcpy(&scale, p, sizeof scale);
+    const uint8_t* p = panel + k / kGroup * kGroupBytes;
+    const uint8_t* codes = p + kFloatHeaderBytes + k % kGroup / kStep * kStepBytes;
+    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+      const F32 scale = load_float_scale<kBits>(p, c);
+      const I32 words = load_i32(codes + c * 4);
+      const auto put = [&](size_t at, Bf16Pair w) TANDEM_INLINE {
+        store_f32(tile + (i + at) * kPanelColumns + c, even_of(w) * scale);
+        store_f32(tile + (i + at + 1) * kPanelColumns + c, odd_of(w) * scale);
+      };
+      if constexpr (kBits == 8) {
+        Bf16Pair w[2];
+        e4m3_weights(words, w);
+        put(0, w[0]);
+        put(2, w[1]);
       } else {
-        const uint8_t* at = p + kFloatHeaderBytes + k % group / 8 * kStepBytes + c * 4;
-        uint32_t word;
-        __builtin_memcpy(&word, at, sizeof word);
-        const uint32_t code = word >> (16 * (k % 2) + 4 * (k % 8 / 2)) & 15;
-        value = values[code & 7];
-        is_negative = code > 7;
-        scale = float_of(static_cast<uint32_t>(p[c]) << 23);
+        unroll<4>([&](auto j) TANDEM_INLINE { put(2 * j.value, e2m1_weights<j.value>(words)); });
       }
-      tile[i * kPanelColumns + c] = scale * (is_negative ? -value : value);
     }
   }
 }
@@ -120,12 +121,23 @@ void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k,
     __builtin_memset(tile + num_k * kPanelColumns, 0, (kTileInputs - num_k) * kPanelColumns * 2);
   if (format.bits == 16) return split_bf16(panel, first_k, num_k, tile);
   alignas(64) float wide[kTileInputs * kPanelColumns];
-  if (format.is_float)
-    widen_floats(format, panel, first_k, num_k, wide);
+  if (format.is_float && format.bits == 8)
+    widen_floats<8>(panel, first_k, num_k, wide);
+  else if (format.is_float)
+    widen_floats<4>(panel, first_k, num_k, wide);
   else
     widen_ints(format, panel, first_k, num_k, wide);
   store_bf16(tile, wide, num_k * kPanelColumns);
 }
+
+#if TANDEM_BF16
+#include "kernels/turn_avx512-inl.h"
+#else
+inline bool turn_in_registers(const WeightFormat&, const uint8_t*, size_t, size_t, size_t,
+                              uint8_t*) {
+  return false;
+}
+#endif
 
 void turn(const TurnTask& task) {
   constexpr size_t kTileWords = kPanelColumns / 2;  // Of a row: two outputs each.
@@ -135,8 +147,11 @@ void turn(const TurnTask& task) {
     const uint8_t* panel = task.panels + p * task.panel_stride;
     for (size_t k = 0; k < kPanelColumns; k += kTileInputs) {
       const size_t left = task.num_k > k ? task.num_k - k : 0;
-      make_tile(task.format, panel, task.first_k + k, left < kTileInputs ? left : kTileInputs,
-                tile);
+      const size_t num_k = left < kTileInputs ? left : kTileInputs;
+      if (turn_in_registers(task.format, panel, task.panel_stride, task.first_k + k, num_k,
+                            out + k * 4))
+        continue;
+      make_tile(task.format, panel, task.first_k + k, num_k, tile);
       for (size_t row = 0; row < kTileInputs; row += kLanes) {
         for (size_t word = 0; word < kTileWords; word += kLanes) {
           I32 square[kLanes];
