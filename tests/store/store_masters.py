@@ -14,11 +14,11 @@ from store_world import ClientChannel, StoreWorld
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.sim import DriftingClock, Process, Session
-from tandem.store.campaign import Campaign, Claim
-from tandem.store.election import Holder
+from tandem.store.election.campaign import Campaign, Claim
+from tandem.store.election.election import Holder
+from tandem.store.election.roster import SavedRoster
+from tandem.store.election.seat import MasterSeat
 from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
-from tandem.store.roster import SavedRoster
-from tandem.store.seat import MasterSeat
 
 TTL_S = 3
 MASTERS = ("m0", "m1", "m2")

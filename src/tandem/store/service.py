@@ -39,14 +39,16 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
-from tandem.store.blocking import make_blocking_client
-from tandem.store.campaign import Campaign
-from tandem.store.client import AsyncStoreClient
+from tandem.store.client.blocking import make_blocking_client
+from tandem.store.client.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.damage import DamageList
-from tandem.store.disk import DiskTier
-from tandem.store.disk_files import DiskFolder
-from tandem.store.election import Holder
+from tandem.store.election.campaign import Campaign
+from tandem.store.election.election import Holder
+from tandem.store.election.leader import PROBE_TIMEOUT_S, LeaderClient
+from tandem.store.election.roster import RosterStore
+from tandem.store.election.roster_file import FileRosterStore
+from tandem.store.election.seat import MasterSeat
 from tandem.store.fast_calls import (
     FAST_METHODS,
     CallServer,
@@ -55,21 +57,19 @@ from tandem.store.fast_calls import (
     Methods,
     open_peer,
 )
-from tandem.store.headers import MAX_EPOCH, pack_head, parse_head
-from tandem.store.host import StoreHost
-from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
+from tandem.store.formats.headers import MAX_EPOCH, pack_head, parse_head
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.disk_files import DiskFolder
+from tandem.store.host.host import StoreHost
+from tandem.store.host.segment import Segment
 from tandem.store.messages import CallAddress, JoinHost
 from tandem.store.metrics import render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
-from tandem.store.roster import RosterStore
-from tandem.store.roster_file import FileRosterStore
-from tandem.store.seat import MasterSeat
-from tandem.store.segment import Segment
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
 
 if TYPE_CHECKING:
-    from tandem.store.etcd import EtcdBackend
+    from tandem.store.election.etcd import EtcdBackend
 
 __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]
 
@@ -291,7 +291,7 @@ class MasterService:
             path = parse_endpoint(url).path
             name = _file_name(url.partition("://")[2] if path is None else path.name)
             return FileRosterStore(_state_folder(url), name, self._damage)
-        from tandem.store.etcd_roster import EtcdRosterStore
+        from tandem.store.election.etcd_roster import EtcdRosterStore
 
         timeout_s = self._config.election.timeout_ms / 1e3
         holder = Holder(self._address, epoch)
@@ -311,7 +311,7 @@ class MasterService:
         self.seat.on_caller_lost(peer)
 
     async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
-        from tandem.store.etcd import EtcdBackend
+        from tandem.store.election.etcd import EtcdBackend
 
         election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
