@@ -39,8 +39,9 @@ from tandem.store.formats.headers import (
     parse_graves,
     parse_head,
 )
+from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
-from tandem.store.host.segment import Segment, append_record
+from tandem.store.host.segment import Segment
 from tandem.store.master.master import MAX_EPOCH_JUMP, StoreMaster
 from tandem.store.messages import ExtentRecords, HostStage
 from tandem.store.service import next_epoch

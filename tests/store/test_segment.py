@@ -32,8 +32,9 @@ from tandem.store import ClientService, HostService, MasterService, PutResult, S
 from tandem.store.formats import headers, layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
+from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
-from tandem.store.host.segment import Segment, append_record
+from tandem.store.host.segment import Segment
 from tandem.store.messages import ExtentRecords
 
 CAPACITY = 2**20

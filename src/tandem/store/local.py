@@ -14,11 +14,9 @@ import numpy.typing as npt
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import NotFoundError, UnsupportedError
-from tandem.store.client.client import AsyncStoreClient
-from tandem.store.client.edges import Piece
+from tandem.store.client import AsyncStoreClient, Piece
 from tandem.store.config import StoreConfig
-from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host import Segment, StoreHost
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import Endpoint
 

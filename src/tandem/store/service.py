@@ -39,16 +39,19 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
-from tandem.store.client.blocking import make_blocking_client
-from tandem.store.client.client import AsyncStoreClient
+from tandem.store.client import AsyncStoreClient, make_blocking_client
 from tandem.store.config import StoreConfig
 from tandem.store.damage import DamageList
-from tandem.store.election.campaign import Campaign
-from tandem.store.election.election import Holder
-from tandem.store.election.leader import PROBE_TIMEOUT_S, LeaderClient
-from tandem.store.election.roster import RosterStore
-from tandem.store.election.roster_file import FileRosterStore
-from tandem.store.election.seat import MasterSeat
+from tandem.store.election import (
+    PROBE_TIMEOUT_S,
+    Campaign,
+    FileRosterStore,
+    Holder,
+    LeaderClient,
+    MasterSeat,
+    RosterStore,
+    Term,
+)
 from tandem.store.fast_calls import (
     FAST_METHODS,
     CallServer,
@@ -58,12 +61,10 @@ from tandem.store.fast_calls import (
     open_peer,
 )
 from tandem.store.formats.headers import MAX_EPOCH, pack_head, parse_head
-from tandem.store.host.disk import DiskTier
-from tandem.store.host.disk_files import DiskFolder
-from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host import DiskFolder, DiskTier, Segment, StoreHost
+from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CallAddress, JoinHost
-from tandem.store.metrics import render_metrics
+from tandem.store.metrics import StoreCounters, render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
@@ -208,7 +209,7 @@ class MasterService:
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
         self._backend: EtcdBackend | None = None
-        self.seat: MasterSeat
+        self.seat: MasterSeat[StoreMaster]
 
     @property
     def endpoint(self) -> str:
@@ -234,15 +235,7 @@ class MasterService:
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         config, url = self._config, self._server.endpoint
         _transfer_secret(config, url)
-        self.seat = MasterSeat(
-            config,
-            clock=MonotonicClock(),
-            draw=secrets.randbelow,
-            end_sessions=self._server.end_sessions,
-            open_way=self._open_way,
-            open_roster=self._open_roster,
-            damaged=self._damage.names,
-        )
+        self.seat = MasterSeat(self._make_master, end_sessions=self._server.end_sessions)
         opening.push_async_callback(self.seat.aclose)
         methods = [
             (name, _time_calls(handler, name, self.seat.counters.observe), request, response)
@@ -278,6 +271,19 @@ class MasterService:
         self._server.register("call_address", lambda _, __: address, type(None), CallAddress)
         self._server.on_peer(self._note_caller)
         self._server.on_peer_lost(self._forget_caller)
+
+    def _make_master(self, epoch: int, term: Term | None, counters: StoreCounters) -> StoreMaster:
+        return StoreMaster(
+            self._config,
+            clock=MonotonicClock(),
+            epoch=epoch,
+            draw=secrets.randbelow,
+            term=term,
+            open_way=self._open_way,
+            roster=self._open_roster(epoch) if epoch else None,
+            counters=counters,
+            damaged=self._damage.names,
+        )
 
     async def _open_way(self, join: JoinHost) -> CallWay:
         """Open the way over the engine to a host that joins."""

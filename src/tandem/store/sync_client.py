@@ -9,10 +9,15 @@ from typing import Any, Protocol, Self, TypeVar
 
 from tandem.core.errors import ConflictError, TandemError
 from tandem.rpc import RpcConfig
-from tandem.store.client.blocking import drive
-from tandem.store.client.buffers import Part, StoreBuffer
-from tandem.store.client.client import AsyncStoreClient
-from tandem.store.client.writing import DEFAULT_OPTIONS, PutOptions, PutResult
+from tandem.store.client import (
+    DEFAULT_OPTIONS,
+    AsyncStoreClient,
+    Part,
+    PutOptions,
+    PutResult,
+    StoreBuffer,
+    drive,
+)
 from tandem.store.config import StoreConfig
 from tandem.store.local import LocalStore
 from tandem.store.messages import KeyPage, StoreStatus

@@ -17,7 +17,7 @@ from tandem.store.election.roster import (
     Tombstones,
 )
 from tandem.store.election.roster_file import FileRosterStore
-from tandem.store.election.seat import MasterSeat
+from tandem.store.election.seat import MasterSeat, Term
 
 __all__ = [
     "PROBE_TIMEOUT_S",
@@ -31,6 +31,7 @@ __all__ = [
     "Roster",
     "RosterStore",
     "RosterWriter",
+    "Term",
     "Tombstone",
     "Tombstones",
 ]

@@ -8,28 +8,64 @@ master of its own; what an earlier one knew is never used again. Knows no socket
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
-from tandem.core.clock import Clock
 from tandem.core.errors import PeerLostError, TandemError
-from tandem.store.config import StoreConfig
 from tandem.store.election.campaign import Campaign
-from tandem.store.election.roster import RosterStore
-from tandem.store.master.master import OpenWay, StoreMaster
 from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
 
-__all__ = ["MasterSeat"]
+__all__ = ["MasterSeat", "SeatedMaster", "Term"]
 
 logger = logging.getLogger(__name__)
+
+
+class Term(Protocol):
+    """The time for which a master was elected; see ``Campaign``."""
+
+    def holds(self) -> bool:
+        """Whether it goes on."""
+        ...
+
+    def resign(self, *, min_epoch: int) -> None:
+        """End it, for one of an epoch above ``min_epoch``."""
+        ...
+
+
+class SeatedMaster(Protocol):
+    """What a seat needs of a master; see ``StoreMaster``."""
+
+    @property
+    def epoch(self) -> int:
+        """Of its term; 0: of one that nobody can call."""
+        ...
+
+    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
+        """Return what hosts and clients may call."""
+        ...
+
+    def start(self) -> None:
+        """Begin the work behind."""
+        ...
+
+    async def aclose(self) -> None:
+        """End all tasks."""
+        ...
+
+    def on_caller_lost(self, caller: Caller) -> None:
+        """A session has ended."""
+        ...
+
+
+M = TypeVar("M", bound=SeatedMaster)
 
 
 class _SeatTerm:
     """One term: over for good when it is, though there may be later ones."""
 
-    def __init__(self, seat: "MasterSeat", campaign: Campaign, epoch: int) -> None:
+    def __init__(self, seat: "MasterSeat[Any]", campaign: Campaign, epoch: int) -> None:
         self._seat = seat
         self._campaign = campaign
         self._epoch = epoch
@@ -42,40 +78,26 @@ class _SeatTerm:
             self._campaign.resign(min_epoch=min_epoch)
 
 
-class MasterSeat:
+class MasterSeat(Generic[M]):
     """Serves a master, or says who does. All calls from one event loop.
 
     Args:
-        config: of the store.
-        clock: of the master.
-        draw: chance, see ``StoreMaster``.
+        make_master: makes the master of an epoch, with its term (None: for good) and the counters
+            of all terms.
         end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
-        open_way: see ``StoreMaster``.
-        open_roster: returns the way to the membership for the term of an epoch.
-        damaged: names what of this process's files did not hold together; it may grow.
     """
 
     def __init__(
         self,
-        config: StoreConfig,
+        make_master: "Callable[[int, Term | None, StoreCounters], M]",
         *,
-        clock: Clock,
-        draw: Callable[[int], int],
         end_sessions: Callable[[TandemError], None],
-        open_way: OpenWay | None = None,
-        open_roster: Callable[[int], RosterStore] | None = None,
-        damaged: Sequence[str] = (),
     ) -> None:
         self.counters = StoreCounters()
         self.campaign: Campaign | None = None
         """None: a single master, which always leads."""
-        self._config = config
-        self._clock = clock
-        self._draw = draw
+        self._make = make_master
         self._end_sessions = end_sessions
-        self._open_way = open_way
-        self._open_roster = open_roster
-        self._damaged = damaged
         self._closing: set[asyncio.Task[None]] = set()
         self.master = self._make_master(0)
         """While nobody sits here, one of epoch 0, empty, that nobody can call."""
@@ -125,20 +147,9 @@ class MasterSeat:
         await self.master.aclose()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _make_master(self, epoch: int) -> StoreMaster:
+    def _make_master(self, epoch: int) -> M:
         term = None if self.campaign is None else _SeatTerm(self, self.campaign, epoch)
-        master = StoreMaster(
-            self._config,
-            clock=self._clock,
-            epoch=epoch,
-            draw=self._draw,
-            term=term,
-            open_way=self._open_way,
-            roster=None if not epoch or self._open_roster is None else self._open_roster(epoch),
-        )
-        master.counters = self.counters
-        master.damaged = self._damaged
-        return master
+        return self._make(epoch, term, self.counters)
 
     def _leader(self, _: Caller, __: None) -> LeaderAnswer:
         if self.is_leader:
@@ -166,7 +177,7 @@ class MasterSeat:
         self._check_leads()
         return answer
 
-    def _check_leads(self, master: StoreMaster | None = None) -> None:
+    def _check_leads(self, master: M | None = None) -> None:
         if not self.is_leader or (master is not None and master is not self.master):
             raise self._describe()
 

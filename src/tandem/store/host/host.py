@@ -22,8 +22,9 @@ from tandem.core.errors import (
 )
 from tandem.store.formats import layout
 from tandem.store.formats.headers import MAX_EPOCH, ExtentHeader
+from tandem.store.formats.records import append_record, iterate_records
 from tandem.store.host.disk import DiskTier
-from tandem.store.host.segment import Segment, append_record, iterate_records
+from tandem.store.host.segment import Segment
 from tandem.store.messages import (
     Ack,
     CloseWriter,

@@ -41,9 +41,10 @@ from tandem.store.formats.headers import (
     parse_head,
     parse_object,
 )
+from tandem.store.formats.records import append_record
 from tandem.store.messages import ExtentRecords
 
-__all__ = ["Segment", "append_record", "check_folder", "iterate_records"]
+__all__ = ["Segment", "check_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,40 +60,6 @@ POPULATE_STEP_BYTES = 32 * 2**20
 POPULATE_NICENESS = 10
 
 
-def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
-    """Add one object to the columns."""
-    records.keys.append(header.key)
-    records.sizes.append(header.size)
-    records.versions.append(header.version)
-    records.checksums.append(header.checksum)
-    records.offsets.append(offset)
-    records.wanted.append(header.wanted)
-    records.hard_pins.append(header.hard_pin)
-    records.soft_pin_ms.append(header.soft_pin_ms)
-
-
-def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
-    """Return the rows of the columns.
-
-    Raises: CorruptionError if they differ in length.
-    """
-    try:
-        rows = zip(
-            records.offsets,
-            records.keys,
-            records.sizes,
-            records.versions,
-            records.checksums,
-            records.wanted,
-            records.hard_pins,
-            records.soft_pin_ms,
-            strict=True,
-        )
-        return [(offset, ExtentHeader(*fields)) for offset, *fields in rows]
-    except ValueError:
-        raise CorruptionError("store.records", "columns of different lengths") from None
-
-
 class Segment:
     """Memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
 
@@ -101,9 +68,9 @@ class Segment:
         self.capacity_bytes = capacity_bytes
         """Bytes for extents when all is reserved."""
         self.usable_bytes = capacity_bytes
+        """Bytes for extents that are backed by memory now."""
         self.final_bytes = capacity_bytes
         """What will be usable, as far as is known."""
-        """Bytes for extents that are backed by memory now."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
         self.damage = DamageList()

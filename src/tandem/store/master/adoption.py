@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tandem.store.election.roster import Tombstones
+from tandem.store.election import Tombstones
 from tandem.store.formats import layout
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.master.state.index import NO_ROW, Replica

@@ -9,17 +9,17 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
 from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import ConflictError, PeerLostError, TandemError
 from tandem.store.config import StoreConfig
-from tandem.store.election.roster import MemoryRosterStore, RosterStore
+from tandem.store.election import MemoryRosterStore, RosterStore, Term
 from tandem.store.formats import layout
 from tandem.store.formats.headers import MAX_EPOCH, ExtentHeader
-from tandem.store.host.segment import append_record
+from tandem.store.formats.records import append_record
 from tandem.store.master.commits import Commits
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.inline_puts import InlinePuts
@@ -71,22 +71,10 @@ from tandem.store.messages import (
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
 
-__all__ = ["OpenWay", "StoreMaster", "Term"]
+__all__ = ["OpenWay", "StoreMaster"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Term(Protocol):
-    """The time for which a master was elected; see ``Campaign``."""
-
-    def holds(self) -> bool:
-        """Whether it goes on."""
-        ...
-
-    def resign(self, *, min_epoch: int) -> None:
-        """End it, for one of an epoch above ``min_epoch``."""
-        ...
 
 
 OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
@@ -110,6 +98,8 @@ class StoreMaster:
         term: the elected one; None for a single master, which always leads.
         open_way: opens a fast way for orders to a host that takes them; None for none.
         roster: keeps the membership beyond the life of this master; None: nothing does.
+        counters: of all masters of this process; None: of this one alone.
+        damaged: names files of the master itself that did not hold together; it may grow.
     """
 
     def __init__(
@@ -122,19 +112,20 @@ class StoreMaster:
         term: "Term | None" = None,
         open_way: "OpenWay | None" = None,
         roster: RosterStore | None = None,
+        counters: StoreCounters | None = None,
+        damaged: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.epoch = epoch
         self.directory = Directory(Passes(fill_rows, locate_rows))
         self.hosts: dict[int, HostSpace] = {}
-        self.counters = StoreCounters()
+        self.counters = StoreCounters() if counters is None else counters
         self.clock = clock
         self._term = term
         self._draw = draw
         self.open_way = open_way
         self._counter = 0
-        self.damaged: Sequence[str] = ()
-        """Files of the master itself that did not hold together."""
+        self._damaged = damaged
         self._outbid: list[tuple[int, int]] = []
         """What this master gave in earlier epochs: above the first version, up to the second."""
         self.space_freed = asyncio.Event()
@@ -567,7 +558,7 @@ class StoreMaster:
                 if not host.is_retired
             ],
             is_recovering=self.is_learning,
-            damaged=list(self.damaged),
+            damaged=list(self._damaged),
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:

@@ -17,7 +17,7 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
-from tandem.store.election.roster import (
+from tandem.store.election import (
     Member,
     Roster,
     RosterStore,
@@ -26,7 +26,7 @@ from tandem.store.election.roster import (
     Tombstones,
 )
 from tandem.store.formats import layout
-from tandem.store.host.segment import iterate_records
+from tandem.store.formats.records import iterate_records
 from tandem.store.master.adoption import Adoption
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.orders import OrderLine

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.store.election.roster import Tombstone
+from tandem.store.election import Tombstone
 from tandem.store.master.lookups import SCAN_KEYS
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.messages import KeyBytes, PrefixRemoval, RemoveObjects, RemovePrefix
