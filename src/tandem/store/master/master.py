@@ -79,6 +79,7 @@ T = TypeVar("T")
 
 OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 RECOVERY_LOOK_S = 0.01
+RECOVERY_LOOK_MAX_S = 0.25
 """Between two looks whether all hosts have told what they have."""
 TICK_S = 0.05
 MAX_EPOCH_JUMP = 2**16
@@ -443,9 +444,13 @@ class StoreMaster:
         return self._recovering
 
     async def _look_until_learnt(self) -> None:
+        # A lost member may keep this waiting for minutes: look ever more rarely, so that whoever
+        # waits learns of the end at most a tenth later than it came.
+        delay_s = RECOVERY_LOOK_S
         try:
             while self.is_learning:
-                await asyncio.sleep(RECOVERY_LOOK_S)
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 1.1, RECOVERY_LOOK_MAX_S)
         finally:
             self._recovering = None
 
