@@ -61,7 +61,8 @@ room here that another holds, which waits for blocks there.
 
 **Cores and memory.** Each instance gets cores of its own (`placement/cores.py`) and an equal share
 of the free memory for KV. One file of packed weights is mapped by all: the first instance starts
-alone if it may write that file.
+alone if it may write that file. With more instances than cores each gets one core, in turn, and a
+warning says so: that is for trying things out, not for speed.
 
 ## States
 

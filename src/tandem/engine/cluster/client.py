@@ -4,6 +4,7 @@ A cluster of one instance is a cluster: the same code serves it. All of it runs 
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -30,6 +31,8 @@ from tandem.transfer.config import TransferConfig
 
 __all__ = ["ClusterClient", "make_specs"]
 
+logger = logging.getLogger(__name__)
+
 STATS_TIMEOUT_S = 1.5
 """Of one instance; the others are summed without it then."""
 
@@ -41,7 +44,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         config: how many of which role.
         common: what they all are told.
 
-    Raises: ConfigError (fewer cores than instances; prefill and decode without a prefix cache).
+    Raises: ConfigError (prefill and decode without a prefix cache).
     """
     if not config.prefill and config.num_instances == 1:
         return [common]
@@ -58,7 +61,15 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         ("instance", "unified", config.unified),
     )
     roles = [(f"{name}-{i}", role) for name, role, count in counts for i in range(count)]
-    shares = divide_cores(_native.read_topology().cores, len(roles))
+    cores = _native.read_topology().cores
+    shares = divide_cores(cores, len(roles))
+    if len(roles) > len(cores):
+        logger.warning(
+            "event=cores_shared instances=%d cores=%d: instances on one core wait for each other; "
+            "for speed lower cluster.prefill, cluster.decode or cluster.unified",
+            len(roles),
+            len(cores),
+        )
     # Proved by both sides of each connection between the instances of this run.
     transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
     return [
