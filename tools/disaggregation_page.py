@@ -82,6 +82,9 @@ _TAIL = """\
   is killed and started again. Until then its requests wait.
 - A read of blocks that hangs is found by the lease of the transfer engine; the decode instance
   then computes what is missing, without the server.
+- While no instance serves, requests that arrive wait as those do that were accepted before, for
+  `cluster.recovery_s` each. An outage that is longer than that is told at once: 503 with
+  `Retry-After`. `/health` is 503 from its first moment, so that a load balancer goes elsewhere.
 - Blocks of a prefill are held for `cluster.lease_s` at most, whatever becomes of the server.
 - If the server dies, every instance ends: its standard input ends.
 

@@ -136,6 +136,7 @@ class ClusterClient:
         self._starting: asyncio.Task[None] | None = None
         self._entered: list[ClusterMember] = []
         self._was_ready = False
+        self._last_info: InstanceInfo | None = None
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
@@ -162,6 +163,7 @@ class ClusterClient:
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
+        self._last_info = self.info
         self._report(StageChanged(InstanceStage.READY))
 
     async def _enter(self, member: ClusterMember) -> None:
@@ -174,6 +176,11 @@ class ClusterClient:
         if not self._was_ready:
             return None
         return next((m.info for m in self._members if m.info is not None), None)
+
+    @property
+    def last_info(self) -> InstanceInfo | None:
+        """As ``info``; while no instance serves, of the one that served last."""
+        return self._last_info
 
     @property
     def stage(self) -> StageChanged:
@@ -302,6 +309,8 @@ class ClusterClient:
     # ---------------------------------------------------------------- changes
 
     def _note_change(self, changed: ClusterMember) -> None:
+        if self.info is not None:
+            self._last_info = self.info
         for reader, source in self._list_pairs():
             if changed in (reader, source):
                 reader.link(source)
