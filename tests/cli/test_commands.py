@@ -91,9 +91,7 @@ def test_errors_are_one_line_and_status_1(run, arguments, words):
 def test_convert_writes_a_checkpoint_that_the_next_command_reads(run, tmp_path):
     """A full disk, a folder in the way and the formats are tests of `models.export`."""
     out = tmp_path / "demo4"
-    written = json.loads(
-        run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json")[1]
-    )
+    written = json.loads(run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json")[1])
     assert (written["weight_format"], written["num_coded"]) == ("int4g32", 168)
     assert written["size_bytes"] < 0.5 * written["source_bytes"]
     plan = run("plan", str(out))[1]
