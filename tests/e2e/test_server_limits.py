@@ -40,7 +40,7 @@ def test_64_streams_16_queued_the_rest_refused(serve_demo):
     with serve_demo("--engine.max-running", "64", "--engine.max-queue", "16") as server:
         with concurrent.futures.ThreadPoolExecutor(100) as pool:
             # Long enough that the first ones still run when the last one comes.
-            body = {**LONG, "max_tokens": 800}
+            body = {**LONG, "max_tokens": 400}
             jobs = [pool.submit(stream_to_end, server.url, body) for _ in range(100)]
             results = [job.result() for job in jobs]
         statuses = [status for status, _, _ in results]
