@@ -247,7 +247,10 @@ MUTANTS = {
     ),
     "gate and up the other way around": (
         "olmoe",
-        spoil(Experts, lambda e: e.gate_up_weight.copy_(torch.cat(e.gate_up_weight.chunk(2, 1)[::-1], 1))),
+        spoil(
+            Experts,
+            lambda e: e.gate_up_weight.copy_(torch.cat(e.gate_up_weight.chunk(2, 1)[::-1], 1)),
+        ),
         "layers.0.mlp.experts (Experts)",
     ),
     "no limit in the experts": (
