@@ -102,8 +102,7 @@ def plan_attention(
         blocks = max(-(-batch.context_lens[s] // size) for s in members)
         step = max(1, max_blocks // blocks)
         decodes += [
-            _plan_decode(batch, cache, members[i : i + step])
-            for i in range(0, len(members), step)
+            _plan_decode(batch, cache, members[i : i + step]) for i in range(0, len(members), step)
         ]
     return decodes, prefills
 
@@ -121,9 +120,7 @@ def _plan_tiles(
     return tuple(tiles)
 
 
-def _plan_decode(
-    batch: PagedBatch, cache: PagedKvCache, members: list[int]
-) -> DecodeGroup:
+def _plan_decode(batch: PagedBatch, cache: PagedKvCache, members: list[int]) -> DecodeGroup:
     lens = [batch.context_lens[s] for s in members]
     longest = max(lens)
     num_blocks = -(-longest // batch.block_size)
@@ -242,9 +239,7 @@ def attend_prefill(
         out[:, :, first:end] = mixed
 
 
-def _merge(
-    mixed: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _merge(mixed: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     merged = torch.logaddexp(lse, other_lse)
     mixed *= (lse - merged).exp_()[..., None]
     mixed += other * (other_lse - merged).exp_()[..., None]
