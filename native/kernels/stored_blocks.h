@@ -17,7 +17,7 @@ namespace tandem {
 
 enum class BlockKind : uint8_t { kQ4_0, kQ4_1, kQ4K, kQ5_0, kQ5_1, kQ5K, kQ6K, kQ8_0, kIq4Nl, kMxfp4 };
 
-// Weights of the largest block, and of the groups of 32 that are read together.
+// Weights of the largest block, and its groups.
 inline constexpr size_t kMaxBlockWeights = 256;
 inline constexpr size_t kMaxBlockGroups = 16;
 
@@ -41,7 +41,7 @@ Result<BlockKind> find_block_kind(std::string_view name);
 // are rounded to fp16.
 bool holds_blocks(const WeightFormat& format, BlockKind kind);
 
-// A row of whole blocks, borrowed; 8 bytes before a page's end may be its last.
+// A row of whole blocks, borrowed.
 struct BlockRow {
   const uint8_t* data;
   BlockKind kind;

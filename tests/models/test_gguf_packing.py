@@ -44,7 +44,9 @@ def draw(kind: str, num_rows: int, inputs: int = INPUTS) -> BlockMatrix:
 def take_apart(matrix: BlockMatrix) -> QuantizedMatrix:
     """By numpy: each part, then their order."""
     parts = [
-        recode(unpack(kind, rows.reshape(len(rows), -1, BLOCK_SIZES[kind][1])), matrix.weight_format)
+        recode(
+            unpack(kind, rows.reshape(len(rows), -1, BLOCK_SIZES[kind][1])), matrix.weight_format
+        )
         for kind, rows in matrix.parts
     ]
     whole = stack(parts)

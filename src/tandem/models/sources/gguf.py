@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
 from tandem._native import decode_blocks
+from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
 from tandem.kernels.blocks import BlockMatrix, CodedMatrix, interleave_rows
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.recode import join_formats
