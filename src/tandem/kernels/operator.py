@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.blocks import CodedMatrix
+from tandem.kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
     from tandem.kernels.lora import AdaptedPart, MatrixWrapper
@@ -49,7 +50,7 @@ class WeightReader(Protocol):
         """
         ...
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
         """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
 
         Outputs come first, whichever way around ``read_into`` gives the values.
