@@ -153,7 +153,9 @@ class PrefixReuse:
         if self.is_enabled:
             # Taken after acquire: a root without children lives by this reference alone.
             request.prefix_node = (
-                match.nodes[-1] if match.nodes else self._index.get_root(request.root_key, request.adapter)
+                match.nodes[-1]
+                if match.nodes
+                else self._index.get_root(request.root_key, request.adapter)
             )
             self.expect(request, request.block_keys[len(shared) :])
         return shared

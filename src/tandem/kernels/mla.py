@@ -198,9 +198,7 @@ class MlaAttention(Operator):
         else:
             self.q_matrix = second = wrapper.wrap_matrix(self.q_matrix)
             parts[f"{name}.q_a_proj"] = AdaptedRows(first, hidden, size)
-            parts[f"{name}.q_b_proj"] = AdaptedRows(
-                second, sizes.q_rank, len(queries), 0, queries
-            )
+            parts[f"{name}.q_b_proj"] = AdaptedRows(second, sizes.q_rank, len(queries), 0, queries)
         return parts
 
     def _order_queries(self, weight: Tensor) -> None:

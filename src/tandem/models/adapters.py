@@ -90,9 +90,7 @@ class ModelAdapters:
         """The linear modules that may be adapted, by dotted name."""
         return self._parts
 
-    def read(
-        self, folder: Path, *, digest: str = "", within: Path | None = None
-    ) -> AdapterFiles:
+    def read(self, folder: Path, *, digest: str = "", within: Path | None = None) -> AdapterFiles:
         """Read an adapter of this model, and change nothing.
 
         Args:
@@ -138,9 +136,7 @@ class ModelAdapters:
 
     def begin_step(self, num_rows: int, rows: Mapping[str, Sequence[int]]) -> None:
         """Say which rows of a step belong to which adapter, by digest; ``end_step`` ends it."""
-        self._step.begin(
-            num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()}
-        )
+        self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 
     def end_step(self) -> None:
         """End a step."""

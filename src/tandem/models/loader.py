@@ -105,9 +105,7 @@ class CausalModel:
         packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
 
-    def kv_identity(
-        self, layout: KVLayout, sharing: KvSharing = "relaxed"
-    ) -> KvIdentity:
+    def kv_identity(self, layout: KVLayout, sharing: KvSharing = "relaxed") -> KvIdentity:
         """Return what decides whether KV that this model wrote may be shared.
 
         Args:

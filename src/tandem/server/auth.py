@@ -59,6 +59,7 @@ class ApiKeyGate:
                 )
         await handler(scope, receive, send)
 
+
 def _is_known(presented: bytes, digests: Sequence[bytes]) -> bool:
     digest = _digest(presented)
     is_known = False

@@ -119,7 +119,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
 
 
 def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
-    """Return what ``model`` names, or ``lora_path``, which is SGLang's word for an adapter's name."""
+    """Return what ``model`` names, or ``lora_path``, SGLang's word for an adapter's name."""
     names = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
     adapters = set(names) or {None}
     if len(adapters) > 1:

@@ -53,9 +53,7 @@ class ClusterAdapters:
         count_live: requests that have not ended, by the digest of their adapter.
     """
 
-    def __init__(
-        self, members: Sequence[AdapterMember], count_live: Callable[[str], int]
-    ) -> None:
+    def __init__(self, members: Sequence[AdapterMember], count_live: Callable[[str], int]) -> None:
         self._members = members
         self._count_live = count_live
         self._table: dict[str, AdapterInfo] = {}
@@ -89,7 +87,8 @@ class ClusterAdapters:
             if len(found) > 1:
                 what = f"adapter {source.name}: {source.folder} changed while it was read"
                 raise PeerLostError("engine.start", what)
-            self._table |= {source.name: info for info in found.values()}
+            for adapter in found.values():
+                self._table[source.name] = adapter
         self._has_begun = True
         self._tell_members()
 
