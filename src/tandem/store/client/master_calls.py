@@ -37,15 +37,8 @@ class RequestIds:
         self._next = 1
         self._asked: set[int] = set()
 
-    def take(self, count: int) -> int:
-        """Return the first of so many new ones."""
-        with self._lock:
-            first = self._next
-            self._next += count
-            return first
-
     def ask(self, count: int) -> tuple[int, int]:
-        """As ``take``, to be settled later; and the lowest that is not settled yet."""
+        """Return the first of so many new ones, and the lowest that is not settled yet."""
         with self._lock:
             first = self._next
             self._next += count
