@@ -45,7 +45,7 @@ from tandem.store.host.segment import Segment
 from tandem.store.master.master import StoreMaster
 from tandem.store.master.state.versions import MAX_EPOCH_JUMP
 from tandem.store.messages import ExtentRecords, HostStage
-from tandem.store.service import next_epoch
+from tandem.store.services.master import next_epoch
 
 MAGIC = b"TANDTST\0"
 FIELDS = bytes(range(1, 37))

@@ -11,8 +11,8 @@ import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
-from tandem.store.client.edges import MasterChannel
 from tandem.store.config import StoreConfig
+from tandem.store.edges import MasterChannel
 from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
 
 __all__ = ["MasterCalls", "RequestIds"]

@@ -21,9 +21,9 @@ from tandem.core.errors import (
 )
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
 from tandem.store.client.buffers import Part
-from tandem.store.client.edges import ClientPort, Piece
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.config import StoreConfig
+from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.messages import (
