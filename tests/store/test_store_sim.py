@@ -409,7 +409,7 @@ class Run:
         row = master.state.directory.find(key)
         length = master.state.extent_of(row, 0).length
         return any(
-            master.state.hosts[host].allocator.find_largest_free_bytes() >= length
+            master.state.hosts[host].ledger.allocator.find_largest_free_bytes() >= length
             for host in master.state.directory.disks(row)
         )
 
