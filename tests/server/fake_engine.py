@@ -7,10 +7,12 @@ it holds: ``num_held`` is zero when nothing leaked.
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.errors import CapacityError, NotFoundError, PeerLostError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
@@ -58,6 +60,8 @@ class FakeEngine:
         max_running: requests held at once, beyond which ``submit`` raises CapacityError.
         die_after: outputs of a request after which the instance is lost.
         hang: outputs never come.
+        is_down: ``submit`` waits, as it does for an instance that is being replaced; read once.
+        num_waiting: requests that wait in ``submit``.
         timeline: makes the instance's part of a timeline; None: it remembers nothing.
         stop_token_id: ends an answer that is shorter than max_tokens.
     """
@@ -70,6 +74,7 @@ class FakeEngine:
     max_running: int = 1 << 20
     die_after: int | None = None
     hang: bool = False
+    is_down: bool = False
     is_paused: bool = False
     cached_len: int = 0
     stop_token_id: int | None = None
@@ -77,10 +82,17 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     held: dict[str, "FakeStream"] = field(default_factory=dict)
     generated: int = 0
+    num_waiting: int = 0
     more_stats: dict = field(default_factory=dict)
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    loaded: list[AdapterSource] = field(default_factory=list)
+
+    @property
+    def last_info(self) -> InstanceInfo | None:
+        return self.info
 
     @property
     def instances(self) -> list[InstanceStatus]:
@@ -100,6 +112,12 @@ class FakeEngine:
         """Queue a request, or refuse it."""
         if self.info is None:
             raise PeerLostError("fake.submit", "the instance is down")
+        if self.is_down:
+            self.num_waiting += 1
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.num_waiting -= 1
         if len(self.held) >= self.max_running:
             raise CapacityError("fake.submit", f"the queue of {self.max_running} is full")
         assert request.request_id not in self.held, "an id was used twice"
@@ -130,6 +148,27 @@ class FakeEngine:
         if self.timeline is None:
             return []
         return [self.timeline(request_id) for request_id in request_ids]
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Pretend to load an adapter of any folder."""
+        self.loaded.append(source)
+        digest = hashlib.sha256(source.folder.encode()).hexdigest()
+        self.adapters[source.name] = info = AdapterInfo(
+            name=source.name,
+            folder=source.folder,
+            digest=digest,
+            system_fingerprint=f"fp_{digest[:6]}",
+            rank=4,
+            num_modules=1,
+            size_bytes=64,
+        )
+        return info
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget an adapter."""
+        if name not in self.adapters:
+            raise NotFoundError("fake.unload_adapter", f"no adapter {name!r}", field="lora_name")
+        return self.adapters.pop(name)
 
     async def flush_cache(self) -> int:
         """Pretend to free seven blocks."""

@@ -7,9 +7,12 @@ starts keep failing. All of it runs on one event loop.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
+import msgspec
+
+from tandem.core.adapter import AdapterSource
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.instance import InstanceSpec
@@ -96,6 +99,10 @@ class InstanceSupervisor:
             raise PeerLostError("engine.start", self._stage.detail)
         return self._info
 
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Say which adapters the instance begins with when it is started next."""
+        self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
+
     def require_session(self) -> InstanceSession:
         """Return the present session.
 
@@ -140,6 +147,7 @@ class InstanceSupervisor:
             child.client, on_stage=self._set_stage, on_ready=self._note_ready
         )
         session = asyncio.create_task(self._session.run())
+        is_lost = False
         try:
             await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
             if session.done():
@@ -147,6 +155,7 @@ class InstanceSupervisor:
             else:
                 reason = f"the process ended with status {exited.result()}"
             self._session, self._info = None, None
+            is_lost = self._was_ready
             if self._was_ready:
                 # Before the process is ended, which takes seconds if it hangs.
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
@@ -155,7 +164,7 @@ class InstanceSupervisor:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
             self._session, self._info = None, None
-            await child.end()
+            await child.end(is_lost=is_lost)
             exited.cancel()
             self._child = None
 

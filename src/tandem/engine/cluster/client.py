@@ -4,17 +4,20 @@ A cluster of one instance is a cluster: the same code serves it. All of it runs 
 """
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 import msgspec
 
 from tandem import _native
+from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
+from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
@@ -30,6 +33,8 @@ from tandem.transfer.config import TransferConfig
 
 __all__ = ["ClusterClient", "make_specs"]
 
+logger = logging.getLogger(__name__)
+
 STATS_TIMEOUT_S = 1.5
 """Of one instance; the others are summed without it then."""
 
@@ -41,7 +46,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         config: how many of which role.
         common: what they all are told.
 
-    Raises: ConfigError (fewer cores than instances; prefill and decode without a prefix cache).
+    Raises: ConfigError (prefill and decode without a prefix cache).
     """
     if not config.prefill and config.num_instances == 1:
         return [common]
@@ -58,7 +63,15 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         ("instance", "unified", config.unified),
     )
     roles = [(f"{name}-{i}", role) for name, role, count in counts for i in range(count)]
-    shares = divide_cores(_native.read_topology().cores, len(roles))
+    cores = _native.read_topology().cores
+    shares = divide_cores(cores, len(roles))
+    if len(roles) > len(cores):
+        logger.warning(
+            "event=cores_shared instances=%d cores=%d: instances on one core wait for each other; "
+            "for speed lower cluster.prefill, cluster.decode or cluster.unified",
+            len(roles),
+            len(cores),
+        )
     # Proved by both sides of each connection between the instances of this run.
     transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
     return [
@@ -133,15 +146,20 @@ class ClusterClient:
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
             max_history=specs[0].engine.timelines,
         )
+        self._sources = specs[0].adapters
+        self._adapters = ClusterAdapters(self._members, self._dispatcher.count_live)
+        self._dispatcher.on_end = self._adapters.note_end
         self._starting: asyncio.Task[None] | None = None
         self._entered: list[ClusterMember] = []
         self._was_ready = False
+        self._last_info: InstanceInfo | None = None
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
         return self
 
     async def __aexit__(self, *details: object) -> None:
+        await self._adapters.close()
         await self._dispatcher.close()
         if self._starting is not None:
             self._starting.cancel()
@@ -159,9 +177,11 @@ class ClusterClient:
             await self._enter(member)
         for member in self._members:
             await self._wait_or_fail(member)
+        self._adapters.begin(self._sources)
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
+        self._last_info = self.info
         self._report(StageChanged(InstanceStage.READY))
 
     async def _enter(self, member: ClusterMember) -> None:
@@ -174,6 +194,11 @@ class ClusterClient:
         if not self._was_ready:
             return None
         return next((m.info for m in self._members if m.info is not None), None)
+
+    @property
+    def last_info(self) -> InstanceInfo | None:
+        """As ``info``; while no instance serves, of the one that served last."""
+        return self._last_info
 
     @property
     def stage(self) -> StageChanged:
@@ -288,6 +313,19 @@ class ClusterClient:
             if leg_id in known
         ]
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The LoRA adapters that requests may ask for, by name."""
+        return self._adapters.table
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter on every instance; see ``EngineClient.load_adapter``."""
+        return await self._adapters.load(source)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
+        return await self._adapters.unload(name)
+
     async def flush_cache(self) -> int:
         """Forget cached prefixes on every instance; returns the blocks freed.
 
@@ -302,9 +340,13 @@ class ClusterClient:
     # ---------------------------------------------------------------- changes
 
     def _note_change(self, changed: ClusterMember) -> None:
+        if self.info is not None:
+            self._last_info = self.info
         for reader, source in self._list_pairs():
             if changed in (reader, source):
                 reader.link(source)
+        if changed.info is not None:
+            self._adapters.note_serving(changed)
         self._dispatcher.note_change()
 
     def _list_pairs(self) -> Iterator[tuple[ClusterMember, ClusterMember]]:
