@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf_writing import write_model
 from loading import load_checkpoint
-from test_gguf_families import COMMON, MODELS
+from test_gguf_families import COMMON, MODELS, WHOLE_KV
 from test_gguf_formats import make_codes, mix
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -63,7 +63,12 @@ def test_logits_are_those_of_llama_cpp(name, peer, tmp_path, open_session):
         noise = torch.randn(tensor.shape, generator=generator)
         tensor.data = 1 + 0.1 * noise if tensor.dim() < 2 else noise * tensor.shape[-1] ** -0.5
     path = tmp_path / "model.gguf"
-    write_model(model, path, metadata=lambda writer: writer.add_tokenizer_model("no_vocab"))
+    write_model(
+        model,
+        path,
+        metadata=lambda writer: writer.add_tokenizer_model("no_vocab"),
+        has_whole_kv=name in WHOLE_KV,
+    )
     tokens = torch.randint(4, 131, (40,), generator=generator).tolist()
     ours = open_session(load_checkpoint(path, dtype="float32")).run(tokens)
     theirs = score(peer, path, tokens)

@@ -21,7 +21,7 @@ from tandem.kernels.blocks import BlockMatrix, CodedMatrix, interleave_rows
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.recode import join_formats
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
-from tandem.models.gguf.names import HARMLESS, How, Recipe, make_recipes
+from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
 from tandem.models.sources.mapping import MappedFiles
@@ -274,7 +274,9 @@ def _list_harmless(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, str
         for pattern, why in HARMLESS.items():
             if re.search(pattern, name):
                 yield name, why
-        block = ".".join(name.split(".")[:2])
+        block, part = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
+        if f"{block}.{COPIES.get(part)}" in tensors:
+            yield name, f"a copy of what {COPIES[part]} holds"
         if block in extra:
             yield name, HARMLESS[r"^blk\.\d+\.nextn\."]
 
