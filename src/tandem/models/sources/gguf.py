@@ -151,9 +151,7 @@ class GgufSource:
             raise ShapeError("models.read_weights", what)
         if expert_id is not None:
             parts = [part.select(expert_id) for part in parts]
-        if len({part.shape for part in parts}) > 1 and recipe.how is How.INTERLEAVE:
-            what = " and ".join(str(list(part.shape)) for part in parts)
-            raise ShapeError("models.read_weights", f"tensor {name!r} is made of {what}")
+        _require_equal(name, parts)
         order = None
         if recipe.how is How.UNPERMUTE:
             order = self._unpermute(parts[0].shape[0])
@@ -289,6 +287,14 @@ def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
     )
 
 
+def _require_equal(name: str, parts: list[_Stored]) -> None:
+    """Refuse gate and up of different sizes, whose sum may be right."""
+    if len({part.shape for part in parts}) > 1:
+        stored = " and ".join(str(list(part.shape)) for part in parts)
+        what = f"tensor {name!r} is made of {stored}: they should be alike"
+        raise ShapeError("models.read_weights", what)
+
+
 def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
     """Copy tensors one below the other; of experts, along their outputs."""
     if len(parts) == 1:
@@ -298,6 +304,7 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
             raise _refuse_shape(name, parts, out)
         parts[0].copy_into(out.view(shape) if out.ndim != len(shape) else out)
         return
+    _require_equal(name, parts)
     axis = out.ndim - 2 if out.ndim > 1 else 0
     sizes = [part.shape[axis] if len(part.shape) > axis else 0 for part in parts]
     rest = {part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
