@@ -29,7 +29,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: "PackedExperts",
-        is_kept: bool,  # noqa: FBT001 - autograd passes positions
+        is_kept: bool,
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
