@@ -152,9 +152,7 @@ class StepAdapters:
         pool: runs the native kernels; None: the caller's thread.
     """
 
-    def __init__(
-        self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None
-    ) -> None:
+    def __init__(self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None) -> None:
         self.num_slots = num_slots
         self.is_native = is_native
         self.pool = pool

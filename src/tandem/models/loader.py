@@ -87,9 +87,7 @@ class CausalModel:
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.adapters: ModelAdapters | None = None
 
-    def enable_adapters(
-        self, max_adapters: int, pool: ThreadPool | None = None
-    ) -> ModelAdapters:
+    def enable_adapters(self, max_adapters: int, pool: ThreadPool | None = None) -> ModelAdapters:
         """Make the model take LoRA adapters, once, before its first step; return their table.
 
         Args:
@@ -97,9 +95,7 @@ class CausalModel:
             pool: runs the kernels of adapters, kept; None: the caller's thread.
         """
         assert self.adapters is None, "adapters are enabled already"
-        self.adapters = ModelAdapters(
-            self.skeleton, self.dtype, self.device, max_adapters, pool
-        )
+        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters, pool)
         return self.adapters
 
     @property
