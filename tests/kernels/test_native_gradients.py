@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import ShapeError
@@ -348,3 +349,32 @@ def test_what_does_not_fit_is_refused(pool):
     with pytest.raises(ShapeError, match="kept is"):
         kept = torch.empty(3, 3, dtype=torch.bfloat16)
         case.experts.backward(None, case.ids, case.weights, case.d_out, kept_PC=kept)
+
+
+def test_checkpointing_and_accumulation(pool):
+    """Checkpointed layers give the same bits; halves of a batch sum to the whole's gradient."""
+    case = Case("int8g128", pool, tokens=40)
+    layer = torch.nn.Linear(256, 256, bias=False)
+
+    def learn(rows, *, is_kept=True, is_checkpointed=False):
+        call = (case.ids[rows], case.weights[rows])
+
+        def block(x):
+            return run_experts(case.experts, layer(x), *call, is_kept=is_kept)
+
+        x = case.x[rows]
+        out = checkpoint(block, x, use_reentrant=False) if is_checkpointed else block(x)
+        out.backward(case.d_out[rows])
+
+    def find_gradient(*calls):
+        layer.weight.grad = None
+        for rows, options in calls:
+            learn(rows, **options)
+        return layer.weight.grad
+
+    everything = slice(None)
+    whole = find_gradient((everything, {}))
+    for options in ({"is_kept": False}, {"is_checkpointed": True}):
+        assert torch.equal(find_gradient((everything, options)), whole)
+    halves = find_gradient((slice(0, 20), {}), (slice(20, 40), {}))
+    torch.testing.assert_close(halves, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))

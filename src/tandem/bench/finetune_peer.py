@@ -1,7 +1,8 @@
 """A process that trains an adapter: ours, or transformers and PEFT with one of its experts.
 
-Arguments: kind (``ours:EXPERTS+LINEAR`` formats, or ``peft:EXPERTS_IMPLEMENTATION``), folder of the checkpoint,
-threads, tokens of a step. Each kind has a process of its own, so that its memory is its own.
+Arguments: kind (formats ``ours:EXPERTS+LINEAR``, or ``peft:IMPLEMENTATION``), folder of the
+checkpoint, threads, tokens of a step. Each kind has a process of its own, so that its memory is its
+own.
 """
 
 import sys

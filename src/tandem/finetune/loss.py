@@ -74,13 +74,13 @@ def _wrap_head(module: Any) -> Head | None:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, head: Head, hidden_TD: Tensor, labels_T: Tensor) -> Tensor:
-        learned = (labels_T != IGNORED_LABEL).nonzero().flatten()
+    def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+        learned = (targets != IGNORED_LABEL).nonzero().flatten()
         num_rows = max(PIECE_BYTES // (4 * head.vocabulary), LEAST_ROWS)
-        d_hidden = torch.zeros_like(hidden_TD)
+        d_hidden = torch.zeros_like(hidden)
         total = torch.zeros((), dtype=torch.float64)
         for rows in learned.split(num_rows):
-            logits, labels = head.forward(hidden_TD[rows]), labels_T[rows][:, None]
+            logits, labels = head.forward(hidden[rows]), targets[rows][:, None]
             top = logits.amax(1, keepdim=True)
             wanted = logits.gather(1, labels) - top
             logits.sub_(top).exp_()
