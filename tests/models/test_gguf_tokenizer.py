@@ -113,7 +113,7 @@ def test_patterns_of_all_names_compile(trained, tmp_path):
     [
         (
             "deepseek-llm",
-            ["Add", " Ü", "ber", "\u0531", "\u0561", ";", " 123", "\n", "你好", " !?", "  "],
+            ["Add", " Ü", "ber", "\u0531", "\u0561", ";", " ", "123", "\n", "你好", " !?", "  "],
         ),
         ("kimi-k2", ["It's", " Über", "123", "4", "你好", "ABc", " !?\n", "  "]),
     ],
