@@ -12,6 +12,7 @@ CHECKS = {
     "types": ["pyright"],
     "contracts": ["lint-imports"],
     "names": ["python", "tools/names.py"],
+    "locks": ["python", "tools/thread_safety.py"],
 }
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import ConfigError, TandemError
 from tandem.store import layout
 from tandem.store.index import NO_ROW, Replica, Staged
@@ -66,7 +65,7 @@ class Commits:
         """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
         # A caller that leaves must not leave objects half sealed.
         work = self._master.spawn(self._commit(caller.instance_id, request))
-        return KeyBytes(await shield(work))
+        return KeyBytes(await asyncio.shield(work))
 
     async def _commit(self, client: str, request: CommitPut) -> bytes:
         name = (client, request.first_put_id)
@@ -171,19 +170,19 @@ class Commits:
         blobs = {number: blob.take([*batch.places[number]]) for number in records}
         orders = self._seal_on_hosts(records, blobs, blob.is_values)
         staged = None
-        if _can_stage(batch, checksums):
+        if len(batch.keys) >= LONG_BATCH and _can_stage(batch, checksums):
             # The orders leave now, and what can be done meanwhile is.
-            orders = DirectTask(orders, asyncio.get_running_loop())
-            if len(batch.keys) >= LONG_BATCH:
-                # With fewer cores than processes, the host may be waiting for ours.
-                os.sched_yield()
+            orders = asyncio.get_running_loop().create_task(orders)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                orders.cancel()
+                raise
+            # With fewer cores than processes, the host may be waiting for ours.
+            os.sched_yield()
             staged = self._stage(batch, checksums, first_version)
         try:
             sealed = await orders
-        except asyncio.CancelledError:
-            if isinstance(orders, DirectTask):
-                orders.cancel()
-            raise
         except Exception:
             if staged is not None:
                 self._master.directory.unstage_many(staged)

@@ -6,14 +6,12 @@ when a caller goes away runs as a task of the master's own.
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.clock import Clock
-from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import ConflictError, PeerLostError, TandemError
 from tandem.store import layout
 from tandem.store.commits import Commits
@@ -141,7 +139,7 @@ class StoreMaster:
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._recovering: DirectTask[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
         """Ends when ``is_learning`` does, for all who wait for that."""
         self.requests = Requests(self.spawn)
         self.puts = Puts(self)
@@ -400,19 +398,12 @@ class StoreMaster:
             self.drop_row(row)
             self.counters.objects_evicted += 1
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> "DirectTask[T]":
-        """Run a coroutine that its caller's going does not end; it begins at once."""
-        task = DirectTask(work, asyncio.get_running_loop())
-        if not task.done():
-            self._tasks.add(task)
-            task.when_done(functools.partial(self._tasks.discard, task))
-        return task
-
-    def schedule(self, work: Coroutine[Any, Any, Any]) -> None:
-        """As ``spawn``, but it begins at the loop's next turn."""
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run a coroutine that its caller's going does not end."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
         """Return the header that a copy of ``row`` at ``offset`` should have."""
@@ -438,14 +429,14 @@ class StoreMaster:
     async def recover(self) -> None:
         """Wait until all members have told what they have, or are declared lost."""
         while self.is_learning:
-            await shield(self._begin_recovery())
+            await asyncio.shield(self._begin_recovery())
 
     async def wait_learnt(self, timeout_s: float) -> None:
         """As ``recover``, but no longer than so."""
         if self.is_learning:
             await asyncio.wait([self._begin_recovery()], timeout=timeout_s)
 
-    def _begin_recovery(self) -> "DirectTask[None]":
+    def _begin_recovery(self) -> "asyncio.Task[None]":
         # It may be over before it has begun: time passes between two looks.
         if self._recovering is None or self._recovering.done():
             self._recovering = self.spawn(self._look_until_learnt())

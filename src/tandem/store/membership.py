@@ -68,7 +68,7 @@ class Membership:
         self._master = master
         self._store = store
         self._roster = Roster()
-        self._writer = RosterWriter(store, self._roster, master.schedule)
+        self._writer = RosterWriter(store, self._roster, master.spawn)
         self.tombstones = Tombstones()
         self._adoption = Adoption(master, self.tombstones)
         self._names: dict[str, HostSpace] = {}
@@ -144,7 +144,7 @@ class Membership:
         for number, until_ms in list(self._awaited.items()):
             if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
-                self._master.schedule(self._declare_lost(self._master.hosts[number]))
+                self._master.spawn(self._declare_lost(self._master.hosts[number]))
         for host in self._master.hosts.values():
             if host.is_settled and host.unconfirmed_from != ALL_CONFIRMED:
                 host.purging = [future for future in host.purging if not future.done()]

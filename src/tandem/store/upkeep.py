@@ -120,7 +120,7 @@ class Upkeep:
             if extent is not None:
                 copy = _Copy(target, target.session, extent, is_load=True)
                 self._copying[key] = copy
-                master.schedule(self._copy(load.row, key, copy))
+                master.spawn(self._copy(load.row, key, copy))
                 return
             if target.is_writable:
                 master.eviction.evict_for(target, length)
@@ -209,7 +209,7 @@ class Upkeep:
                 target = master.hosts[number]
                 copy = _Copy(target, target.session, extent)
                 self._copying[key] = copy
-                master.schedule(self._copy(row, key, copy))
+                master.spawn(self._copy(row, key, copy))
                 return
         self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
     from tandem.transfer.segment import FileSegment, Segment
-    from tandem.transfer.shared_loop import SharedLoop
+    from tandem.transfer.polling_loop import PollingLoop
 
 __all__ = [
     "MAX_CALL_BYTES",
@@ -32,7 +32,7 @@ __all__ = [
     "PreparedBatch",
     "RemoteBuffer",
     "Segment",
-    "SharedLoop",
+    "PollingLoop",
     "Transfer",
     "TransferConfig",
     "TransferEngine",
@@ -53,7 +53,7 @@ _HOMES = {
     "PreparedBatch": "batch",
     "RemoteBuffer": "buffer",
     "Segment": "segment",
-    "SharedLoop": "shared_loop",
+    "PollingLoop": "polling_loop",
     "Transfer": "batch",
     "TransferEngine": "engine",
     "TransferStatus": "batch",
