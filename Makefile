@@ -26,11 +26,14 @@ help:
 demo: $(STAMPS)/serve
 	@$(BIN)/python examples/demo.py
 
+# A file's tests stay in one process, which shares their servers. One process more than two cores:
+# many tests wait. -n0 in ARGS runs all in one, for debuggers.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "not slow and not long and not download" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download" $(ARGS)
 
 test-slow: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "not long and not download" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not long and not download" $(ARGS)
 
 # One minute of killed and stopped processes under load; a server killed.
 test-chaos: $(STAMPS)/dev

@@ -61,7 +61,8 @@ room here that another holds, which waits for blocks there.
 
 **Cores and memory.** Each instance gets cores of its own (`placement/cores.py`) and an equal share
 of the free memory for KV. One file of packed weights is mapped by all: the first instance starts
-alone if it may write that file.
+alone if it may write that file. With more instances than cores each gets one core, in turn, and a
+warning says so: that is for trying things out, not for speed.
 
 ## States
 
@@ -82,6 +83,9 @@ _TAIL = """\
   is killed and started again. Until then its requests wait.
 - A read of blocks that hangs is found by the lease of the transfer engine; the decode instance
   then computes what is missing, without the server.
+- While no instance serves, requests that arrive wait as those do that were accepted before, for
+  `cluster.recovery_s` each. An outage that is longer than that is told at once: 503 with
+  `Retry-After`. `/health` is 503 from its first moment, so that a load balancer goes elsewhere.
 - Blocks of a prefill are held for `cluster.lease_s` at most, whatever becomes of the server.
 - If the server dies, every instance ends: its standard input ends.
 

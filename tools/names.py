@@ -123,7 +123,11 @@ def exists(names: list[str]) -> bool:
             module = folder / f"{name}.py"
             rest = names[i + 1 :]
             return not rest or has_member(module, rest) or is_setting(folder, rest[0])
-        return has_member(folder / "__init__.py", names[i:]) or is_setting(folder, name)
+        # A group of settings may be called like a folder below that of their class.
+        homes = (folder, folder.parent) if i else (folder,)
+        return has_member(folder / "__init__.py", names[i:]) or any(
+            is_setting(home, name) for home in homes
+        )
     return True
 
 

@@ -268,7 +268,7 @@ Status ThreadPool::submit(const Job& job) {
     for (auto& sub_pool : sub_pools_) wait_drained(*sub_pool);
   }
   if (!has_failed_.load(std::memory_order_relaxed)) return {};
-  const MutexLock lock(failure_mutex_);
+  const MutexLock reading(failure_mutex_);
   return std::exchange(failure_, Error{});
 }
 

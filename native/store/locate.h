@@ -1,5 +1,5 @@
 // Where objects of a directory lie, for many at once. The directory is columns that Python owns
-// (store/index.py); this is the one pass over them for which numbers of Python cost too much.
+// (store/master/state/index.py); this is the one pass over them for which numbers of Python cost too much.
 #pragma once
 
 #include <cstddef>

@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "tandem._native._core")
         ("tandem.transfer", HEAVY),
         ("tandem.transfer.config", HEAVY),
         ("tandem.store", HEAVY),
-        ("tandem.store.index", HEAVY),
+        ("tandem.store.master.state.index", HEAVY),
         ("tandem.sim", HEAVY),
     ],
 )

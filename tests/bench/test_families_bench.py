@@ -10,7 +10,7 @@ from tandem.bench.families import make_cases
 def test_a_case_records_the_operators_of_a_step():
     """A baseline that leaves operators out would flatter no one, but mean nothing."""
     case = next(iter(make_cases(quick=True)))
-    assert case.name == "family=llama phase=decode batch=1"
+    assert case.name == "family=llama size=toy phase=decode batch=1"
     assert case.check() == "ok"
     assert case.baseline is not None
     assert case.ours() > 0

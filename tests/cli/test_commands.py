@@ -1,8 +1,6 @@
 """Commands that need no server: what they print, in text and JSON, and how they fail."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,30 +9,20 @@ from tandem.cli.plan import plan
 from tandem.core.config import list_fields
 
 
-def run(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "tandem", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        **options,
-    )
-
-
-def test_version():
-    found = json.loads(run("version", "--json").stdout)
+def test_version(run):
+    found = json.loads(run("version", "--json")[1])
     assert found["tandem"]
     assert found["torch"]
-    assert f"tandem {found['tandem']}" in run("version").stdout
+    assert f"tandem {found['tandem']}" in run("version")[1]
 
 
-def test_config_show_names_every_setting_and_its_origin(tmp_path):
+def test_config_show_names_every_setting_and_its_origin(run, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("engine: {block_size: 16}\n")
-    result = run(
+    _, out, _ = run(
         "config", "show", "--json", "--config", str(file), "--port", "9", "--max-model-len", "99",
     )  # fmt: skip
-    rows = {row["setting"]: row for row in json.loads(result.stdout)}
+    rows = {row["setting"]: row for row in json.loads(out)}
     assert set(rows) == {field.path for field in list_fields(Config)}
     assert rows["engine.block_size"]["value"] == 16
     assert rows["engine.block_size"]["origin"] == "file c.yaml"
@@ -44,15 +32,15 @@ def test_config_show_names_every_setting_and_its_origin(tmp_path):
     assert set(SHORT_NAMES) <= set(rows)
 
 
-def test_config_show_hides_secrets():
-    result = run("config", "show", "--api-key", "s3cret")
-    assert "s3cret" not in result.stdout
-    assert "***" in result.stdout
+def test_config_show_hides_secrets(run):
+    _, out, _ = run("config", "show", "--api-key", "s3cret")
+    assert "s3cret" not in out
+    assert "***" in out
 
 
-def test_dry_run_says_what_and_why():
+def test_dry_run_says_what_and_why(run):
     """The table and the JSON document are of one plan; starting Python for each costs seconds."""
-    plan = json.loads(run("serve", "demo", "--dry-run", "--json").stdout)
+    plan = json.loads(run("serve", "demo", "--dry-run", "--json")[1])
     assert plan["config"]["num_kv_blocks"] > 0
     assert plan["config"]["max_model_len"] == 2048
     assert plan["model"]["spec"]["architecture"] == "Qwen3MoeForCausalLM"
@@ -91,34 +79,32 @@ def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
         (("config", "show", "--config", "/nonexistent.yaml"), ["/nonexistent.yaml"]),
     ],
 )
-def test_errors_are_one_line_and_status_1(arguments, words):
-    result = run(*arguments)
-    assert result.returncode == 1
-    assert result.stderr.startswith("tandem: ")
-    assert "Traceback" not in result.stderr
+def test_errors_are_one_line_and_status_1(run, arguments, words):
+    status, _, errors = run(*arguments)
+    assert status == 1
+    assert errors.startswith("tandem: ")
+    assert "Traceback" not in errors
     for word in words:
-        assert word in result.stderr
+        assert word in errors
 
 
-def test_convert_writes_a_checkpoint_that_the_next_command_reads(tmp_path):
+def test_convert_writes_a_checkpoint_that_the_next_command_reads(run, tmp_path):
     """A full disk, a folder in the way and the formats are tests of `models.export`."""
     out = tmp_path / "demo4"
-    written = json.loads(
-        run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json").stdout
-    )
+    written = json.loads(run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json")[1])
     assert (written["weight_format"], written["num_coded"]) == ("int4g32", 168)
     assert written["size_bytes"] < 0.5 * written["source_bytes"]
-    plan = run("plan", str(out)).stdout
+    plan = run("plan", str(out))[1]
     assert "as the checkpoint stores it: int4 in groups of 32, with zero points" in plan
-    assert run("convert", "demo", "--to", "int8").returncode == 2
+    assert run("convert", "demo", "--to", "int8")[0] == 2
 
 
-def test_convert_packs_once_and_says_what(tmp_path):
+def test_convert_packs_once_and_says_what(run, tmp_path):
     arguments = ("convert", "demo", "--format", "int8", "--packed-cache", str(tmp_path))
-    first = json.loads(run(*arguments, "--json").stdout)
+    first = json.loads(run(*arguments, "--json")[1])
     assert (first["weight_format"], first["num_files"], first["num_packed"]) == ("int8g128", 6, 6)
     assert first["size_bytes"] < 0.6 * first["source_bytes"]
-    assert "0 packed now, 6 were there" in run(*arguments, "--verify").stdout
-    refused = run("convert", "demo", "--format", "int3", "--packed-cache", str(tmp_path))
-    assert refused.returncode == 1
-    assert "choose one of" in refused.stderr
+    assert "0 packed now, 6 were there" in run(*arguments, "--verify")[1]
+    status, _, errors = run("convert", "demo", "--format", "int3", "--packed-cache", str(tmp_path))
+    assert status == 1
+    assert "choose one of" in errors

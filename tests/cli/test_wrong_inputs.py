@@ -5,7 +5,6 @@ a user would see as a traceback, and fails the test.
 """
 
 import json
-import logging
 import os
 import pty
 import re
@@ -28,26 +27,6 @@ def list_commands(group, path=()):
 
 
 COMMANDS = list(list_commands(typer.main.get_command(cli.app)))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    # The command configures logging for its process, which is ours.
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", list(root.handlers))
-    monkeypatch.setattr(root, "level", root.level)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

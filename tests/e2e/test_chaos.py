@@ -47,6 +47,8 @@ class Client:
 
     def __init__(self, url, truth, until, seed):
         self.ends = collections.Counter()
+        self.texts = collections.Counter()
+        """Of errors, with their codes."""
         self.wrong = []
         self._chance = random.Random(seed)
         self._args = (url, truth, until)
@@ -72,23 +74,27 @@ class Client:
         if self._chance.random() < 0.5:
             response = client.post("/v1/completions", json=body)
             if response.status_code != 200:
-                return f"error {response.json()['error']['code']}", None
+                return self._note_error(response.json()["error"]), None
             choice = response.json()["choices"][0]
             return choice["finish_reason"], choice["text"]
         text, end = "", "silence"
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             if response.status_code != 200:
                 response.read()
-                return f"error {response.json()['error']['code']}", None
+                return self._note_error(response.json()["error"]), None
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        return f"error {event['error']['code']}", None
+                        return self._note_error(event["error"]), None
                     choice = event["choices"][0]
                     text += choice["text"]
                     end = choice["finish_reason"] or end
         return end, text
+
+    def _note_error(self, error):
+        self.texts[f"{error['code']}: {error['message']}"] += 1
+        return f"error {error['code']}"
 
 
 def list_children(server):
@@ -156,7 +162,9 @@ def test_answers_are_right_or_errors_while_children_die_and_hang(serve_demo, min
             client.thread.join(2 * REQUEST_TIMEOUT_S)
             assert not client.thread.is_alive(), "a request does not end"
         ends = sum((client.ends for client in clients), collections.Counter())
+        texts = sum((client.texts for client in clients), collections.Counter())
         print(f"\n{minutes} min: harm {dict(harm)}, ends {dict(ends)}")
+        print(f"errors {dict(texts)}")
         assert not [wrong for client in clients for wrong in client.wrong]
         assert set(ends) <= {"length", "error peer_lost", "error capacity", "error deadline"}, ends
         assert ends["length"] > 0

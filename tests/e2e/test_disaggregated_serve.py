@@ -73,7 +73,7 @@ class Streamed:
     """A streaming request on a thread of its own."""
 
     def __init__(self, server, body):
-        self.text, self.finish_reason, self.error = "", None, None
+        self.id, self.text, self.finish_reason, self.error = "", "", None, None
         self._seen = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(server.url, body))
         self._thread.start()
@@ -90,7 +90,7 @@ class Streamed:
                 if "error" in event:
                     self.error = event["error"]
                     break
-                choice = event["choices"][0]
+                choice, self.id = event["choices"][0], event["id"]
                 self.text += choice["text"]
                 self.finish_reason = choice["finish_reason"] or self.finish_reason
                 self._seen.release()

@@ -40,7 +40,7 @@ def test_64_streams_16_queued_the_rest_refused(serve_demo):
     with serve_demo("--engine.max-running", "64", "--engine.max-queue", "16") as server:
         with concurrent.futures.ThreadPoolExecutor(100) as pool:
             # Long enough that the first ones still run when the last one comes.
-            body = {**LONG, "max_tokens": 800}
+            body = {**LONG, "max_tokens": 400}
             jobs = [pool.submit(stream_to_end, server.url, body) for _ in range(100)]
             results = [job.result() for job in jobs]
         statuses = [status for status, _, _ in results]
@@ -58,7 +58,10 @@ def test_64_streams_16_queued_the_rest_refused(serve_demo):
 
 
 def test_streams_outlive_a_killed_instance(serve_demo):
-    """The only instance dies in mid-stream: clients get all their tokens, once, from the next."""
+    """The only instance dies in mid-stream: clients get all their tokens, once, from the next.
+
+    So does one that asks while no instance runs.
+    """
     seeded = {**LONG, "max_tokens": 800, "seed": 3}
     with serve_demo() as server:
         pid = server.instance_pid()
@@ -83,7 +86,10 @@ def test_streams_outlive_a_killed_instance(serve_demo):
             for _ in jobs:
                 assert seen.acquire(timeout=30)
             os.kill(pid, signal.SIGKILL)
+            server.wait_until(lambda: server.client.get("/ready").status_code == 503)
             ready = server.client.get("/ready").json()
+            late = server.client.post("/v1/completions", json={**seeded, "max_tokens": 4})
+            assert late.status_code == 200, late.text
             results = [job.result(timeout=120) for job in jobs]
         texts = set()
         for status, events in results:
@@ -98,6 +104,29 @@ def test_streams_outlive_a_killed_instance(serve_demo):
         answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
         assert answer.status_code == 200
         server.wait_until(lambda: any("event=instance_back restarts=1" in x for x in server.log))
+
+
+@pytest.mark.slow
+def test_who_asks_while_no_instance_comes_back_is_told_to_retry(serve_demo):
+    """Both instances are killed and start more slowly than requests may wait: 503, no hang."""
+    flags = ["--prefill", "1", "--decode", "1", "--cluster.recovery-s", "0.3"]
+    with serve_demo(*flags) as server:
+        old = {each["pid"] for each in server.client.get("/server_info").json()["instances"]}
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        server.wait_until(lambda: server.client.get("/ready").status_code == 503)
+        for path, body in (
+            ("/v1/completions", LONG),
+            ("/v1/completions", {**LONG, "stream": True}),
+            ("/generate", {"text": "def f(x):"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ):
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["Retry-After"]) >= 1
+        server.wait_until(lambda: server.client.get("/health").status_code == 200, 90)
+        body = {**LONG, "max_tokens": 4}
+        assert server.client.post("/v1/completions", json=body).status_code == 200
 
 
 def test_sigterm_drains_and_ends_with_status_0(serve_demo):

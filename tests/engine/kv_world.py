@@ -28,7 +28,7 @@ from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.sim import Faults
 from tandem.store.config import StoreConfig
-from tandem.store.host import CALL_TIMEOUT_S
+from tandem.store.host.host import CALL_TIMEOUT_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from store_world import StoreWorld

@@ -76,6 +76,7 @@ class SimClient:
         self._world, self._instance = world, instance
         self._take_event = self._note_lost = None
         self._calls: dict[int, asyncio.Future] = {}
+        self._handlers: dict[int, asyncio.Task] = {}
         self._num_calls = 0
         self.is_connected = False
         self._to_instance = Lane(world, None, instance.process, self._arrive_there)
@@ -146,9 +147,17 @@ class SimClient:
         except TimeoutError as error:
             if isinstance(error, TandemError):
                 raise
+            self._cancel_there(number)
             raise DeadlineError("world.rpc", f"{method}: no answer in {timeout_s} s") from None
+        except asyncio.CancelledError:
+            self._cancel_there(number)
+            raise
         finally:
             self._calls.pop(number, None)
+
+    def _cancel_there(self, number: int) -> None:
+        if self.is_connected:
+            self._to_instance.send("cancel", number)
 
     def push(self, event) -> None:
         if not self.is_connected:
@@ -179,8 +188,15 @@ class SimClient:
         if kind == "event":
             event = msgspec.msgpack.decode(message[0], type=Event)
             self._instance.api.take_event(self, event)
+        elif kind == "cancel":
+            handler = self._handlers.pop(message[0], None)
+            if handler is not None:
+                handler.cancel()
         else:
-            self._instance.process.spawn(self._answer(*message))
+            number = message[0]
+            handler = self._instance.process.spawn(self._answer(*message))
+            self._handlers[number] = handler
+            handler.add_done_callback(lambda _: self._handlers.pop(number, None))
 
     async def _answer(self, number: int, method: str, payload: bytes) -> None:
         request = msgspec.msgpack.decode(payload, type=REQUESTS[method])

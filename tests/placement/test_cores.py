@@ -1,10 +1,8 @@
 """Goal: cores are divided whole, evenly and completely. Method: any machine, any number."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.errors import ConfigError
 from tandem.placement.cores import divide_cores
 
 
@@ -32,7 +30,7 @@ def test_each_core_goes_whole_to_one_instance(siblings, num_cores, data):
     assert firsts == sorted(firsts), "neighbours stay together"
 
 
-@pytest.mark.parametrize("num_instances", [0, 3])
-def test_too_many_instances_are_refused(num_instances):
-    with pytest.raises(ConfigError, match="2 cores"):
-        divide_cores([[0], [1]], num_instances)
+def test_more_instances_than_cores_take_turns():
+    """Two of each role on two cores: a core has one that prefills and one that decodes."""
+    assert divide_cores([[0, 2], [1, 3]], 4) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert divide_cores([[5]], 3) == [(5,)] * 3

@@ -83,6 +83,10 @@ class FakeEngine:
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     @property
+    def last_info(self) -> InstanceInfo | None:
+        return self.info
+
+    @property
     def instances(self) -> list[InstanceStatus]:
         return [InstanceStatus(name="instance-0", role="unified", stage=self.stage, pid=1)]
 

@@ -52,6 +52,8 @@ def test_an_id_comes_in_and_goes_out(serve_text, lines):
     )
     assert reply.json()["id"] == "own"
     assert reply.headers["x-request-id"] == "h"
+    # The line is written when the reply has been sent: its reader may be earlier.
+    wait_until(lambda: len(lines.of("event=request")) == 4)
     assert [line[2] for line in lines.of("event=request")] == ["trace-7/x"] * 2 + ["mine", "h"]
 
 

@@ -14,11 +14,13 @@ from store_world import ClientChannel, StoreWorld
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.sim import DriftingClock, Process, Session
-from tandem.store.campaign import Campaign, Claim
-from tandem.store.election import Holder
+from tandem.store.election.campaign import Campaign, Claim
+from tandem.store.election.election import Holder
+from tandem.store.election.roster import SavedRoster
+from tandem.store.election.seat import MasterSeat, Term
+from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
-from tandem.store.roster import SavedRoster
-from tandem.store.seat import MasterSeat
+from tandem.store.metrics import StoreCounters
 
 TTL_S = 3
 MASTERS = ("m0", "m1", "m2")
@@ -200,13 +202,19 @@ class MastersWorld(StoreWorld):
 
     def _fill_node(self, name: str, process: Process) -> None:
         clock = self.make_clock()
-        seat = MasterSeat(
-            self.config,
-            clock=clock,
-            draw=self.random.randrange,
-            end_sessions=lambda _: self.end_sessions_of(process),
-            open_roster=lambda epoch: SimRosterStore(backend, epoch),
-        )
+
+        def make_master(epoch: int, term: Term | None, counters: StoreCounters) -> StoreMaster:
+            return StoreMaster(
+                self.config,
+                clock=clock,
+                epoch=epoch,
+                draw=self.random.randrange,
+                term=term,
+                roster=SimRosterStore(backend, epoch) if epoch else None,
+                counters=counters,
+            )
+
+        seat = MasterSeat(make_master, end_sessions=lambda _: self.end_sessions_of(process))
         backend = SimBackend(self, process)
         seat.campaign = Campaign(
             backend,

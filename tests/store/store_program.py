@@ -18,7 +18,7 @@ import msgspec
 
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, PutOptions, StoreConfig
-from tandem.store.disk_files import DiskFolder
+from tandem.store.host.disk_files import DiskFolder
 
 
 async def read_end() -> None:

@@ -24,14 +24,14 @@ from tandem.core.errors import (
     PeerLostError,
 )
 from tandem.sim import Faults, MemoryDisk, MemoryPort, Process, Session, World
-from tandem.store.client import AsyncStoreClient
+from tandem.store.client.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
-from tandem.store.disk import DiskTier
-from tandem.store.host import StoreHost
-from tandem.store.master import StoreMaster
+from tandem.store.election.roster import MemoryRosterStore
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.host import StoreHost
+from tandem.store.host.segment import Segment
+from tandem.store.master.master import StoreMaster
 from tandem.store.ports import FORMER_WRITERS
-from tandem.store.roster import MemoryRosterStore
-from tandem.store.segment import Segment
 
 BASE_STEP = 2**40
 BUCKET_BYTES = 2**17

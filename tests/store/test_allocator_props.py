@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem._native import SegmentAllocator
 from tandem.core.errors import ConfigError, ConflictError, CorruptionError, ShapeError
-from tandem.store import layout
+from tandem.store.formats import layout
 
 GRANULE = 512
 KV_BLOCK_BYTES = {

@@ -15,12 +15,13 @@ from store_world import StoreWorld
 from tandem.core.clock import ManualClock
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.sim import Faults, run_virtual
-from tandem.store import layout
-from tandem.store.blocking import _BlockingCalls, drive
-from tandem.store.buffers import Part
-from tandem.store.client import AsyncStoreClient
+from tandem.store.client.blocking import _BlockingCalls, drive
+from tandem.store.client.buffers import Part
+from tandem.store.client.client import AsyncStoreClient
+from tandem.store.client.writing import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.fast_calls import FastChannel
+from tandem.store.formats import layout
 from tandem.store.messages import (
     Endpoint,
     FoundObjects,
@@ -31,7 +32,6 @@ from tandem.store.messages import (
     StartStatus,
 )
 from tandem.store.ports import _Peers
-from tandem.store.writing import PutOptions
 
 DEADLINE_S = 2.0
 TRAVEL_S = 0.1

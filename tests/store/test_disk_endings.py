@@ -13,10 +13,10 @@ from test_disk_faults import Bench, run_day
 from tandem.core.errors import CapacityError, InternalError, NotFoundError
 from tandem.rpc import make_runtime_dir
 from tandem.sim import MemoryDisk
-from tandem.store import disk as disk_module
-from tandem.store import disk_io
-from tandem.store.disk_files import DiskFolder
-from tandem.store.host import StoreHost
+from tandem.store.host import disk as disk_module
+from tandem.store.host import disk_io
+from tandem.store.host.disk_files import DiskFolder
+from tandem.store.host.host import StoreHost
 from tandem.store.messages import DiskState
 
 

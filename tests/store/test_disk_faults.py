@@ -20,13 +20,14 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.sim import LoopClock, MemoryDisk, MemoryPort, run_virtual
-from tandem.store import disk_io, layout
-from tandem.store.checksum import checksum_table, make_table
-from tandem.store.disk import DiskTier
-from tandem.store.headers import ExtentHeader
-from tandem.store.host import StoreHost
+from tandem.store.formats import layout
+from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.host import disk_io
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.host import StoreHost
+from tandem.store.host.segment import Segment
 from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
-from tandem.store.segment import Segment
 
 CAPACITY = 4 * 2**20
 SEGMENT = 2**20

@@ -22,9 +22,10 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.rpc import make_runtime_dir
-from tandem.store import PutOptions, PutResult, headers
-from tandem.store.bucket import FOLDER_MAGIC
-from tandem.store.disk_files import DiskFolder
+from tandem.store import PutOptions, PutResult
+from tandem.store.formats import headers
+from tandem.store.formats.bucket import FOLDER_MAGIC
+from tandem.store.host.disk_files import DiskFolder
 from tandem.transfer import TransferConfig, TransferEngine
 
 

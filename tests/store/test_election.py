@@ -13,9 +13,9 @@ import pytest
 
 from tandem.core.errors import DeadlineError, PeerLostError
 from tandem.sim import run_virtual
-from tandem.store import election as election_module
-from tandem.store.campaign import Campaign, Claim
-from tandem.store.election import Election, Holder, Step
+from tandem.store.election import election as election_module
+from tandem.store.election.campaign import Campaign, Claim
+from tandem.store.election.election import Election, Holder, Step
 
 TTL_S = 3
 

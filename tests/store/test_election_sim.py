@@ -17,13 +17,13 @@ from test_store_sim import CONFIG, HOSTS, Run, Scenario
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.sim import Faults, run_virtual
-from tandem.store import election as election_module
-from tandem.store.campaign import Campaign
-from tandem.store.election import Election
-from tandem.store.host import StoreHost
-from tandem.store.master import StoreMaster
-from tandem.store.roster import MemoryRosterStore
-from tandem.store.seat import MasterSeat
+from tandem.store.election import election as election_module
+from tandem.store.election.campaign import Campaign
+from tandem.store.election.election import Election
+from tandem.store.election.roster import MemoryRosterStore
+from tandem.store.election.seat import MasterSeat
+from tandem.store.host.host import StoreHost
+from tandem.store.master.master import StoreMaster
 
 NUM_SEEDS = 40
 CLIENTS = ("c0", "c1", "c2")

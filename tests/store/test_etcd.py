@@ -24,10 +24,10 @@ from tandem.core.errors import (
     PeerLostError,
     PermissionDeniedError,
 )
-from tandem.store import campaign as campaign_module
 from tandem.store.config import StoreElectionConfig
-from tandem.store.election import Holder
-from tandem.store.etcd import EtcdBackend
+from tandem.store.election import campaign as campaign_module
+from tandem.store.election.election import Holder
+from tandem.store.election.etcd import EtcdBackend
 
 CLOCK = MonotonicClock()
 T = 5.0

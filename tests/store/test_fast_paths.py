@@ -28,9 +28,9 @@ from tandem.store import (
     PutResult,
     StoreClient,
     StoreConfig,
-    layout,
 )
-from tandem.store.checksum import checksum_table, make_table
+from tandem.store.formats import layout
+from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.local import LocalStore
 from tandem.store.messages import (
     CommitStatus,

@@ -26,12 +26,10 @@ from tandem.store import (
     PutOptions,
     PutResult,
     StoreConfig,
-    headers,
-    layout,
 )
-from tandem.store import segment as segment_module
 from tandem.store.damage import MAX_NAMED, DamageList
-from tandem.store.headers import (
+from tandem.store.formats import headers, layout
+from tandem.store.formats.headers import (
     COPIES_AT,
     HEAD_BYTES,
     MAX_EPOCH,
@@ -41,9 +39,11 @@ from tandem.store.headers import (
     parse_graves,
     parse_head,
 )
-from tandem.store.master import MAX_EPOCH_JUMP, StoreMaster
+from tandem.store.formats.records import append_record
+from tandem.store.host import segment as segment_module
+from tandem.store.host.segment import Segment
+from tandem.store.master.master import MAX_EPOCH_JUMP, StoreMaster
 from tandem.store.messages import ExtentRecords, HostStage
-from tandem.store.segment import Segment, append_record
 from tandem.store.service import next_epoch
 
 MAGIC = b"TANDTST\0"

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem._native import fill_rows, locate_rows
 from tandem.core.errors import ConfigError, TandemError
-from tandem.store.index import NO_ROW, Directory, Passes, Replica
+from tandem.store.master.state.index import NO_ROW, Directory, Passes, Replica
 
 PASSES = Passes(fill_rows, locate_rows)
 

@@ -32,15 +32,15 @@ from tandem.store import (
     PutResult,
     StoreClient,
     StoreConfig,
-    layout,
 )
-from tandem.store import bulk_reading as bulk_reading_module
-from tandem.store.host import StoreHost
-from tandem.store.known_places import KnownPlaces
+from tandem.store.client import bulk_reading as bulk_reading_module
+from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.formats import layout
+from tandem.store.host.host import StoreHost
 from tandem.store.local import LocalStore
+from tandem.store.master.removals import Removals
+from tandem.store.master.state.space import HostSpace
 from tandem.store.messages import Endpoint
-from tandem.store.removals import Removals
-from tandem.store.space import HostSpace
 from tandem.transfer import PollingLoop
 
 UPSERT = PutOptions(upsert=True, replicas=1)

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.core.errors import DeadlineError, PeerLostError, PermissionDeniedError
 from tandem.sim import run_virtual
-from tandem.store.leader import PAUSE_S, LeaderClient
+from tandem.store.election.leader import PAUSE_S, LeaderClient
 from tandem.store.messages import LeaderAnswer
 
 

@@ -22,12 +22,12 @@ from tandem.core.errors import (
     ShapeError,
 )
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
-from tandem.store.client import AsyncStoreClient
-from tandem.store.host import StoreHost
+from tandem.store.client.client import AsyncStoreClient
+from tandem.store.host.host import StoreHost
+from tandem.store.host.segment import Segment
 from tandem.store.local import LocalStore, MemoryHostPort, MemoryPort, _connect
-from tandem.store.master import StoreMaster
+from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CommitPut, CommitStatus, KeyBytes, StartedPut, StartPut
-from tandem.store.segment import Segment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "store_hello.py"
 CHUNK = 64 * 1024

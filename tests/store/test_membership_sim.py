@@ -14,12 +14,12 @@ from store_world import StoreWorld
 
 from tandem.core.errors import ConflictError, DeadlineError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
+from tandem.store.client.writing import PutOptions, PutResult
 from tandem.store.config import StoreConfig
-from tandem.store.master import StoreMaster
-from tandem.store.membership import Membership
+from tandem.store.election.roster import MemoryRosterStore, Tombstones
+from tandem.store.master.master import StoreMaster
+from tandem.store.master.membership import Membership
 from tandem.store.messages import HostStage
-from tandem.store.roster import MemoryRosterStore, Tombstones
-from tandem.store.writing import PutOptions, PutResult
 
 HOSTS = ("h0", "h1", "h2")
 CAPACITY = 2**18
@@ -461,12 +461,12 @@ async def remove_many_by_prefix(seed: int) -> None:
 
 
 def test_a_removal_by_prefix_writes_one_tombstone(monkeypatch):
-    monkeypatch.setattr("tandem.store.membership.MAX_TOMBSTONES", 30)
+    monkeypatch.setattr("tandem.store.master.membership.MAX_TOMBSTONES", 30)
     play(remove_many_by_prefix)
 
 
 def test_too_many_tombstones_retire_who_is_lost(monkeypatch):
-    monkeypatch.setattr("tandem.store.membership.MAX_TOMBSTONES", 30)
+    monkeypatch.setattr("tandem.store.master.membership.MAX_TOMBSTONES", 30)
     play(pile_up_tombstones)
 
 

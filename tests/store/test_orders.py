@@ -8,8 +8,8 @@ import pytest
 from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
 from tandem.store import HostService, MasterService, StoreConfig
 from tandem.store.fast_calls import CallWay
+from tandem.store.master.state.orders import OrderLine
 from tandem.store.messages import Ack, WipeExtents
-from tandem.store.orders import OrderLine
 from tandem.transfer import PollingLoop
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tandem.store.policies import (
+from tandem.store.master.policies import (
     HostView,
     Strategy,
     count_bytes_to_evict,

@@ -12,13 +12,13 @@ from store_world import StoreWorld
 
 from tandem.core.errors import CapacityError
 from tandem.sim import Faults, run_virtual
-from tandem.store.client import PutResult
+from tandem.store.client.client import PutResult
+from tandem.store.client.writing import PutOptions
 from tandem.store.config import StoreConfig
-from tandem.store.index import NO_ROW
-from tandem.store.master import StoreMaster
+from tandem.store.election.roster import Member, MemoryRosterStore, Roster
+from tandem.store.master.master import StoreMaster
+from tandem.store.master.state.index import NO_ROW
 from tandem.store.messages import HostStage, PinObjects
-from tandem.store.roster import Member, MemoryRosterStore, Roster
-from tandem.store.writing import PutOptions
 
 HOSTS = ("h0", "h1", "h2")
 CAPACITY = 2**18

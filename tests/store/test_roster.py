@@ -15,14 +15,14 @@ from etcd_server import EtcdServer, needs_etcd
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import DeadlineError, InternalError, PeerLostError, UnsupportedError
 from tandem.sim import run_virtual
-from tandem.store import etcd_roster, headers
 from tandem.store.config import StoreElectionConfig
 from tandem.store.damage import DamageList
-from tandem.store.election import Holder
-from tandem.store.etcd import EtcdBackend
-from tandem.store.etcd_gateway import encode_bytes
-from tandem.store.etcd_roster import EtcdRosterStore
-from tandem.store.roster import (
+from tandem.store.election import etcd_roster
+from tandem.store.election.election import Holder
+from tandem.store.election.etcd import EtcdBackend
+from tandem.store.election.etcd_gateway import encode_bytes
+from tandem.store.election.etcd_roster import EtcdRosterStore
+from tandem.store.election.roster import (
     MAX_RETIRED,
     Member,
     MemoryRosterStore,
@@ -31,7 +31,8 @@ from tandem.store.roster import (
     Tombstone,
     Tombstones,
 )
-from tandem.store.roster_file import FileRosterStore
+from tandem.store.election.roster_file import FileRosterStore
+from tandem.store.formats import headers
 
 ROSTER = Roster(
     members={"h0": Member("aa", "dd"), "h\u00e9\n": Member("bb", is_lost=True)},

@@ -28,20 +28,14 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.rpc import make_runtime_dir
-from tandem.store import (
-    ClientService,
-    HostService,
-    MasterService,
-    PutResult,
-    StoreConfig,
-    headers,
-    layout,
-)
-from tandem.store import segment as segment_module
-from tandem.store.checksum import checksum_table, make_table
-from tandem.store.headers import ExtentHeader
+from tandem.store import ClientService, HostService, MasterService, PutResult, StoreConfig
+from tandem.store.formats import headers, layout
+from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.formats.records import append_record
+from tandem.store.host import segment as segment_module
+from tandem.store.host.segment import Segment
 from tandem.store.messages import ExtentRecords
-from tandem.store.segment import Segment, append_record
 
 CAPACITY = 2**20
 

@@ -11,13 +11,13 @@ from store_world import StoreWorld
 
 from tandem.core.errors import DeadlineError
 from tandem.sim import Faults, run_virtual
-from tandem.store.client import PutResult
+from tandem.store.client.client import PutResult
+from tandem.store.client.writing import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
+from tandem.store.client.writing import PutOptions
 from tandem.store.config import StoreConfig
+from tandem.store.master.policies import HostView, rank_replicas
+from tandem.store.master.state.space import MIN_PATIENCE_S, ORDER_TIMEOUT_S
 from tandem.store.patience import UsualTime
-from tandem.store.policies import HostView, rank_replicas
-from tandem.store.space import MIN_PATIENCE_S, ORDER_TIMEOUT_S
-from tandem.store.writing import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
-from tandem.store.writing import PutOptions
 
 STOP_S = 9.0
 """Less than the lease of a session."""

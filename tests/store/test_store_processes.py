@@ -18,7 +18,7 @@ from store_cluster import Cluster
 from tandem.core.errors import CapacityError, ConflictError, PermissionDeniedError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult
-from tandem.store.segment import Segment
+from tandem.store.host.segment import Segment
 
 
 @pytest.fixture

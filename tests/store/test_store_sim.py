@@ -16,14 +16,14 @@ from store_world import SimHostPort, StoreWorld
 from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
-from tandem.store.bulk_reading import BulkReader
-from tandem.store.commits import Commits
+from tandem.store.client.bulk_reading import BulkReader
+from tandem.store.client.reading import ObjectRead
+from tandem.store.client.writing import MAX_INLINE_BATCH_BYTES, PutOptions, PutResult
 from tandem.store.config import StoreConfig
-from tandem.store.disk import DiskTier
-from tandem.store.host import StoreHost
-from tandem.store.reading import ObjectRead
-from tandem.store.space import HostSpace
-from tandem.store.writing import MAX_INLINE_BATCH_BYTES, PutOptions, PutResult
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.host import StoreHost
+from tandem.store.master.commits import Commits
+from tandem.store.master.state.space import HostSpace
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(

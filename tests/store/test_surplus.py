@@ -11,9 +11,9 @@ from store_world import StoreWorld
 
 from tandem._native import fill_rows, locate_rows
 from tandem.sim import Faults, run_virtual
+from tandem.store.client.writing import PutOptions
 from tandem.store.config import StoreConfig
-from tandem.store.index import Directory, Passes, Replica
-from tandem.store.writing import PutOptions
+from tandem.store.master.state.index import Directory, Passes, Replica
 
 HOSTS = ("h0", "h1", "h2")
 NUM_OBJECTS, SIZE = 120, 4_000

@@ -1,12 +1,14 @@
-"""`tandem bench families`: what a decode step of each family costs beside its operators.
+"""`tandem bench families`: what a step of each family costs beside its operators.
 
-Random models of each family that CI proves, of a few layers, with the sizes below and the family's
-own switches. Ours is a whole decode step of the model; the baseline is the same operators' calls,
-recorded in a step and made again in a loop, on the same buffers: what is between the two is what
-the step adds in Python. The aim is a ratio of at least 1 / 1.05.
+Random models of each family that CI proves, with the family's own switches: two layers with the
+sizes of a published model (``size=published``), or four small ones (``size=toy``). Ours is a whole
+step of the model, a decode or a prefill; the baseline is the same operators' calls, recorded in a
+step and made again in a loop, on the same buffers: what is between the two is what the step adds.
+The aim is a ratio of at least 1 / 1.05.
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +20,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem import _native
+from tandem.bench.family_sizes import PUBLISHED_SIZES, TOY_SIZES
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.model import write_random_weights
 from tandem.kernels.cpu import step as step_module
@@ -32,33 +35,11 @@ from tandem.models.planner import plan_model
 
 __all__ = ["make_cases"]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "query_pre_attn_scalar": 128,
-    "sliding_window": 64,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 16,
-    "num_local_experts": 16,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 QUICK = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
-CONTEXT, BLOCK_SIZE, BATCHES = 128, 64, (1, 8)
-REPEATS = 11
+CONTEXT, BLOCK_SIZE = 128, 64
+STEPS = {"decode batch=1": (1, 1), "decode batch=8": (8, 1), "prefill tokens=256": (1, 256)}
+"""By name: (sequences, tokens of each); tokens of a decode come after a context."""
+MIN_REPEATS, REPEATS_S = 5, 0.1
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
@@ -72,31 +53,35 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
     for model_type, family in FAMILIES.items():
         if family.config_type:
             continue  # The same classes as another's.
-        with tempfile.TemporaryDirectory() as scratch:
-            bench = _Bench(Path(scratch), model_type, quick=quick)
-            for batch in BATCHES[:1] if quick else BATCHES:
-                yield bench.case(batch)
+        for size in ("toy",) if quick else ("published", "toy"):
+            sizes = TOY_SIZES | QUICK if quick else TOY_SIZES
+            if size == "published":
+                sizes = PUBLISHED_SIZES[model_type][1]
+            with tempfile.TemporaryDirectory() as scratch:
+                bench = _Bench(Path(scratch), model_type, sizes)
+                for step in list(STEPS)[:1] if quick else STEPS:
+                    yield bench.case(size, step)
 
 
 class _Bench:
     """One random model."""
 
-    def __init__(self, folder: Path, model_type: str, *, quick: bool) -> None:
+    def __init__(self, folder: Path, model_type: str, sizes: dict[str, Any]) -> None:
         self._folder = folder
         self._model_type = model_type
-        self._sizes = SIZES | (QUICK if quick else {})
+        self._sizes = sizes
         self._model: CausalModel | None = None
 
-    def case(self, batch: int) -> BenchCase:
-        """Make the case of a number of sequences that decode together."""
+    def case(self, size: str, step: str) -> BenchCase:
+        """Make the case of a kind of step; ``size`` is for its name."""
         state: dict[str, Any] = {}
 
         def check() -> str:
-            state["step"], state["operators"] = self._prepare(batch)
+            state["step"], state["operators"] = self._prepare(*STEPS[step])
             return "ok" if len(state["operators"]) > 4 * self._sizes["num_hidden_layers"] else "few"
 
         return BenchCase(
-            name=f"family={self._model_type} phase=decode batch={batch}",
+            name=f"family={self._model_type} size={size} phase={step}",
             unit="ms",
             ours=lambda: _time_best(state["step"]),
             check=check,
@@ -108,6 +93,8 @@ class _Bench:
         config = CONFIG_MAPPING[self._model_type]()
         known = type(config).__dataclass_fields__.keys() | type(config).attribute_map.keys()
         values: dict[str, Any] = {k: v for k, v in self._sizes.items() if k in known}
+        if "kv_lora_rank" in known:
+            values.pop("head_dim", None)  # Of the rotated part alone, which has a name of its own.
         if getattr(config, "sliding_window", None) is None:
             values.pop("sliding_window", None)
         if getattr(config, "layer_types", None):
@@ -120,16 +107,21 @@ class _Bench:
         # What is measured is Python's: one thread, as others would only wait for each other.
         return load_model(plan, _native.ThreadPool(1))
 
-    def _prepare(self, batch: int) -> tuple[Callable[[], object], list[Call]]:
-        """Return a decode step, and the operators' calls of one."""
+    def _prepare(
+        self, num_sequences: int, num_tokens: int
+    ) -> tuple[Callable[[], object], list[Call]]:
+        """Return a step, and the operators' calls of one."""
         model = self._model = self._load() if self._model is None else self._model
-        num_blocks = CONTEXT // BLOCK_SIZE + 1
-        cache = model.allocate_kv(batch * num_blocks, block_size=BLOCK_SIZE)
-        tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(batch)]
-        prompt = [3 + i % 200 for i in range(CONTEXT)]
-        prompts = [SequenceChunk(prompt, 0, table) for table in tables]
-        model.forward(PagedBatch.build(prompts, BLOCK_SIZE), cache)
-        chunks = [SequenceChunk([5], CONTEXT, table) for table in tables]
+        start = CONTEXT if num_tokens == 1 else 0
+        num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
+        cache = model.allocate_kv(num_sequences * num_blocks, block_size=BLOCK_SIZE)
+        firsts = range(0, num_sequences * num_blocks, num_blocks)
+        tables = [list(range(first, first + num_blocks)) for first in firsts]
+        ids = [3 + i % 200 for i in range(max(CONTEXT, num_tokens))]
+        if start:
+            prompts = [SequenceChunk(ids[:start], 0, table) for table in tables]
+            model.forward(PagedBatch.build(prompts, BLOCK_SIZE), cache)
+        chunks = [SequenceChunk(ids[:num_tokens], start, table) for table in tables]
         paged = PagedBatch.build(chunks, BLOCK_SIZE)
         model.forward(paged, cache)
         calls: list[Call] = []
@@ -141,13 +133,17 @@ class _Bench:
 def _time_best(function: Callable[[], object]) -> float:
     """Return the milliseconds of the fastest of some calls: others of the machine come between."""
     torch.set_num_threads(1)
-    return 1e3 * min(time_call(function) for _ in range(REPEATS))
+    times = [time_call(function) for _ in range(MIN_REPEATS)]
+    end_s = time.monotonic() + REPEATS_S
+    while time.monotonic() < end_s:
+        times.append(time_call(function))
+    return 1e3 * min(times)
 
 
 def _list_ends(model: CausalModel, batch: PagedBatch) -> list[Call]:
     """Return the calls before and after the layers."""
     skeleton = model.skeleton
-    hidden = skeleton.model.embed_tokens(batch.token_ids)
+    hidden = skeleton.model.embed_tokens(batch.token_ids).index_select(0, batch.logit_rows)
     return [
         (skeleton.model.embed_tokens, (batch.token_ids,), {}),
         (skeleton.model.norm, (hidden,), {}),

@@ -36,8 +36,9 @@ from tandem.bench.placement import on_cores
 from tandem.bench.store_peers import MooncakeStore, Redis, Rival
 from tandem.core.errors import PeerLostError
 from tandem.rpc import make_runtime_dir
-from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig, layout
-from tandem.store.index import Directory, Passes, Replica
+from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
+from tandem.store.formats import layout
+from tandem.store.master.state.index import Directory, Passes, Replica
 
 __all__ = ["KV_BLOCK_BYTES", "make_cases", "trace_allocator"]
 

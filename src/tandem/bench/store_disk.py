@@ -22,12 +22,12 @@ import numpy as np
 
 from tandem.bench.harness import BenchCase, time_call
 from tandem.core.clock import MonotonicClock
-from tandem.store import layout
-from tandem.store.checksum import checksum_table, make_table
-from tandem.store.disk import DiskTier
-from tandem.store.disk_files import DiskFolder
-from tandem.store.headers import ExtentHeader
-from tandem.store.segment import Segment
+from tandem.store.formats import layout
+from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.disk_files import DiskFolder
+from tandem.store.host.segment import Segment
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = ["make_cases"]

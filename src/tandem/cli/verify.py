@@ -43,8 +43,10 @@ def render_proof(proof: "Proof") -> str:
     for check in proof.checks:
         mark = "ok" if check.is_ok else "OFF"
         lines.append(f"  {check.name:<18} {mark:<4} {check.excess:.2f} of the bound")
-    for name in ("noticed", "structural", "harmless", "unread", "unnoticed"):
+    for name in ("noticed", "structural", "refused", "harmless", "unread", "unnoticed"):
         fields = [flip.field for flip in proof.flips if flip.outcome == name]
         if fields:
             lines.append(f"  fields {name}: {', '.join(fields)}")
+    kept = [flip for flip in proof.flips if flip.outcome == "kept"]
+    lines += [f"  field {flip.field} not changed: it {flip.change}" for flip in kept]
     return "\n".join([*lines, ""])

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from tandem.core.errors import ConfigError
-
 __all__ = ["divide_cores"]
 
 
 def divide_cores(cores: Sequence[Sequence[int]], num_instances: int) -> list[tuple[int, ...]]:
     """Divide a machine's cores between instances, as evenly as whole cores allow.
+
+    With fewer cores than instances each gets one, in turn, so that instances of one role that
+    follow each other are on different cores; those on one core wait for each other.
 
     Neighbours stay together, so that an instance spans as few NUMA nodes as possible; the SMT
     siblings of a core stay with one instance, since they share its units.
@@ -19,14 +20,11 @@ def divide_cores(cores: Sequence[Sequence[int]], num_instances: int) -> list[tup
 
     Returns: the CPUs of each instance, sorted. Shares differ by at most one core; the first ones
         are the larger.
-    Raises: ConfigError (fewer cores than instances: they would wait for each other).
     """
-    if not 1 <= num_instances <= len(cores):
-        raise ConfigError(
-            "placement.divide_cores",
-            f"{num_instances} instances on {len(cores)} cores: each needs at least one",
-            field="instances",
-        )
+    assert num_instances >= 1, "nobody to divide them between"
+    assert cores, "a machine has a core"
+    if num_instances > len(cores):
+        return [tuple(sorted(cores[i % len(cores)])) for i in range(num_instances)]
     share, rest = divmod(len(cores), num_instances)
     shares: list[tuple[int, ...]] = []
     start = 0

@@ -88,7 +88,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
         logprobs=_num_logprobs(request),
     )
     options = read_options(request, "chatcmpl")
-    group = await context.start(plans, options, origin)
+    group = await context.start(plans, options, origin, http.receive)
     answer = _Answer(
         context, request, options.name, model, info.system_fingerprint, context.now_unix_s(), n
     )

@@ -119,7 +119,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         prompt_logprobs=request.logprobs if request.echo is True else None,
     )
     options = read_options(request, "cmpl")
-    group = await context.start(plans, options, origin)
+    group = await context.start(plans, options, origin, http.receive)
     answer = _Answer(
         context,
         request,

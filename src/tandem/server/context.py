@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
@@ -24,6 +25,7 @@ from tandem.core.wire import (
 )
 from tandem.server.auth import identify_owner
 from tandem.server.config import ServerConfig
+from tandem.server.connection import run_while_connected
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
@@ -124,12 +126,12 @@ class ServerContext:
         return found
 
     def ready_info(self) -> InstanceInfo:
-        """Return what runs.
+        """Return what runs, or ran last: a request waits for an instance that is replaced.
 
         Raises:
-            PeerLostError: the instance is loading, or down.
+            PeerLostError: the model is loading for the first time, or cannot be served.
         """
-        info = self.engine.info
+        info = self.engine.last_info
         if info is None:
             stage = self.engine.stage
             is_failed = stage.stage == InstanceStage.FAILED
@@ -176,14 +178,19 @@ class ServerContext:
             )
 
     async def start(
-        self, plans: Sequence[ChoicePlan], options: RequestOptions, origin: Origin
+        self,
+        plans: Sequence[ChoicePlan],
+        options: RequestOptions,
+        origin: Origin,
+        receive: Receive,
     ) -> GenerationGroup:
         """Submit all choices of a request; the caller owns, and closes, what comes back.
 
         Raises:
             ConfigError: refused by the engine.
             CapacityError: the queue is full; nothing is left queued.
-            PeerLostError: the instance is down.
+            PeerLostError: the instance is down, and did not come back in time.
+            ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.config.request_timeout_s
         if options.timeout_s is not None:
@@ -203,7 +210,7 @@ class ServerContext:
             options.name, generations, self.lifecycle, limit_s, lambda: self._trace(record)
         )
         try:
-            await group.submit(self.engine)
+            await run_while_connected(receive, group.submit(self.engine))
         except BaseException as error:
             code = error.code if isinstance(error, TandemError) else "abort"
             record.refuse(code, self.clock.now_s() - origin.arrived_s)

@@ -43,7 +43,15 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None until ready."""
+        """What runs; None until ready, and while no instance serves."""
+        ...
+
+    @property
+    def last_info(self) -> InstanceInfo | None:
+        """What runs, or ran last while no instance serves; None until ready for the first time.
+
+        Requests that come while instances are replaced are checked against it, and wait.
+        """
         ...
 
     @property

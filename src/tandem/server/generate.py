@@ -95,7 +95,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
         salt if salt is not None else "",
         request.timeout,
     )
-    group = await context.start(plans, options, origin)
+    group = await context.start(plans, options, origin, http.receive)
     if request.stream is True:
         events = _events(context, group, progress)
         return EventStream(group, events, context.config.send_timeout_s)

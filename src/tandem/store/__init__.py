@@ -7,14 +7,12 @@ whole store inside one process. See docs/design/store.md.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.store.buffers import Part, StoreBuffer
-    from tandem.store.client import AsyncStoreClient
+    from tandem.store.client import AsyncStoreClient, Part, PutOptions, PutResult, StoreBuffer
     from tandem.store.config import StoreConfig
     from tandem.store.host import StoreHost
-    from tandem.store.master import StoreMaster
+    from tandem.store.master.master import StoreMaster
     from tandem.store.service import ClientService, HostService, MasterService
     from tandem.store.sync_client import StoreClient
-    from tandem.store.writing import PutOptions, PutResult
 
 __all__ = [
     "AsyncStoreClient",
@@ -33,13 +31,13 @@ __all__ = [
 
 _HOMES = {
     "AsyncStoreClient": "client",
-    "Part": "buffers",
-    "PutOptions": "writing",
-    "PutResult": "writing",
-    "StoreBuffer": "buffers",
+    "Part": "client",
+    "PutOptions": "client",
+    "PutResult": "client",
+    "StoreBuffer": "client",
     "StoreConfig": "config",
     "StoreHost": "host",
-    "StoreMaster": "master",
+    "StoreMaster": "master.master",
     "ClientService": "service",
     "HostService": "service",
     "MasterService": "service",

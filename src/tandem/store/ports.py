@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import ConfigError, DeadlineError, NotFoundError, PeerLostError, TandemError
-from tandem.store.client_edges import Piece
+from tandem.store.client.edges import Piece
+from tandem.store.host import Segment
 from tandem.store.messages import Endpoint
-from tandem.store.segment import Segment
 from tandem.transfer import Buffer, Op, TransferEngine
 from tandem.transfer import Segment as RemoteSegment
 

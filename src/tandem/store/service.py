@@ -39,14 +39,19 @@ from tandem.rpc import (
     write_secret,
 )
 from tandem.rpc.endpoint import parse_endpoint
-from tandem.store.blocking import make_blocking_client
-from tandem.store.campaign import Campaign
-from tandem.store.client import AsyncStoreClient
+from tandem.store.client import AsyncStoreClient, make_blocking_client
 from tandem.store.config import StoreConfig
 from tandem.store.damage import DamageList
-from tandem.store.disk import DiskTier
-from tandem.store.disk_files import DiskFolder
-from tandem.store.election import Holder
+from tandem.store.election import (
+    PROBE_TIMEOUT_S,
+    Campaign,
+    FileRosterStore,
+    Holder,
+    LeaderClient,
+    MasterSeat,
+    RosterStore,
+    Term,
+)
 from tandem.store.fast_calls import (
     FAST_METHODS,
     CallServer,
@@ -55,21 +60,17 @@ from tandem.store.fast_calls import (
     Methods,
     open_peer,
 )
-from tandem.store.headers import MAX_EPOCH, pack_head, parse_head
-from tandem.store.host import StoreHost
-from tandem.store.leader import PROBE_TIMEOUT_S, LeaderClient
+from tandem.store.formats.headers import MAX_EPOCH, pack_head, parse_head
+from tandem.store.host import DiskFolder, DiskTier, Segment, StoreHost
+from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CallAddress, JoinHost
-from tandem.store.metrics import render_metrics
+from tandem.store.metrics import StoreCounters, render_metrics
 from tandem.store.ports import TransferClientPort, TransferHostPort
-from tandem.store.roster import RosterStore
-from tandem.store.roster_file import FileRosterStore
-from tandem.store.seat import MasterSeat
-from tandem.store.segment import Segment
 from tandem.store.sessions import Caller
 from tandem.transfer import TransferConfig, TransferEngine
 
 if TYPE_CHECKING:
-    from tandem.store.etcd import EtcdBackend
+    from tandem.store.election.etcd import EtcdBackend
 
 __all__ = ["ClientService", "HostService", "MasterService", "default_folder"]
 
@@ -208,7 +209,7 @@ class MasterService:
         self._open = contextlib.AsyncExitStack()
         self._callers: dict[str, Peer] = {}
         self._backend: EtcdBackend | None = None
-        self.seat: MasterSeat
+        self.seat: MasterSeat[StoreMaster]
 
     @property
     def endpoint(self) -> str:
@@ -234,15 +235,7 @@ class MasterService:
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         config, url = self._config, self._server.endpoint
         _transfer_secret(config, url)
-        self.seat = MasterSeat(
-            config,
-            clock=MonotonicClock(),
-            draw=secrets.randbelow,
-            end_sessions=self._server.end_sessions,
-            open_way=self._open_way,
-            open_roster=self._open_roster,
-            damaged=self._damage.names,
-        )
+        self.seat = MasterSeat(self._make_master, end_sessions=self._server.end_sessions)
         opening.push_async_callback(self.seat.aclose)
         methods = [
             (name, _time_calls(handler, name, self.seat.counters.observe), request, response)
@@ -279,6 +272,19 @@ class MasterService:
         self._server.on_peer(self._note_caller)
         self._server.on_peer_lost(self._forget_caller)
 
+    def _make_master(self, epoch: int, term: Term | None, counters: StoreCounters) -> StoreMaster:
+        return StoreMaster(
+            self._config,
+            clock=MonotonicClock(),
+            epoch=epoch,
+            draw=secrets.randbelow,
+            term=term,
+            open_way=self._open_way,
+            roster=self._open_roster(epoch) if epoch else None,
+            counters=counters,
+            damaged=self._damage.names,
+        )
+
     async def _open_way(self, join: JoinHost) -> CallWay:
         """Open the way over the engine to a host that joins."""
         peer = await open_peer(self._engine, join.address)
@@ -291,7 +297,7 @@ class MasterService:
             path = parse_endpoint(url).path
             name = _file_name(url.partition("://")[2] if path is None else path.name)
             return FileRosterStore(_state_folder(url), name, self._damage)
-        from tandem.store.etcd_roster import EtcdRosterStore
+        from tandem.store.election.etcd_roster import EtcdRosterStore
 
         timeout_s = self._config.election.timeout_ms / 1e3
         holder = Holder(self._address, epoch)
@@ -311,7 +317,7 @@ class MasterService:
         self.seat.on_caller_lost(peer)
 
     async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
-        from tandem.store.etcd import EtcdBackend
+        from tandem.store.election.etcd import EtcdBackend
 
         election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))

@@ -9,14 +9,19 @@ from typing import Any, Protocol, Self, TypeVar
 
 from tandem.core.errors import ConflictError, TandemError
 from tandem.rpc import RpcConfig
-from tandem.store.blocking import drive
-from tandem.store.buffers import Part, StoreBuffer
-from tandem.store.client import AsyncStoreClient
+from tandem.store.client import (
+    DEFAULT_OPTIONS,
+    AsyncStoreClient,
+    Part,
+    PutOptions,
+    PutResult,
+    StoreBuffer,
+    drive,
+)
 from tandem.store.config import StoreConfig
 from tandem.store.local import LocalStore
 from tandem.store.messages import KeyPage, StoreStatus
 from tandem.store.service import ClientService
-from tandem.store.writing import DEFAULT_OPTIONS, PutOptions, PutResult
 
 __all__ = ["StoreClient"]
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tandem.transfer.buffer import Buffer, RemoteBuffer
     from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
-    from tandem.transfer.segment import FileSegment, Segment
     from tandem.transfer.polling_loop import PollingLoop
+    from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = [
     "MAX_CALL_BYTES",
@@ -29,10 +29,10 @@ __all__ = [
     "Notification",
     "Op",
     "PendingCall",
+    "PollingLoop",
     "PreparedBatch",
     "RemoteBuffer",
     "Segment",
-    "PollingLoop",
     "Transfer",
     "TransferConfig",
     "TransferEngine",

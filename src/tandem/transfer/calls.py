@@ -88,9 +88,7 @@ def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
     """
     core.serve_calls()
     # A daemon: a handler that hangs must not keep the process from ending.
-    thread = threading.Thread(
-        target=_serve, args=(core, handler), name="tandem-calls", daemon=True
-    )
+    thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
     thread.start()
     return thread
 

@@ -249,6 +249,57 @@ def test_a_request_that_nobody_can_place_ends_by_its_deadline():
     run(work())
 
 
+def test_after_a_long_outage_a_new_request_is_refused_at_once():
+    """While instances may still come back it waits; later it must not hang until its deadline."""
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = make(a, recovery_s=0.02)
+        a.die()
+        dispatcher.note_change()
+        with pytest.raises(PeerLostError, match="no instance"):
+            await dispatcher.submit(ask())
+        await asyncio.sleep(0.03)
+        asking = asyncio.create_task(dispatcher.submit(ask()))
+        await pass_turns()
+        assert asking.done(), "it waits although nobody came back in time"
+        with pytest.raises(PeerLostError, match="no instance"):
+            await asking
+        a.restart()
+        dispatcher.note_change()
+        await dispatcher.submit(ask())
+        assert len(a.live) == 1
+        await dispatcher.close()
+
+    run(work())
+
+
+def test_an_accepted_request_waits_for_one_that_is_down_although_the_others_refuse():
+    """Its instance dies, the other is full: that is no reason to end it, the first comes back."""
+    a, b = ToyPort("a"), ToyPort("b", CapacityError("toy.add", "full"))
+
+    async def work():
+        dispatcher = make(a, b)
+        stream = await dispatcher.submit(ask())
+        a.send(5)
+        a.die()
+        dispatcher.note_change()
+        await pass_turns()
+        assert len(b.requests) == 1
+        assert dispatcher.num_live == 1
+        a.restart()
+        dispatcher.note_change()
+        await pass_turns()
+        a.send(6, finish_reason=FinishReason.LENGTH)
+        assert [t async for output in stream for t in output.token_ids] == [5, 6]
+        # A new one is refused as ever: its client can ask elsewhere.
+        a.die()
+        with pytest.raises(CapacityError):
+            await dispatcher.submit(ask())
+
+    run(work())
+
+
 def test_who_leaves_frees_the_instance_before_and_after_it_accepted():
     a = ToyPort("a")
 

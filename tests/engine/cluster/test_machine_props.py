@@ -136,7 +136,8 @@ class World:
         assert self.tokens == [truth(i) for i in range(len(self.tokens))]
         machine = self.machine
         assert machine.is_over == (self.end is not None)
-        assert self.num_notes <= LIMITS.max_attempts + 2
+        # Blocks that nobody can take are given up for another reason, after a failure or once.
+        assert self.num_notes <= 2 * (LIMITS.max_attempts + 1) + 1
         held = {leg.leg_id for leg in machine.held.values()}
         for leg_id, leg in self.legs.items():
             if leg.is_live or leg.is_held:
@@ -356,6 +357,32 @@ def test_without_attempts_a_request_is_still_placed_once():
     (submit,) = machine.take(Alone(InstanceRef("p0", 0)), 0.0)
     actions = machine.take(LegFailed(submit.leg.leg_id, PeerLostError("toy", "gone")), 1.0)
     assert [type(action) for action in actions] == [Note, Fail]
+    assert machine.state is State.FAILED
+
+
+def test_one_loss_is_one_attempt_also_when_the_held_blocks_go_with_it():
+    """A decode instance dies while it loads and no other can read the blocks: one failure."""
+    sampling = SamplingParams(max_tokens=3, seed=SEED)
+    request = AddRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling, timeout_s=60.0)
+    machine = RequestMachine(request, Limits(max_attempts=1), 0.0)
+    machine.start(0.0)
+    (prefill,) = machine.take(Pair(InstanceRef("p0", 0), None), 0.0)
+    output = RequestOutput(
+        prefill.leg.leg_id,
+        [1],
+        FinishReason.PREFILLED,
+        kv_handle=KvHandle(request_id=prefill.leg.leg_id, num_tokens=len(PROMPT), lease_s=30.0),
+    )
+    machine.take(LegOutput(prefill.leg.leg_id, output), 1.0)
+    (decode,) = machine.take(Pair(None, InstanceRef("d0", 0)), 1.0)
+    lost = PeerLostError("toy", "gone")
+    machine.take(LegFailed(decode.leg.leg_id, lost), 2.0)
+    assert machine.state is State.HELD
+    machine.take(NoRoute(), 2.0)
+    assert machine.state is State.PLACING
+    (alone,) = machine.take(Alone(InstanceRef("p0", 0)), 2.0)
+    assert alone.request.continuation.token_ids == [1]
+    machine.take(LegFailed(alone.leg.leg_id, lost), 3.0)
     assert machine.state is State.FAILED
 
 

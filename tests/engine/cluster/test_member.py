@@ -124,8 +124,21 @@ def test_instances_share_the_cores_and_have_addresses_of_their_own(monkeypatch):
     assert [spec.num_siblings for spec in specs] == [3, 3, 3]
     assert make_specs(ClusterConfig(), make_spec()) == [make_spec()]
     assert [s.transfer for s in make_specs(ClusterConfig(unified=2), make_spec())] == [None, None]
-    with pytest.raises(ConfigError, match="4 instances on 3 cores"):
-        make_specs(ClusterConfig(unified=4), make_spec())
+
+
+def test_more_instances_than_cores_share_them_with_a_warning(monkeypatch, caplog):
+    """Asked for by name, they run; who looks for lost speed finds the line."""
+
+    class Topology:
+        cores = [[0], [1]]
+
+    monkeypatch.setattr("tandem._native.read_topology", Topology)
+    specs = make_specs(ClusterConfig(prefill=2, decode=2), make_spec())
+    assert [spec.cores for spec in specs] == [(0,), (1,), (0,), (1,)]
+    assert "event=cores_shared instances=4 cores=2" in caplog.text
+    caplog.clear()
+    make_specs(ClusterConfig(unified=2), make_spec())
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A cluster of one instance is a cluster: the same code serves it. All of it runs 
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -30,6 +31,8 @@ from tandem.transfer.config import TransferConfig
 
 __all__ = ["ClusterClient", "make_specs"]
 
+logger = logging.getLogger(__name__)
+
 STATS_TIMEOUT_S = 1.5
 """Of one instance; the others are summed without it then."""
 
@@ -41,7 +44,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         config: how many of which role.
         common: what they all are told.
 
-    Raises: ConfigError (fewer cores than instances; prefill and decode without a prefix cache).
+    Raises: ConfigError (prefill and decode without a prefix cache).
     """
     if not config.prefill and config.num_instances == 1:
         return [common]
@@ -58,7 +61,15 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
         ("instance", "unified", config.unified),
     )
     roles = [(f"{name}-{i}", role) for name, role, count in counts for i in range(count)]
-    shares = divide_cores(_native.read_topology().cores, len(roles))
+    cores = _native.read_topology().cores
+    shares = divide_cores(cores, len(roles))
+    if len(roles) > len(cores):
+        logger.warning(
+            "event=cores_shared instances=%d cores=%d: instances on one core wait for each other; "
+            "for speed lower cluster.prefill, cluster.decode or cluster.unified",
+            len(roles),
+            len(cores),
+        )
     # Proved by both sides of each connection between the instances of this run.
     transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
     return [
@@ -136,6 +147,7 @@ class ClusterClient:
         self._starting: asyncio.Task[None] | None = None
         self._entered: list[ClusterMember] = []
         self._was_ready = False
+        self._last_info: InstanceInfo | None = None
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
@@ -162,6 +174,7 @@ class ClusterClient:
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
+        self._last_info = self.info
         self._report(StageChanged(InstanceStage.READY))
 
     async def _enter(self, member: ClusterMember) -> None:
@@ -174,6 +187,11 @@ class ClusterClient:
         if not self._was_ready:
             return None
         return next((m.info for m in self._members if m.info is not None), None)
+
+    @property
+    def last_info(self) -> InstanceInfo | None:
+        """As ``info``; while no instance serves, of the one that served last."""
+        return self._last_info
 
     @property
     def stage(self) -> StageChanged:
@@ -302,6 +320,8 @@ class ClusterClient:
     # ---------------------------------------------------------------- changes
 
     def _note_change(self, changed: ClusterMember) -> None:
+        if self.info is not None:
+            self._last_info = self.info
         for reader, source in self._list_pairs():
             if changed in (reader, source):
                 reader.link(source)

@@ -140,6 +140,8 @@ class Dispatcher:
         """In the order in which they began to wait for an instance."""
         self._history: OrderedDict[str, list[LegRecord]] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
+        self._outage_begin_s: float | None = None
+        """Since when no instance serves, all having served; None: one does."""
         self.fallbacks: dict[str, int] = {}
         """Since start, by reason."""
 
@@ -174,7 +176,11 @@ class Dispatcher:
         return live.stream
 
     def note_change(self) -> None:
-        """Take in that an instance serves, or can read another: place who waits for that."""
+        """Take in that an instance serves or not, or can read another: place who waits for that."""
+        if any(port.info is not None for port in self._ports.values()):
+            self._outage_begin_s = None
+        elif self._outage_begin_s is None:
+            self._outage_begin_s = asyncio.get_running_loop().time()
         waiting, self._unplaced = self._unplaced, {}
         for live, place in waiting.values():
             self._run(live, [place])
@@ -323,19 +329,30 @@ class Dispatcher:
         return []
 
     def _place(self, live: _Live, place: Place) -> list[Action]:
+        now_s = asyncio.get_running_loop().time()
         views = self.view_instances()
+        is_down = any(port.info is None for port in self._ports.values())
         if place.identity is not None:
             views = [view for view in views if view.ref.identity == place.identity]
-            is_down = any(port.info is None for port in self._ports.values())
             if not (views or is_down or place.is_held):
                 # Nobody is waited for who might serve that model.
-                now_s = asyncio.get_running_loop().time()
                 return live.machine.take(NoRoute(is_foreign=True), now_s)
+        is_accepted = live.accepted.done()
+        if not is_accepted and self._is_long_outage(now_s):
+            return live.machine.take(NoRoute(), now_s)
         route = self._policy.choose(place, live.request, views)
+        if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
+            # Those that run refused it; one that is starting anew may not.
+            route = None
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
             return []
-        return live.machine.take(route, asyncio.get_running_loop().time())
+        return live.machine.take(route, now_s)
+
+    def _is_long_outage(self, now_s: float) -> bool:
+        """Whether whoever waited for an instance since the last one was lost has given up."""
+        begin_s = self._outage_begin_s
+        return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 
     def _fail(self, live: _Live, error: TandemError) -> None:
         if not live.accepted.done():

@@ -83,7 +83,7 @@ class Limits:
     Attributes:
         lease_s: how long a prefill's blocks are held.
         recovery_s: how long a request waits for an instance to come back.
-        max_attempts: fallbacks that it may have; with the next one it fails for good.
+        max_attempts: failures that it may have; with the next one it ends by an error.
     """
 
     lease_s: float = 30.0
@@ -369,7 +369,8 @@ class RequestMachine:
                 self._happened.reason = "lease_ended"
                 self._fire(Event.LEASE_ENDED)
             else:
-                if self._identity is not None:
+                is_refused = self._error is not None and self._error.code != PeerLostError.code
+                if self._identity is not None and not is_refused:
                     self._error = self._make_other_model_error()
                 self._fire(Event.RECOVERY_ENDED)
         return self._happened.actions
@@ -487,6 +488,9 @@ class RequestMachine:
             self._prefill = None
         # Before the steps: what they ask for is answered in the next state.
         self.state, self._entered_s = way.to, self._now_s
+        if Step.COUNT in way.steps and event is not Event.NO_ROUTE:
+            # That no decode instance takes the held blocks follows from a failure that counted.
+            self.num_fallbacks += 1
         for step in way.steps:
             self._steps[step]()
         if Step.TAKE_KEPT in way.steps:
@@ -661,7 +665,6 @@ class RequestMachine:
         self._prefill = None
 
     def _count(self) -> None:
-        self.num_fallbacks += 1
         self._act(Note(self._happened.reason))
 
     def _end(self, reason: FinishReason) -> None:

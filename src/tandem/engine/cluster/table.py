@@ -148,7 +148,8 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
     Event.TIMEOUT: "The time limit of the request passed.",
     Event.CANCEL: "The client left, or the request was aborted.",
     Event.REFUSED: "Every instance that runs refused the request, or has another model than the "
-    "tokens that were sent; or it fell back more than cluster.max_attempts times.",
+    "tokens that were sent; or it failed more than cluster.max_attempts times; or none has run for "
+    "longer than cluster.recovery_s. An accepted request waits instead while one is starting.",
 })  # fmt: skip
 """What each event means."""
 

@@ -23,7 +23,8 @@ __all__ = ["KvPeers", "OpenPeer"]
 
 logger = logging.getLogger(__name__)
 
-OPEN_DEADLINE_S = 10.0
+OPEN_DEADLINE_S = 5.0
+"""A lost message must not keep a pair apart for longer: opening is tried again after it."""
 WHERE = "kv_peer.open"
 
 

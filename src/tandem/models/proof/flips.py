@@ -6,9 +6,10 @@ that is not known to be harmless and whose change stays within the bound leaves 
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tandem.models.identity import IGNORED_CONFIG
@@ -28,6 +29,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
+    "topk_method": lambda values: values.get("topk_group") == values.get("n_group"),
 }
 """Fields that transformers reads and that may change nothing, and when.
 
@@ -38,8 +40,26 @@ one; ``truncate`` may round to the same dimensions.
 
 OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-NOT_FLIPPED = ("model_type", "architectures", "tie_word_embeddings", "vocab_size")
-"""What names the class, and where the head's weights come from: loading shows that."""
+KEPT = {
+    "architectures": "names the class",
+    "model_type": "names the class",
+    "tie_word_embeddings": "says where the head's weights come from: loading shows it",
+    "vocab_size": "has a row of the embedding and the head for each token: loading shows it",
+}
+"""Fields that are not changed, and why."""
+UNSET = "is not set: a configuration that sets it has a proof of its own"
+NAMED = "is a name: a configuration with another has a proof of its own"
+NAMES = {
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "rope_type": ("linear", "default"),
+    "topk_method": ("greedy", "group_limited_greedy"),
+}
+"""Fields whose values are names, and other values worth trying."""
+LAYER_KINDS = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
+SEARCHED = ("noticed", "structural", "unnoticed", "refused")
+"""Outcomes of the values of one field, the one that counts first: the search for one that is
+noticed goes on past those that are not."""
 
 
 def _slides(values: dict[str, Any]) -> bool:
@@ -51,7 +71,7 @@ def list_changes(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (field, what becomes of it, all values) for each change worth trying."""
     values: dict[str, Any] = config.to_dict()
     for field, value in sorted(values.items()):
-        if field in IGNORED_CONFIG or field in NOT_FLIPPED:
+        if field in IGNORED_CONFIG or field in KEPT:
             continue
         if any(word in field for word in OF_TRAINING):
             continue
@@ -72,7 +92,10 @@ def _change_nested(
             continue
         for changed in _list_values(key, value):
             outer = field.rpartition(".")[2]
-            made = {**values, outer: {**inner, key: changed}}
+            changes = {**inner, key: changed}
+            if key == "rope_type":
+                changes.setdefault("factor", 2.0)
+            made = {**values, outer: changes}
             yield f"{field}.{key}", f"{value!r} -> {changed!r}"[:80], made
 
 
@@ -84,11 +107,13 @@ def _list_values(field: str, value: Any) -> list[Any]:
         return [v for v in (value + 1, value // 2, 2 * value) if v > 0 and v != value]
     if isinstance(value, float):
         return [2 * value, value / 4] if value else [0.5]
-    if isinstance(value, str) and field in ("hidden_act", "hidden_activation"):
-        return [name for name in ACTIVATIONS if name != value][:2]
+    if isinstance(value, str):
+        return [name for name in NAMES.get(field, ()) if name != value][:2]
     if field == "layer_types" and isinstance(value, list):
-        other = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
-        return [[other.get(value[0], value[0]), *value[1:]]]
+        return [[LAYER_KINDS.get(value[0], value[0]), *value[1:]]]
+    if field.endswith("_layers") and isinstance(value, list):
+        # Numbers of layers; one of the two may be so already by another field.
+        return [sorted({i} ^ set(value)) for i in (0, 1)]
     return []
 
 
@@ -117,14 +142,28 @@ def flip_fields(
         if found is not None and found.outcome in ("noticed", "structural"):
             continue
         outcome = _try_change(type(config), changed, state, tokens, reference, is_stepwise)
-        if outcome == "unnoticed":
+        if found is None or SEARCHED.index(outcome) < SEARCHED.index(found.outcome):
+            outcomes[field] = Flip(field=field, change=change, outcome=outcome)
+    for field, flip in outcomes.items():
+        if flip.outcome == "unnoticed":
             is_harmless = HARMLESS.get(field)
             if field.partition(".")[0] not in read:
-                outcome = "unread"
+                outcomes[field] = replace(flip, outcome="unread")
             elif is_harmless is not None and is_harmless(values):
-                outcome = "harmless"
-        outcomes[field] = Flip(field=field, change=change, outcome=outcome)
+                outcomes[field] = replace(flip, outcome="harmless")
+    tried = {field.partition(".")[0] for field in outcomes}
+    for field in sorted((read & values.keys()) - tried - IGNORED_CONFIG.keys()):
+        if not any(word in field for word in OF_TRAINING):
+            outcomes[field] = Flip(field=field, change=_explain(field, values), outcome="kept")
     return tuple(outcomes.values())
+
+
+def _explain(field: str, values: dict[str, Any]) -> str:
+    """Return why a field was not changed."""
+    value = values[field]
+    if field in KEPT:
+        return KEPT[field]
+    return UNSET if value is None or value == [] else NAMED
 
 
 def _try_change(
@@ -134,7 +173,7 @@ def _try_change(
     tokens: Tensor,
     reference: Reference,
     is_stepwise: bool,
-) -> Any:
+) -> Literal["noticed", "structural", "refused", "unnoticed"]:
     from transformers.initialization import no_init_weights
 
     try:
@@ -142,16 +181,15 @@ def _try_change(
         with no_init_weights():
             model = build_eager(config)
     except Exception:  # noqa: BLE001 - transformers raises anything
-        # What transformers itself refuses cannot go unnoticed.
-        return "structural"
+        return "refused"
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state.items()}:
         return "structural"
     model.load_state_dict(state)
     try:
         logits = run_eager(model, tokens, is_stepwise=is_stepwise)
-    except (RuntimeError, ValueError, IndexError):
-        return "structural"
+    except Exception:  # noqa: BLE001 - as above
+        return "refused"
     return "noticed" if reference.find_excess(logits) > 1 else "unnoticed"
 
 

@@ -1,5 +1,6 @@
 """Where our model first leaves eager's: the layer, and the operator in it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.execution import choose_execution
+from tandem.kernels.experts import RoutedExperts
+from tandem.kernels.mlp import Mlp
+from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loader import CausalModel
 
@@ -27,42 +31,67 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
         eager: the same model, in float64.
         tokens: int64 [T].
     """
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    seen: Seen = {}
     hooks = [
         module.register_forward_hook(_make_hook(seen, name), with_kwargs=True)
         for name, module in eager.named_modules()
         if name and name.count(".") <= 4
     ]
     try:
-        eager(tokens[None], use_cache=False)
+        logits = eager(tokens[None], use_cache=False).logits[0]
     finally:
         for hook in hooks:
             hook.remove()
     if not ours.is_fused:
         return "a module that the skeleton computes"
     embedding = ours.skeleton.model.embed_tokens(tokens)
-    if _differs(embedding, seen["model.embed_tokens"][1]):
+    if _differs(embedding, seen["model.embed_tokens"].result):
         return "model.embed_tokens (Embedding)"
     for index, layer in enumerate(ours.skeleton.model.layers):
         name = f"model.layers.{index}"
         found = _locate_in_layer(ours, layer, name, seen, tokens)
         if found:
             return found
-    hidden = seen["model.norm"][0].float()
-    if _differs(ours.skeleton.model.norm(hidden), seen["model.norm"][1]):
+    last = seen["model.norm"]
+    if _differs(ours.skeleton.model.norm(last.given.float()), last.result):
         return "model.norm (RmsNorm)"
+    head = ours.skeleton.lm_head
+    if _differs(head(last.result[0].float()), logits):
+        return f"lm_head ({type(head).__name__})"
     return ""
 
 
-def _make_hook(seen: dict[str, tuple[Tensor, Tensor]], name: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one of eager's modules was given, and what it returned."""
+
+    given: Tensor
+    others: tuple[Tensor, ...]
+    """Its other arguments without a name."""
+    results: tuple[Tensor, ...]
+
+    @property
+    def result(self) -> Tensor:
+        """The first of what it returned, which is all of it but for routers."""
+        return self.results[0]
+
+
+Seen = dict[str, _Call]
+
+
+def _make_hook(seen: Seen, name: str) -> Any:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del module
         given = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
-        result = output[0] if isinstance(output, tuple) else output
-        if isinstance(given, Tensor) and isinstance(result, Tensor):
-            seen[name] = (given.detach().clone(), result.detach().clone())
+        results = _copy(output if isinstance(output, tuple) else (output,))
+        if isinstance(given, Tensor) and results:
+            seen[name] = _Call(given.detach().clone(), _copy(args[1:]), results)
 
     return hook
+
+
+def _copy(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.detach().clone() for value in values if isinstance(value, Tensor))
 
 
 def _differs(ours: Tensor, theirs: Tensor) -> bool:
@@ -77,7 +106,7 @@ def _locate_in_layer(
     ours: CausalModel,
     layer: DecoderLayer,
     name: str,
-    seen: dict[str, tuple[Tensor, Tensor]],
+    seen: Seen,
     tokens: Tensor,
 ) -> str:
     """Give each part of a layer what eager's had, then the layer itself."""
@@ -90,17 +119,45 @@ def _locate_in_layer(
         return execution.begin_step(batch, cache, ours.ropes, ours.dtype)
 
     for part, operator in layer.named_children():
-        given, theirs = seen.get(f"{name}.{part}", (None, None))
-        if given is None or theirs is None:
+        path = f"{name}.{part}"
+        call = seen.get(path)
+        if call is None:
             continue
-        x = given[0].float()
+        x = call.given[0].float()
         if part == "self_attn":
             result = operator(x[None], tandem_step=begin())[0]
         else:
             result = operator(x)
         result = result[0] if isinstance(result, tuple) else result
-        if _differs(result, theirs):
-            return f"{name}.{part} ({type(operator).__name__})"
-    given, theirs = seen[name]
-    result = layer(given.float(), tandem_step=begin())
-    return f"{name} ({type(layer).__name__})" if _differs(result, theirs) else ""
+        if _differs(result, call.result):
+            inner = _locate_in_block(operator, path, seen) if isinstance(operator, MoeBlock) else ""
+            return inner or f"{path} ({type(operator).__name__})"
+    call = seen[name]
+    result = layer(call.given.float(), tandem_step=begin())
+    return f"{name} ({type(layer).__name__})" if _differs(result, call.result) else ""
+
+
+def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:
+    """Give each part of a MoE block what eager's had; empty where none differs alone."""
+    for part, operator in block.named_children():
+        path = f"{name}.{part}"
+        call = seen.get(path)
+        if call is None:
+            continue
+        x = call.given.float()
+        is_wrong = False
+        if isinstance(operator, Router) and len(call.results) > 1:
+            weights, ids = call.results[-2:]
+            _, our_weights, our_ids = operator(x)
+            shape = (len(ids), operator.num_experts)
+            theirs = weights.new_zeros(shape).scatter_(1, ids, weights)
+            made = our_weights.new_zeros(shape).scatter_(1, our_ids, our_weights)
+            is_wrong = _differs(made, theirs)
+        elif isinstance(operator, RoutedExperts) and len(call.others) == 2:
+            ids, weights = call.others
+            is_wrong = _differs(operator(x, ids, weights.float()), call.result)
+        elif isinstance(operator, Mlp):
+            is_wrong = _differs(operator(x), call.result)
+        if is_wrong:
+            return f"{path} ({type(operator).__name__})"
+    return ""

@@ -141,6 +141,9 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
     # Threads cost more than they bring where all matrices are tiny.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # It warns of values that a tiny configuration has on purpose.
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         proof = msgspec.structs.replace(proof, key=find_key(config))
         return _prove_with_seeds(proof, config, with_flips=with_flips)
@@ -151,6 +154,7 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
         text = " ".join(str(error).split())
         return _refuse(proof, f"transformers fails: {type(error).__name__}: {text[:300]}")
     finally:
+        transformers.logging.set_verbosity(verbosity)
         torch.set_num_threads(num_threads)
 
 

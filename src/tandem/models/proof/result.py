@@ -25,8 +25,10 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
     field: str
     change: str
-    outcome: Literal["noticed", "structural", "unread", "harmless", "unnoticed"]
+    """From which value to which; of a field that is ``kept``, why."""
+    outcome: Literal["noticed", "structural", "refused", "unread", "harmless", "kept", "unnoticed"]
     """``noticed``: the logits leave the bound; ``structural``: weights have other shapes;
+    ``refused``: transformers refuses every other value that was tried; ``kept``: not changed;
     ``unread``: transformers' code does not read it; ``harmless``: known to change nothing;
     ``unnoticed``: the tiny model does not tell, so the field is not proved."""
 

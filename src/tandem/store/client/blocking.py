@@ -1,0 +1,204 @@
+"""How a client's steps run on the thread that asked: no event loop is woken on the way.
+
+The steps are those of ``AsyncStoreClient``, whose coroutines never suspend when everything that
+they wait for blocks instead. What cannot be done so is done by the client's loop.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import InternalError, PeerLostError, TandemError
+from tandem.store.client.client import AsyncStoreClient
+from tandem.store.client.edges import Piece
+from tandem.store.client.master_calls import MasterCalls
+from tandem.store.fast_calls import FastChannel
+from tandem.store.messages import Endpoint
+from tandem.transfer import Buffer, Op, Segment, TransferEngine
+
+__all__ = ["drive", "make_blocking_client"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+OPEN_TIMEOUT_S = 3.0
+GIVE_BACK_TIMEOUT_S = 0.5
+"""What was asked for in vain expires by itself, if its answer takes longer."""
+
+
+def drive(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of a blocking client to its end, on this thread."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise InternalError("store.call", "a blocking client tried to wait for its loop")
+
+
+def make_blocking_client(
+    client: AsyncStoreClient,
+    channel: FastChannel,
+    engine: TransferEngine,
+    loop: asyncio.AbstractEventLoop,
+) -> AsyncStoreClient:
+    """Return a twin of ``client``, which belongs to ``loop``, for ``drive`` on any other thread."""
+    return client.make_twin(_BlockingCalls(client._calls, channel, loop), _BlockingPort(engine))
+
+
+class _BlockingCalls(MasterCalls):
+    def __init__(
+        self, calls: MasterCalls, channel: FastChannel, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(channel, clock=calls.clock, config=calls.config, machine=calls.machine)
+        self.ids = calls.ids
+        self._patient = calls
+        self._fast = channel
+        self._loop = loop
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
+        results: list[T | BaseException] = []
+        for each in work:
+            try:
+                results.append(await each)
+            except Exception as error:  # noqa: BLE001 - as asyncio.gather
+                results.append(error)
+        return results
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        return function()
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        extra_s: float = 0.0,
+    ) -> T:
+        try:
+            answer = self._fast.call_blocking(method, request, response, self.left_s(deadline_s))
+        except PeerLostError:
+            answer = None
+        if answer is not None:
+            return answer
+        # Whatever became of it: requests may come twice.
+        return self._wait(
+            self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
+        )
+
+    async def call_while(
+        self,
+        work: Coroutine[Any, Any, R],
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        give_back: Callable[[T], None],
+        extra_s: float = 0.0,
+    ) -> tuple[T, R]:
+        begun = self._fast.begin_blocking(method, request)
+        answer = None
+        try:
+            done = await work
+            timeout_s = self.left_s(deadline_s)
+        except BaseException:
+            if begun is not None:
+                left_s = max(0.0, deadline_s - self.clock.now_s())
+                with contextlib.suppress(TandemError):
+                    answer = self._fast.wait_blocking(
+                        begun, response, min(left_s, GIVE_BACK_TIMEOUT_S)
+                    )
+            if answer is not None:
+                give_back(answer)
+            raise
+        if begun is not None:
+            with contextlib.suppress(PeerLostError):
+                answer = self._fast.wait_blocking(begun, response, timeout_s)
+        if answer is None:
+            answer = await self.call(method, request, response, deadline_s, extra_s=extra_s)
+        return answer, done
+
+    async def tell(self, method: str, request: object, response: type[Any]) -> None:
+        # Nobody waits for it here: the caller's deadline may be over.
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(
+                lambda: self._patient.spawn(self._patient.tell(method, request, response))
+            )
+
+    def spawn(self, work: Any) -> None:
+        # Made for our steps, which block: they are over at once.
+        drive(work)
+
+    async def aclose(self) -> None:
+        """Nothing of its own runs behind."""
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class _BlockingPort:
+    """The data path, blocking; opens peers for itself."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._opened: dict[str, Segment] = {}
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Buffer:
+        return self._engine.register(memory, remote=False)
+
+    def unregister(self, handle: Buffer) -> None:
+        self._engine.unregister(handle)
+
+    async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        self._move(Op.WRITE, endpoint, pieces, timeout_s)
+
+    async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        self._move(Op.READ, endpoint, pieces, timeout_s)
+
+    def _move(self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        segment = self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s).wait()
+        except PeerLostError:
+            self._drop(endpoint.address)
+            raise
+
+    def _open(self, address: str, timeout_s: float) -> Segment:
+        segment = self._opened.get(address)
+        if segment is not None:
+            return segment
+        opened = self._engine.open(address, deadline_s=timeout_s)
+        with self._lock:
+            segment = self._opened.setdefault(address, opened)
+        if segment is not opened:
+            opened.close()
+        return segment
+
+    def _drop(self, address: str) -> None:
+        with self._lock:
+            segment = self._opened.pop(address, None)
+        if segment is not None:
+            try:
+                segment.close()
+            except TandemError:
+                return  # Gone already.

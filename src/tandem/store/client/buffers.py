@@ -1,0 +1,248 @@
+"""Memory of a client: registered buffers, parts of them, and small values set side by side."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem._native import BytesPool, HostMemory, view_new_bytes
+from tandem.core.errors import ShapeError, UnsupportedError
+from tandem.store.client.edges import ClientPort
+
+__all__ = [
+    "Part",
+    "Result",
+    "ResultPool",
+    "ScratchPool",
+    "Staging",
+    "StoreBuffer",
+    "as_bytes",
+    "as_views",
+    "list_parts",
+    "measure_parts",
+]
+
+MIN_SCRATCH_BYTES = 64 * 1024
+MAX_SCRATCH_BYTES = 8 * 2**20
+"""What a client keeps of scratch memory."""
+STAGED_BYTES = 256 * 1024
+"""Smaller values are copied, which costs less than registering each; larger ones are not."""
+
+
+class StoreBuffer:
+    """Registered memory of a client: gets and puts move bytes between it and the store in place."""
+
+    def __init__(
+        self, handle: Any, array: npt.NDArray[np.uint8], owner: object | None = None
+    ) -> None:
+        self.handle = handle
+        self.owner = owner
+        """Names the client that it is registered with; None once it is not any more."""
+        self.array = array
+        """The bytes; a view of what was registered."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.array.size
+
+
+class ScratchPool:
+    """Registered memory for what is only looked at: kept, since making it costs page faults."""
+
+    def __init__(self, port: ClientPort) -> None:
+        self._port = port
+        self._lock = threading.Lock()
+        self._kept: StoreBuffer | None = None
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def lend(self, size_bytes: int) -> Iterator[StoreBuffer]:
+        """Lend memory of at least so many bytes; its contents are anything."""
+        buffer = self._take()
+        if buffer is None or buffer.nbytes < size_bytes:
+            self._drop(buffer)
+            array = np.empty(max(size_bytes, MIN_SCRATCH_BYTES), dtype=np.uint8)
+            buffer = StoreBuffer(self._port.register(array), array)
+        try:
+            yield buffer
+        except BaseException:
+            # Cancelled: taking it back waits for whatever may still be moving.
+            self._drop(buffer)
+            raise
+        else:
+            with self._lock:
+                if (
+                    self._kept is None
+                    and buffer.nbytes <= MAX_SCRATCH_BYTES
+                    and not self._is_closed
+                ):
+                    self._kept, buffer = buffer, None
+            self._drop(buffer)
+
+    def close(self) -> None:
+        """Give back what is kept."""
+        self._is_closed = True
+        self._drop(self._take())
+
+    def _take(self) -> StoreBuffer | None:
+        with self._lock:
+            buffer, self._kept = self._kept, None
+            return buffer
+
+    def _drop(self, buffer: StoreBuffer | None) -> None:
+        if buffer is not None:
+            self._port.unregister(buffer.handle)
+
+
+class ResultPool:
+    """Memory of large values that are given out as ``bytes``: filled in place, and again later.
+
+    What was given out is noted, up to ``limit_bytes``, and its memory is used anew once nobody else
+    has it: touching fresh memory costs more than all the rest of a get.
+    """
+
+    def __init__(self, port: ClientPort, limit_bytes: int) -> None:
+        self._port = port
+        self._pool = BytesPool(limit_bytes)
+
+    @contextlib.contextmanager
+    def lend(self, sizes: Sequence[int]) -> "Iterator[list[Result]]":
+        """Lend an object of each size, registered; inside, transfers may fill it."""
+        values = self._pool.take(sizes)
+        results: list[Result] = []
+        # Taking it back waits for whatever may still be moving; one that fails keeps no other.
+        with contextlib.ExitStack() as registered:
+            for value in values:
+                array = view_new_bytes(value)
+                handle = self._port.register(array)
+                registered.callback(self._port.unregister, handle)
+                results.append(Result(value, StoreBuffer(handle, array)))
+            yield results
+        self._pool.keep(values)
+
+    def close(self) -> None:
+        """Forget what was noted."""
+        self._pool.clear()
+
+
+class Result(NamedTuple):
+    """A value to be, and the buffer that its bytes are."""
+
+    value: bytes
+    buffer: StoreBuffer
+
+
+class Part(NamedTuple):
+    """A range of a registered buffer; an object may be made of several."""
+
+    buffer: StoreBuffer
+    offset: int = 0
+    length: int = -1
+    """-1: to the end."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length.
+
+        Raises: ShapeError if the range leaves the buffer.
+        """
+        whole = self.buffer.array.size
+        length = whole - self.offset if self.length < 0 else self.length
+        if not 0 <= self.offset <= self.offset + length <= whole:
+            raise ShapeError(
+                "store.part",
+                f"range [{self.offset}, {self.offset + length}) of a buffer of {whole} bytes",
+            )
+        return length
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The bytes. Raises: as ``nbytes``."""
+        return self.buffer.array[self.offset : self.offset + self.nbytes]
+
+
+def measure_parts(parts: Sequence[Part]) -> list[int]:
+    """Return the length of each. Raises: as ``Part.nbytes``."""
+    if not parts:
+        return []
+    one = parts[0].buffer
+    whole = one.array.size
+    return [
+        length
+        if buffer is one and length >= 0 and 0 <= offset <= whole - length
+        else Part(buffer, offset, length).nbytes
+        for buffer, offset, length in parts
+    ]
+
+
+class Staging:
+    """Sets small values side by side in memory registered once; larger ones stay in place."""
+
+    def __init__(self, port: ClientPort, lent: list[StoreBuffer]) -> None:
+        self._port = port
+        self._lent = lent
+        self._staged: list[tuple[list[Part], list[npt.NDArray[np.uint8]], int, int]] = []
+        self._length = 0
+
+    def add(self, views: "list[npt.NDArray[np.uint8]]") -> list[Part]:
+        """Return the parts of a value; complete after ``close``."""
+        size = sum(view.size for view in views)
+        parts: list[Part] = []
+        if size > STAGED_BYTES:
+            for view in views:
+                if view.size:
+                    buffer = StoreBuffer(self._port.register(view), view)
+                    self._lent.append(buffer)
+                    parts.append(Part(buffer))
+        elif size:
+            self._staged.append((parts, views, self._length, size))
+            self._length += size
+        return parts
+
+    def close(self) -> None:
+        """Copy and register what was gathered."""
+        if not self._staged:
+            return
+        array = np.empty(self._length, dtype=np.uint8)
+        buffer = StoreBuffer(self._port.register(array), array)
+        self._lent.append(buffer)
+        for parts, views, at, size in self._staged:
+            np.concatenate(views, out=array[at : at + size])
+            parts.append(Part(buffer, at, size))
+
+
+def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
+    """View contiguous memory as bytes, without a copy.
+
+    Raises: ShapeError if it is not contiguous, or gives neither a buffer nor DLPack.
+    """
+    try:
+        if isinstance(memory, np.ndarray):
+            if not memory.flags.c_contiguous:
+                raise ShapeError("store.memory", "a strided array: pass a contiguous one")
+            return memory.reshape(-1).view(np.uint8)
+        try:
+            return np.frombuffer(memory, dtype=np.uint8)
+        except TypeError:
+            # As the transfer engine takes it: numpy knows neither bfloat16 nor float8.
+            return HostMemory(memory).array()
+    except (TypeError, ValueError, AttributeError, BufferError, UnsupportedError) as error:
+        raise ShapeError(
+            "store.memory", f"{type(memory).__name__} gives no contiguous host memory: {error}"
+        ) from None
+
+
+def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
+    """View a value, or each of a list of such."""
+    if isinstance(value, list | tuple):
+        return [as_bytes(part) for part in value]
+    return [as_bytes(value)]
+
+
+def list_parts(parts: Part | Sequence[Part]) -> list[Part]:
+    """Return one part, or several, as a list."""
+    return [parts] if isinstance(parts, Part) else list(parts)

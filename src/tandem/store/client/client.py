@@ -1,0 +1,413 @@
+"""A client of a store, asyncio: the whole API. ``tandem.store.sync_client`` is its blocking twin.
+
+The logic alone: the master is a ``MasterChannel``, bytes move through a ``ClientPort``; the
+simulator runs this very class. How a put goes is in ``writing``, how a get goes in ``reading``.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+from tandem.core.clock import Clock
+from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError, TandemError
+from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_ranges, to_ms
+from tandem.store.client.buffers import (
+    Part,
+    Staging,
+    StoreBuffer,
+    as_bytes,
+    as_views,
+    list_parts,
+    measure_parts,
+)
+from tandem.store.client.bulk_reading import BulkReader
+from tandem.store.client.edges import ClientPort, MasterChannel
+from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.client.master_calls import RETRY_S, MasterCalls
+from tandem.store.client.reading import ObjectRead, ObjectReader, not_found
+from tandem.store.client.writing import (
+    DEFAULT_OPTIONS,
+    Items,
+    ObjectWriter,
+    PutOptions,
+    PutResult,
+    is_inline,
+)
+from tandem.store.config import StoreConfig
+from tandem.store.messages import (
+    Ack,
+    DrainHost,
+    KeyBytes,
+    KeyList,
+    KeyPage,
+    ListKeys,
+    PinObjects,
+    PrefixRemoval,
+    RemoveObjects,
+    RemovePrefix,
+    RetireHost,
+    StoreStatus,
+)
+
+__all__ = ["AsyncStoreClient"]
+
+T = TypeVar("T")
+
+
+class AsyncStoreClient:
+    """Speaks to one store. All calls from one event loop; any number at a time.
+
+    Args:
+        channel: the way to the master.
+        port: the data path.
+        clock: of leases and deadlines.
+        config: limits and intervals.
+        machine: hosts of this machine are read first.
+    """
+
+    def __init__(
+        self,
+        channel: MasterChannel,
+        port: ClientPort,
+        *,
+        clock: Clock,
+        config: StoreConfig,
+        machine: str = "",
+    ) -> None:
+        self.config = config
+        self._port = port
+        self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
+        self._writer = ObjectWriter(self._calls, port)
+        self._reader = ObjectReader(self._calls, port)
+        self._places = KnownPlaces(config.known_places)
+        self._bulk_reader = BulkReader(self._calls, port, self._places)
+        self._owner = object()
+        """Tells buffers registered here from others; the same for a twin."""
+
+    def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
+        """Return a client of the same session that waits in other ways; see ``blocking``."""
+        twin = copy.copy(self)
+        twin._port, twin._calls = port, calls
+        twin._writer = ObjectWriter(calls, port)
+        twin._reader = ObjectReader(calls, port)
+        twin._bulk_reader = BulkReader(calls, port, self._places)
+        return twin
+
+    def on_master(self) -> None:
+        """A session with a master has begun, or ended: places that were known are another's word.
+
+        To be called by whoever has the sessions.
+        """
+        self._places.clear()
+
+    # Memory.
+
+    def register(self, memory: Any) -> StoreBuffer:
+        """Let transfers touch memory of the caller in place.
+
+        Args:
+            memory: contiguous; an array, bytearray, memoryview, or what gives DLPack (a CPU tensor
+                of any type). Kept alive until it is unregistered. Read-only memory can be put, not
+                got into.
+
+        Raises: ShapeError if it is not contiguous.
+        """
+        array = as_bytes(memory)
+        return StoreBuffer(self._port.register(array), array, self._owner)
+
+    def unregister(self, buffer: StoreBuffer) -> None:
+        """Take memory back; no transfer touches it any more.
+
+        Raises: NotFoundError if it is not registered here (any more); DeadlineError: it takes no
+            new transfers, and the call may be repeated.
+        """
+        if buffer.owner is not self._owner:
+            raise NotFoundError("store.memory", "the buffer is not registered here (any more)")
+        self._port.unregister(buffer.handle)
+        buffer.owner = None
+
+    def _check_parts(self, parts: Iterable[Part], *, is_read: bool = False) -> None:
+        """Refuse memory that transfers may not touch.
+
+        Raises: ConfigError (not registered), PermissionDeniedError (read-only).
+        """
+        for buffer in {part.buffer for part in parts}:
+            if buffer.owner is not self._owner:
+                raise ConfigError(
+                    "store.part",
+                    f"a buffer of {buffer.nbytes} bytes is not registered with this client (any "
+                    "more): call register() first",
+                    field="parts",
+                )
+            if is_read and not buffer.array.flags.writeable:
+                raise PermissionDeniedError(
+                    "store.get", f"a buffer of {buffer.nbytes} bytes is read-only", field="parts"
+                )
+
+    # Writing.
+
+    async def put(self, key: str, value: Any, options: PutOptions = DEFAULT_OPTIONS) -> PutResult:
+        """Store an object; it is visible whole, or not at all.
+
+        Args:
+            key: up to ``max_key_bytes`` of UTF-8.
+            value: bytes, array ...; a list or tuple of such is stored as one, in order.
+            options: how it is kept.
+
+        Returns: CREATED; EXISTS if there was one already (which stays); REPLACED with upsert.
+        Raises: CapacityError when there is no space in time, with what would help; ConfigError
+            beyond a limit; PeerLostError or DeadlineError when master or hosts stay away.
+        """
+        return _only(await self.put_many([key], [value], options))
+
+    async def put_many(
+        self, keys: Sequence[str], values: Sequence[Any], options: PutOptions = DEFAULT_OPTIONS
+    ) -> "list[PutResult | TandemError]":
+        """Store objects: one result a key, an error being one. Space is for all or for none.
+
+        Raises: what concerns the batch as a whole: ConfigError, CapacityError, PeerLostError ...
+        """
+        if len(keys) != len(values):
+            raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
+        check_keys(keys)
+        views_of = [as_views(value) for value in values]
+        sizes = [sum([view.size for view in views]) for views in views_of]
+        if is_inline(sizes, self.config):
+            return await self._writer.put_inline(keys, views_of, options)
+        lent: list[StoreBuffer] = []
+        try:
+            staging = Staging(self._port, lent)
+            parts = [staging.add(views) for views in views_of]
+            staging.close()
+            return await self._writer.put_items(Items.of(keys, sizes, parts), options)
+        finally:
+            for buffer in lent:
+                self._port.unregister(buffer.handle)
+
+    async def put_from(
+        self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
+    ) -> PutResult:
+        """Store an object out of registered buffers, without a copy. As ``put``."""
+        return _only(await self.put_from_many([key], [parts], options))
+
+    async def put_from_many(
+        self,
+        keys: Sequence[str],
+        parts: Sequence[Part | Sequence[Part]],
+        options: PutOptions = DEFAULT_OPTIONS,
+    ) -> "list[PutResult | TandemError]":
+        """Store objects out of registered buffers. As ``put_many``."""
+        if len(keys) != len(parts):
+            raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
+        check_keys(keys)
+        if set(map(type, parts)) == {Part}:
+            singles = list(cast("Sequence[Part]", parts))  # Ours, whatever becomes of theirs.
+            self._check_parts(singles)
+            items = Items(keys, measure_parts(singles), singles)
+        else:
+            parts_of = [list_parts(given) for given in parts]
+            self._check_parts(part for given in parts_of for part in given)
+            items = Items.of(keys, [sum(measure_parts(given)) for given in parts_of], parts_of)
+        if is_inline(items.sizes, self.config):
+            views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
+            return await self._writer.put_inline(keys, views_of, options)
+        return await self._writer.put_items(items, options)
+
+    # Reading.
+
+    async def get(self, key: str) -> bytes:
+        """Return the value.
+
+        Raises: NotFoundError; CorruptionError if every replica is damaged; PeerLostError or
+            DeadlineError if none can be reached.
+        """
+        return _only(await self.get_many([key]))
+
+    async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
+        """Return the values: one result a key, NotFoundError and other errors being results."""
+        check_keys(keys)
+        deadline_s = self._calls.deadline_s()
+        values = await self._bulk_reader.get_many(keys, deadline_s)
+        left = [i for i, value in enumerate(values) if value is None]
+        if not left:
+            return values  # type: ignore[return-value]
+        results: list[bytes | TandemError] = values  # type: ignore[assignment]
+        rest = await self._get_many([keys[i] for i in left], [(0, -1)] * len(left), deadline_s)
+        for i, result in zip(left, rest, strict=True):
+            results[i] = result
+        return results
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """Return bytes ``[offset, offset + length)`` of a value, checked like a whole one.
+
+        Raises: as ``get``; ConfigError if the range leaves the value.
+        """
+        return _only(await self.get_range_many([key], [(offset, length)]))
+
+    async def get_range_many(
+        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
+    ) -> "list[bytes | TandemError]":
+        """Return a range (offset, length) of each value; results as ``get_many``."""
+        if len(keys) != len(ranges):
+            raise ConfigError("store.get", f"{len(keys)} keys, {len(ranges)} ranges")
+        check_keys(keys)
+        check_ranges(ranges)
+        return await self._get_many(keys, ranges, self._calls.deadline_s())
+
+    async def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
+        """Read a value into registered buffers, without a copy.
+
+        Returns: its bytes; the parts must hold as many, and what lies behind is left alone, but
+            for a value that was replaced by a shorter one, or removed, a moment ago: the old one
+            may have been read before that was noticed.
+        Raises: as ``get``; ShapeError if the parts are too small.
+        """
+        return _only(await self.get_into_many([key], [parts]))
+
+    async def get_into_many(
+        self, keys: Sequence[str], parts: Sequence[Part | Sequence[Part]]
+    ) -> "list[int | TandemError]":
+        """Read values into registered buffers; results as ``get_many``, bytes each."""
+        if len(keys) != len(parts):
+            raise ConfigError("store.get", f"{len(keys)} keys, {len(parts)} destinations")
+        check_keys(keys)
+        targets = [list_parts(given) for given in parts]
+        self._check_parts((part for target in targets for part in target), is_read=True)
+        deadline_s = self._calls.deadline_s()
+        sizes = await self._bulk_reader.get_into_many(keys, targets, deadline_s)
+        results: list[int | TandemError] = [*sizes]
+        left = [i for i, result in enumerate(results) if result == -1]
+        if left:
+            reads = [
+                ObjectRead(keys[i], 0, -1, views=[p.view for p in targets[i]], parts=targets[i])
+                for i in left
+            ]
+            await self._reader.read_all(reads, deadline_s)
+            for i, read in zip(left, reads, strict=True):
+                results[i] = read.size if read.error is None else read.error
+        return results
+
+    async def _get_many(
+        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]], deadline_s: float
+    ) -> "list[bytes | TandemError]":
+        reads = [
+            ObjectRead(key, offset, length)
+            for key, (offset, length) in zip(keys, ranges, strict=True)
+        ]
+        await self._reader.read_all(reads, deadline_s)
+        return [read.take() if read.error is None else read.error for read in reads]
+
+    # Looking, removing, pinning.
+
+    async def exists(self, key: str) -> bool:
+        """Whether the object is there and readable. Renews no lease, is no use for LRU."""
+        return (await self.exists_many([key]))[0]
+
+    async def exists_many(self, keys: Sequence[str]) -> list[bool]:
+        """As ``exists``, for each key."""
+        check_keys(keys)
+        deadline_s = self._calls.deadline_s()
+        request = KeyList(list(keys))
+        while True:
+            found = await self._calls.call("exists", request, KeyBytes, deadline_s)
+            if not found.is_recovering:
+                return list(map(bool, found.flags))
+            await self._calls.pause(RETRY_S, deadline_s)
+
+    async def size(self, key: str) -> int:
+        """Return the bytes of a value. Raises: NotFoundError."""
+        return _only(await self.size_many([key]))
+
+    async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
+        """Return the bytes of each value; results as ``get_many``."""
+        check_keys(keys)
+        deadline_s = self._calls.deadline_s()
+        found = await self._calls.find(keys, deadline_s, lease=False)
+        return [
+            size if size >= 0 else not_found(key)
+            for key, size in zip(keys, found.sizes, strict=True)
+        ]
+
+    async def remove(self, key: str) -> bool:
+        """Remove an object; readers that have begun are not disturbed.
+
+        Returns: whether there was one; False also if a first attempt removed it, whose answer was
+            lost with its master. When this returns nothing brings it back: no restart, and no host
+            that was away.
+        """
+        return (await self.remove_many([key]))[0]
+
+    async def remove_many(self, keys: Sequence[str]) -> list[bool]:
+        """As ``remove``, for each key."""
+        check_keys(keys)
+        self._places.cache.forget(keys)
+        answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
+        return list(map(bool, answer.flags))
+
+    async def remove_prefix(self, prefix: str) -> int:
+        """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
+        check_keys([prefix], field="prefix")
+        self._places.clear()
+        return (
+            await self._calls.change("remove_prefix", RemovePrefix(prefix=prefix), PrefixRemoval)
+        ).count
+
+    async def pin(self, key: str, *, soft_s: float = 0.0, hard: bool = False) -> bool:
+        """Replace the pins of an object; returns whether there is one. See ``PutOptions``."""
+        return (await self.pin_many([key], soft_s=soft_s, hard=hard))[0]
+
+    async def pin_many(
+        self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
+    ) -> list[bool]:
+        """As ``pin``, for each key."""
+        if not hard and soft_s <= 0:
+            raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
+        check_keys(keys)
+        soft_ms = to_ms(soft_s, "soft_s", most_ms=MAX_SOFT_PIN_MS)
+        request = PinObjects(keys=list(keys), hard=hard, soft_ms=soft_ms)
+        return list(map(bool, (await self._calls.change("pin", request, KeyBytes)).flags))
+
+    async def unpin(self, key: str) -> bool:
+        """Take both pins off; returns whether there is such an object."""
+        return (await self.unpin_many([key]))[0]
+
+    async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
+        """As ``unpin``, for each key."""
+        check_keys(keys)
+        answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
+        return list(map(bool, answer.flags))
+
+    async def list_keys(self, prefix: str = "", *, after: str = "", limit: int = 1000) -> KeyPage:
+        """Return keys with a prefix, sorted, from behind ``after`` on."""
+        check_keys([prefix, after], field="prefix")
+        most = min(limit, self.config.max_batch)
+        return await self._calls.simple("list", ListKeys(prefix, after, most), KeyPage)
+
+    async def status(self) -> StoreStatus:
+        """Return the store as its master sees it."""
+        return await self._calls.simple("status", None, StoreStatus)
+
+    async def drain(self, host: str) -> None:
+        """Have a host emptied; ``status`` tells when it is. Raises: NotFoundError."""
+        check_keys([host], field="host")
+        await self._calls.simple("drain", DrainHost(host), Ack)
+
+    async def retire(self, host: str) -> None:
+        """Give a host up that is away for good: nothing waits for it any more.
+
+        What it has is dropped if it returns all the same. Raises: NotFoundError; ConflictError if
+        it is connected.
+        """
+        await self._calls.simple("retire", RetireHost(host), Ack)
+
+    async def aclose(self) -> None:
+        """End what runs behind. The channel and the port are the caller's to close."""
+        await self._calls.aclose()
+        self._bulk_reader.close()
+
+
+def _only(results: "Sequence[T | TandemError]") -> T:
+    (result,) = results
+    if isinstance(result, TandemError):
+        raise result
+    return result

@@ -1,0 +1,232 @@
+"""Calls of a client to its master, over all the master's lives."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.core.clock import Clock
+from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
+from tandem.store.client.edges import MasterChannel
+from tandem.store.config import StoreConfig
+from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
+
+__all__ = ["MasterCalls", "RequestIds"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.02
+MIN_TIMEOUT_S = 1e-3
+"""Of a transfer that begins when hardly anything is left of its deadline."""
+FIRST_RETRY_S = 0.0005
+"""Of a key that was just changed: its old value is being wiped, which takes about this long."""
+
+
+class RequestIds:
+    """Numbers of the requests of a client that change something, over all its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 1
+        self._asked: set[int] = set()
+
+    def take(self, count: int) -> int:
+        """Return the first of so many new ones."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            return first
+
+    def ask(self, count: int) -> tuple[int, int]:
+        """As ``take``, to be settled later; and the lowest that is not settled yet."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            self._asked.add(first)
+            return first, min(self._asked)
+
+    def settle(self, first: int) -> None:
+        """The request with this first id has its answer, or nobody waits for one."""
+        with self._lock:
+            self._asked.discard(first)
+
+
+class MasterCalls:
+    """Calls the master, again where that is harmless. Used from one event loop.
+
+    Args:
+        channel: the way to whoever is master.
+        clock: of deadlines.
+        config: limits and intervals.
+        machine: told to the master, so that near replicas come first.
+    """
+
+    def __init__(
+        self, channel: MasterChannel, *, clock: Clock, config: StoreConfig, machine: str
+    ) -> None:
+        self.channel = channel
+        self.clock = clock
+        self.config = config
+        self.machine = machine
+        self.ids = RequestIds()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def deadline_s(self) -> float:
+        """Return when a call that begins now must be done."""
+        return self.clock.now_s() + self.config.deadline_ms / 1e3
+
+    # How to wait: a client that blocks its caller's thread has other ways for the same steps.
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    async def pause(self, seconds: float, deadline_s: float) -> None:
+        """Wait before something is tried again, up to a deadline."""
+        await self.sleep(max(0.0, min(seconds, deadline_s - self.clock.now_s())))
+
+    async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
+        """Carry all of it out; what one raises is its result."""
+        if len(work) == 1:
+            try:
+                return [await work[0]]
+            except Exception as error:  # noqa: BLE001 - as asyncio.gather
+                return [error]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """Run what takes long without the GIL, so that others are served meanwhile."""
+        return await asyncio.to_thread(function)
+
+    async def find(
+        self, keys: Sequence[str], deadline_s: float, *, lease: bool = True
+    ) -> FoundObjects:
+        """Ask where objects are, until the master knows what there is."""
+        request = FindObjects(keys=list(keys), machine=self.machine, lease=lease)
+        pause_s = FIRST_RETRY_S
+        while True:
+            found = await self.call("find", request, FoundObjects, deadline_s)
+            if not found.is_recovering:
+                return found
+            await self.pause(pause_s, deadline_s)
+            pause_s = min(2 * pause_s, RETRY_S)
+
+    async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
+        """Ask where objects are that lie on disks, while they are read into memory."""
+        wait_ms = int(self.left_s(deadline_s) * 1e3)
+        request = StageObjects(keys=list(keys), machine=self.machine, wait_ms=wait_ms)
+        while True:
+            found = await self.call("stage", request, FoundObjects, deadline_s)
+            if not found.is_recovering:
+                return found
+            await self.pause(RETRY_S, deadline_s)
+
+    async def simple(self, method: str, request: object, response: type[T]) -> T:
+        """Call within the configured deadline."""
+        return await self.call(method, request, response, self.deadline_s())
+
+    async def change(self, method: str, request: Change, response: type[T]) -> T:
+        """As ``simple``, for what must not be done again by a copy that comes late."""
+        number, settled_below = self.ids.ask(1)
+        numbered = msgspec.structs.replace(request, number=number, settled_below=settled_below)
+        try:
+            return await self.simple(method, numbered, response)
+        finally:
+            self.ids.settle(number)
+
+    async def tell(self, method: str, request: object, response: type[Any]) -> None:
+        """Call once; whether it comes does not matter."""
+        try:
+            await self.channel.call(method, request, response, timeout_s=CALL_TIMEOUT_S)
+        except TandemError as error:
+            logger.debug("event=untold method=%s reason=%s", method, error)
+
+    async def call(
+        self,
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        extra_s: float = 0.0,
+    ) -> T:
+        """Call the master, again while it is away; every request is harmless when it comes twice.
+
+        Raises: DeadlineError; what the master says.
+        """
+        while True:
+            left_s = self.left_s(deadline_s)
+            try:
+                return await self.channel.call(
+                    method, request, response, timeout_s=min(left_s, CALL_TIMEOUT_S + extra_s)
+                )
+            except (PeerLostError, DeadlineError) as error:
+                logger.debug("event=call_again method=%s reason=%s", method, error)
+                if self.clock.now_s() + RETRY_S >= deadline_s:
+                    raise
+            except CapacityError as error:
+                if error.where != "rpc.send":
+                    raise
+            await self.pause(RETRY_S, deadline_s)
+            await self.channel.wait_connected(self.left_s(deadline_s))
+
+    async def call_while(
+        self,
+        work: Coroutine[Any, Any, R],
+        method: str,
+        request: object,
+        response: type[T],
+        deadline_s: float,
+        *,
+        give_back: Callable[[T], None],
+        extra_s: float = 0.0,
+    ) -> tuple[T, R]:
+        """As ``call``, while something else is done; returns the answer, and what that returned.
+
+        An answer that comes to nobody, since the other thing has failed, goes to ``give_back``.
+        """
+        calling = asyncio.ensure_future(
+            self.call(method, request, response, deadline_s, extra_s=extra_s)
+        )
+        try:
+            await asyncio.sleep(0)  # For the request to leave.
+            done = await work
+            return await calling, done
+        except BaseException:
+            self.spawn(_pass_on(calling, give_back))
+            raise
+        finally:
+            work.close()
+
+    def left_s(self, deadline_s: float) -> float:
+        """Return the time left, seconds. Raises: DeadlineError."""
+        left_s = deadline_s - self.clock.now_s()
+        if left_s <= 0:
+            raise DeadlineError(
+                "store.call", f"not done within {self.config.deadline_ms} ms (store.deadline_ms)"
+            )
+        return left_s
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine behind."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """End what runs behind."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _pass_on(calling: "asyncio.Future[T]", take: Callable[[T], None]) -> None:
+    with contextlib.suppress(TandemError):
+        take(await calling)

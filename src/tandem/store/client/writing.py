@@ -1,0 +1,418 @@
+"""Puts of a client: checksums, bytes to all replicas, commit; again where that may help."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem._native import checksum_blob, checksum_values, locate_values
+from tandem.core.errors import (
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    PeerLostError,
+    ShapeError,
+    TandemError,
+)
+from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
+from tandem.store.client.buffers import Part
+from tandem.store.client.edges import ClientPort, Piece
+from tandem.store.client.master_calls import MasterCalls
+from tandem.store.config import StoreConfig
+from tandem.store.formats import layout
+from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.messages import (
+    CommitPut,
+    CommitStatus,
+    Endpoint,
+    HostExtents,
+    KeyBytes,
+    PutInline,
+    StartedPut,
+    StartPut,
+    StartStatus,
+)
+from tandem.store.patience import UsualTime
+
+__all__ = ["DEFAULT_OPTIONS", "Items", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Times that a put begins anew after what can only be transient."""
+MAX_INLINE_BATCH_BYTES = 2**15
+"""Of values in one request; the master passes them on."""
+CALLER_ERRORS = (ConfigError, ShapeError)
+PATIENCE_FACTOR = 8.0
+"""So many times what a write to a host usually takes are waited for it; then another is asked."""
+MIN_PATIENCE_S = 1.0
+WORK_BYTES = 2**22
+"""What a write is measured by; twice the bytes may take twice the time."""
+OFF_LOOP_BYTES = 2**24
+"""More than this is checksummed in a thread, so that the loop lives on."""
+
+
+class PutResult(Enum):
+    """What a put did."""
+
+    CREATED = "created"
+    EXISTS = "exists"
+    """There was an object under the key; it stays as it is. Not with ``upsert``."""
+    REPLACED = "replaced"
+    """A new version took the place of an old one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PutOptions:
+    """How objects are kept."""
+
+    replicas: int = 1
+    """Copies, each on another host; fewer if there are not so many, and then repaired later."""
+    preferred: Sequence[str] = ()
+    """Names of hosts to try first."""
+    same_machine: bool = False
+    """Try hosts of our machine first."""
+    upsert: bool = False
+    """Replace an object of the same key; readers of the old version are not disturbed."""
+    soft_pin_s: float = 0.0
+    """Evicted only after what is not pinned, for so long."""
+    hard_pin: bool = False
+    """Never evicted."""
+    wait_s: float | None = None
+    """How long to wait for space; None = as configured, which is also the most."""
+
+
+DEFAULT_OPTIONS = PutOptions()
+
+
+_OUTCOMES = {
+    CommitStatus.CREATED: PutResult.CREATED,
+    CommitStatus.EXISTS: PutResult.EXISTS,
+    CommitStatus.REPLACED: PutResult.REPLACED,
+}
+OUTCOMES = [_OUTCOMES.get(status) for status in CommitStatus]
+"""By status; None: to be tried again."""
+Views = Sequence[npt.NDArray[np.uint8]]
+
+
+class Items(NamedTuple):
+    """Objects to put: columns."""
+
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    singles: Sequence[Part] = ()
+    """The only part of each; empty if some have several, or none."""
+    several: Sequence[Sequence[Part]] = ()
+    """The parts of each, unless they are ``singles``."""
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[str], sizes: Sequence[int], parts: Sequence[Sequence[Part]]
+    ) -> "Items":
+        """Return objects of any number of parts."""
+        if set(map(len, parts)) == {1}:
+            return cls(keys, sizes, [part for (part,) in parts])
+        return cls(keys, sizes, several=parts)
+
+    def list_parts(self, i: int) -> Sequence[Part]:
+        """Return those of one object."""
+        return [self.singles[i]] if self.singles else self.several[i]
+
+
+@dataclass(slots=True)
+class Sources:
+    """What is computed of objects before they are written: columns."""
+
+    checksums: list[int] = field(default_factory=list)
+    tables: bytes = b""
+    """Of all, one after the other."""
+    value_at: list[int] = field(default_factory=list)
+    """Where the value begins in its extent."""
+    handles: list[Any] = field(default_factory=list)
+    """Of the memory that a value is in, if each is in one piece; else empty."""
+    local_at: list[int] = field(default_factory=list)
+    """Where in that memory."""
+
+    def take(self, sizes: Sequence[int], chosen: Sequence[int]) -> tuple[list[int], bytes]:
+        """Return checksums and tables of some; ``sizes`` of all."""
+        if len(chosen) == len(self.checksums):
+            return self.checksums, self.tables
+        ends = list(itertools.accumulate(4 * n for n in layout.count_chunks_each(sizes)))
+        begins = [0, *ends]
+        tables = b"".join(self.tables[begins[i] : ends[i]] for i in chosen)
+        return [self.checksums[i] for i in chosen], tables
+
+
+def is_inline(sizes: Sequence[int], config: StoreConfig) -> bool:
+    """Whether values are small enough to travel with the request."""
+    return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
+
+
+def _lost() -> PeerLostError:
+    return PeerLostError(
+        "store.put", f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
+    )
+
+
+class ObjectWriter:
+    """The puts of one client."""
+
+    def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
+        self._calls = calls
+        self._port = port
+        self._usual: dict[str, UsualTime] = {}
+        """By address of a host: how long writes of ``WORK_BYTES`` take."""
+
+    async def put_inline(
+        self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
+    ) -> "list[PutResult | TandemError]":
+        """Put small values with the request itself; results as ``put_items``."""
+        deadline_s = self._calls.deadline_s()
+        sizes = [sum(view.size for view in parts) for parts in views]
+        blob = b"".join([view.data for parts in views for view in parts])
+        checksums = checksum_blob(blob, sizes, layout.CHUNK_BYTES)
+        results: list[PutResult | None] = [None] * len(keys)
+        for _ in range(MAX_ATTEMPTS):
+            left = [i for i, result in enumerate(results) if result is None]
+            if not left:
+                break
+            is_whole = len(left) == len(keys)
+            ends = [] if is_whole else list(itertools.accumulate(sizes))
+            flags = await self._put_inline_once(
+                [keys[i] for i in left],
+                [sizes[i] for i in left],
+                [checksums[i] for i in left],
+                blob if is_whole else b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left),
+                options,
+                deadline_s,
+            )
+            for i, flag in zip(left, flags, strict=True):
+                results[i] = OUTCOMES[flag]
+        return [_lost() if result is None else result for result in results]
+
+    async def _put_inline_once(
+        self,
+        keys: list[str],
+        sizes: list[int],
+        checksums: list[int],
+        blob: bytes,
+        options: PutOptions,
+        deadline_s: float,
+    ) -> bytes:
+        first_id, settled_below = self._calls.ids.ask(len(keys))
+        wait_ms = self._wait_ms(options)
+        try:
+            answer = await self._calls.call(
+                "put_inline",
+                PutInline(
+                    first_put_id=first_id,
+                    keys=keys,
+                    sizes=sizes,
+                    checksums=checksums,
+                    blob=blob,
+                    settled_below=settled_below,
+                    wait_ms=wait_ms,
+                    **self._read_options(options),
+                ),
+                KeyBytes,
+                deadline_s,
+                extra_s=wait_ms / 1e3,
+            )
+        finally:
+            self._calls.ids.settle(first_id)
+        return answer.flags
+
+    def _read_options(self, options: PutOptions) -> dict[str, Any]:
+        """Return what a ``StartPut`` says of how its objects are kept."""
+        check_replicas(options.replicas)
+        check_keys(options.preferred, field="preferred")
+        return {
+            "replicas": options.replicas,
+            "preferred": list(options.preferred),
+            "machine": self._calls.machine if options.same_machine else "",
+            "upsert": options.upsert,
+            "hard_pin": options.hard_pin,
+            "soft_pin_ms": to_ms(options.soft_pin_s, "soft_pin_s", most_ms=MAX_SOFT_PIN_MS),
+        }
+
+    def _wait_ms(self, options: PutOptions) -> int:
+        most_ms = self._calls.config.put_wait_ms
+        return (
+            most_ms if options.wait_s is None else to_ms(options.wait_s, "wait_s", most_ms=most_ms)
+        )
+
+    async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
+        """Put all of them; one result each, an error being one."""
+        deadline_s = self._calls.deadline_s()
+        results: list[PutResult | TandemError | None] = [None] * len(items.keys)
+        sources = Sources()  # Made while the master is asked for the first time.
+        left: Sequence[int] = range(len(results))
+        for attempt in range(MAX_ATTEMPTS):
+            if not left:
+                break
+            await self._put_once(items, sources, left, options, results, deadline_s, attempt)
+            left = [i for i, result in enumerate(results) if result is None]
+        return [_lost() if result is None else result for result in results]
+
+    async def _prepare(self, items: Items, sources: Sources) -> None:
+        """Compute what is to be known of the objects, unless that is done."""
+        if sources.checksums:
+            return
+        keys, sizes, singles, _ = items
+        places = [part.offset for part in singles]
+        buffers = {part.buffer for part in singles}
+
+        def compute() -> tuple[list[int], bytes]:
+            if len(buffers) != 1:
+                views_of = ([part.view for part in items.list_parts(i)] for i in range(len(keys)))
+                tables = [make_table(views) for views in views_of]
+                return [checksum_table(table) for table in tables], b"".join(tables)
+            (buffer,) = buffers
+            offsets, lengths = (np.array(column, dtype=np.uint64) for column in (places, sizes))
+            return checksum_values(buffer.array, offsets, lengths, layout.CHUNK_BYTES)
+
+        made = await self._calls.compute(compute) if sum(sizes) > OFF_LOOP_BYTES else compute()
+        sources.checksums, sources.tables = made
+        sources.value_at = locate_values(keys, sizes)
+        if singles and all(sizes):
+            sources.handles = [part.buffer.handle for part in singles]
+            sources.local_at = places
+
+    async def _put_once(
+        self,
+        items: Items,
+        sources: Sources,
+        left: Sequence[int],
+        options: PutOptions,
+        results: "list[PutResult | TandemError | None]",
+        deadline_s: float,
+        attempt: int,
+    ) -> None:
+        """Try the objects ``left``; those without a result may be tried again."""
+        first_id = self._calls.ids.take(len(left))
+        wait_ms = self._wait_ms(options)
+        request = StartPut(
+            first_put_id=first_id,
+            keys=[items.keys[i] for i in left],
+            sizes=[items.sizes[i] for i in left],
+            wait_ms=wait_ms,
+            **self._read_options(options),
+        )
+        started, _ = await self._calls.call_while(
+            self._prepare(items, sources),
+            "start_put",
+            request,
+            StartedPut,
+            deadline_s,
+            give_back=lambda started: self._give_up(first_id, started, []),
+            extra_s=wait_ms / 1e3,
+        )
+        if len(started.statuses) != len(left):
+            raise InternalError("store.put", "an answer for another number of objects")
+        granted = left
+        if any(started.statuses):
+            granted = [i for i, status in zip(left, started.statuses, strict=True) if not status]
+            for i, status in zip(left, started.statuses, strict=True):
+                if status == StartStatus.EXISTS:
+                    results[i] = PutResult.EXISTS
+        if not granted:
+            return
+        checksums, tables = sources.take(items.sizes, granted)
+        commit = CommitPut(
+            first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
+        )
+        try:
+            failed = await self._write(items, sources, left, started, deadline_s, attempt)
+        except BaseException:
+            # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
+            self._give_up(first_id, started, [endpoint.host for endpoint in started.endpoints])
+            raise
+        commit.failed_hosts.extend(failed)
+        answer = await self._calls.call("commit_put", commit, KeyBytes, deadline_s)
+        for i, flag in zip(granted, answer.flags, strict=True):
+            results[i] = OUTCOMES[flag]
+
+    def _give_up(self, first_id: int, started: StartedPut, failed_hosts: list[int]) -> None:
+        """Say that nothing will be sealed; bytes may yet arrive at the hosts that are named."""
+        if not started.grant:
+            return
+        commit = CommitPut(first_put_id=first_id, grant=started.grant, failed_hosts=failed_hosts)
+        # If it does not come, the put expires by itself.
+        self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
+
+    async def _write(
+        self,
+        items: Items,
+        sources: Sources,
+        left: Sequence[int],
+        started: StartedPut,
+        deadline_s: float,
+        attempt: int,
+    ) -> set[int]:
+        """Write all objects to all their hosts; returns the hosts where it did not succeed."""
+        endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
+        pieces = {
+            place.host: _list_pieces(items, sources, left, place, endpoints[place.host].write_base)
+            for place in started.places
+        }
+        # A write may take as long as the master lets a put be unfinished, and no longer.
+        put_s = self._calls.clock.now_s() + self._calls.config.put_timeout_ms / 1e3
+        until_s = min(put_s, deadline_s)
+        hosts = [host for host in endpoints if pieces.get(host)]
+        outcomes = await self._calls.gather(
+            *(self._write_to(endpoints[host], pieces[host], until_s, attempt) for host in hosts)
+        )
+        failed: set[int] = set()
+        for host, outcome in zip(hosts, outcomes, strict=True):
+            # Of the caller's memory: no other host would take it either.
+            if isinstance(outcome, TandemError) and not isinstance(outcome, CALLER_ERRORS):
+                logger.info("event=write_failed host=%s reason=%s", endpoints[host].name, outcome)
+                failed.add(host)
+            elif outcome is not None:
+                raise outcome
+        return failed
+
+    async def _write_to(
+        self, endpoint: Endpoint, pieces: list[Piece], until_s: float, attempt: int
+    ) -> None:
+        """Write to one host; the last attempt waits for it as long as it may, others do not."""
+        # Taken here: a client that blocks writes to one host after the other.
+        begin_s = self._calls.clock.now_s()
+        work = 1 + sum(length for *_, length in pieces) / WORK_BYTES
+        usual = self._usual.setdefault(endpoint.address, UsualTime())
+        timeout_s = until_s - begin_s
+        if attempt < MAX_ATTEMPTS - 1:
+            patience_s = usual.multiply(PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=timeout_s)
+            timeout_s = min(timeout_s, patience_s * work * 2**attempt)
+        if timeout_s <= 0:
+            raise DeadlineError("store.put", f"no time is left to write to {endpoint.name}")
+        await self._port.write(endpoint, pieces, timeout_s)
+        usual.note((self._calls.clock.now_s() - begin_s) / work)
+
+
+def _list_pieces(
+    items: Items,
+    sources: Sources,
+    left: Sequence[int],
+    place: HostExtents,
+    base: int,
+) -> list[Piece]:
+    """Return what is to be written to one host."""
+    if sources.handles and place.objects == list(range(len(items.keys))):
+        at = [base + n + m for n, m in zip(place.offsets, sources.value_at, strict=True)]
+        return list(zip(sources.handles, sources.local_at, at, items.sizes, strict=True))
+    pieces: list[Piece] = []
+    for position, extent_at in zip(place.objects, place.offsets, strict=True):
+        i = left[position]
+        at = base + extent_at + sources.value_at[i]
+        for part in items.list_parts(i):
+            length = part.nbytes
+            if length:
+                pieces.append((part.buffer.handle, part.offset, at, length))
+                at += length
+    return pieces

@@ -1,0 +1,37 @@
+"""Which process is the master of a store, and what outlives each master: the roster.
+
+Other folders import from here alone, and what needs etcd from ``etcd.py`` and ``etcd_roster.py``
+where it is used.
+"""
+
+from tandem.store.election.campaign import Campaign
+from tandem.store.election.election import Holder
+from tandem.store.election.leader import PROBE_TIMEOUT_S, LeaderClient
+from tandem.store.election.roster import (
+    Member,
+    MemoryRosterStore,
+    Roster,
+    RosterStore,
+    RosterWriter,
+    Tombstone,
+    Tombstones,
+)
+from tandem.store.election.roster_file import FileRosterStore
+from tandem.store.election.seat import MasterSeat, Term
+
+__all__ = [
+    "PROBE_TIMEOUT_S",
+    "Campaign",
+    "FileRosterStore",
+    "Holder",
+    "LeaderClient",
+    "MasterSeat",
+    "Member",
+    "MemoryRosterStore",
+    "Roster",
+    "RosterStore",
+    "RosterWriter",
+    "Term",
+    "Tombstone",
+    "Tombstones",
+]

@@ -1,0 +1,166 @@
+"""Leadership kept in etcd v3, by the JSON gateway that every etcd serves beside gRPC.
+
+Two keys under a prefix: ``leader``, bound to a lease, holds address and epoch of the leader;
+``epoch`` counts the terms and is never deleted. Both are written by one transaction, which fails
+if there is a leader or the count has moved. (The revision of etcd itself would do as an epoch as
+well, but is shared with all that lives in that etcd, and versions of objects hold the epoch in 23
+bits.) Reads are linearizable, etcd's default.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.clock import Clock
+from tandem.core.errors import ConflictError, CorruptionError, UnsupportedError
+from tandem.store.config import StoreElectionConfig
+from tandem.store.election.campaign import Claim
+from tandem.store.election.election import Holder
+from tandem.store.election.etcd_gateway import (
+    EtcdGateway,
+    Id,
+    KeyValue,
+    Txn,
+    decode_value,
+    encode,
+    encode_bytes,
+)
+
+__all__ = ["LEADER_KEY", "EtcdBackend", "encode_leader"]
+
+LEADER_KEY = "leader"
+"""Under the prefix of the store."""
+
+
+class _Granted(msgspec.Struct):
+    lease: Id = msgspec.field(name="ID")
+    ttl: Id = msgspec.field(name="TTL", default="0")
+
+
+class _KeptAlive(msgspec.Struct):
+    ttl: Id = msgspec.field(name="TTL", default="0")
+
+
+class _KeepAlive(msgspec.Struct):
+    result: _KeptAlive
+
+
+class _Leader(msgspec.Struct, forbid_unknown_fields=False):
+    address: Annotated[str, Meta(max_length=1000)]
+    epoch: Annotated[int, Meta(ge=1, lt=2**62)]
+
+
+class EtcdBackend(EtcdGateway):
+    """An ``ElectionBackend``. An async context manager.
+
+    What may have been carried out by an endpoint that did not answer is recognised, since it bears
+    our lease.
+
+    Raises: as ``EtcdGateway``.
+    """
+
+    def __init__(self, config: StoreElectionConfig, *, clock: Clock) -> None:
+        super().__init__(config, clock=clock)
+        self._lease = ""
+        """Of our leadership, or attempt at it; empty for none."""
+        self._leader_key = self.key(LEADER_KEY)
+        self._epoch_key = self.key("epoch")
+
+    async def observe(self, timeout_s: float) -> Holder | None:
+        """See ``ElectionBackend``."""
+        pair = await self.read(self._leader_key, self.deadline_s(timeout_s))
+        return None if pair is None else _decode_leader(pair)
+
+    async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
+        """See ``ElectionBackend``.
+
+        Raises: ConflictError if somebody counted in the same moment: try again.
+        """
+        deadline_s = self.deadline_s(timeout_s)
+        self._lease = ""
+        granted = await self.post("lease/grant", {"TTL": ttl_s}, _Granted, deadline_s)
+        if int(granted.ttl) < ttl_s:
+            raise UnsupportedError(
+                "store.election", f"etcd granted {granted.ttl} s of {ttl_s}", field="ttl_s"
+            )
+        self._lease = granted.lease
+        counted = await self.read(self._epoch_key, deadline_s)
+        last = 0 if counted is None else _decode_epoch(counted)
+        ours = Holder(address, max(last, min_epoch) + 1)
+        answer = await self.post("kv/txn", self._describe_claim(ours, counted), Txn, deadline_s)
+        if answer.succeeded:
+            return Claim(ours, is_ours=True)
+        held = [pair for response in answer.responses for pair in response.response_range.kvs]
+        if held and held[0].lease == self._lease:
+            # An earlier copy of the request was carried out by an endpoint that did not answer.
+            return Claim(_decode_leader(held[0]), is_ours=True)
+        await self.release(deadline_s - self._clock.now_s())
+        if held:
+            return Claim(_decode_leader(held[0]), is_ours=False)
+        raise ConflictError("store.election", "another candidate was quicker: try again")
+
+    def _describe_claim(self, ours: Holder, counted: KeyValue | None) -> dict[str, Any]:
+        return {
+            "compare": [
+                {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},
+                {
+                    "key": self._epoch_key,
+                    "target": "MOD",
+                    "mod_revision": "0" if counted is None else counted.mod_revision,
+                },
+            ],
+            "success": [
+                {
+                    "request_put": {
+                        "key": self._leader_key,
+                        "value": encode_leader(ours),
+                        "lease": self._lease,
+                    }
+                },
+                {"request_put": {"key": self._epoch_key, "value": encode(str(ours.epoch))}},
+            ],
+            "failure": [{"request_range": {"key": self._leader_key}}],
+        }
+
+    async def renew(self, timeout_s: float) -> bool:
+        """See ``ElectionBackend``."""
+        deadline_s = self.deadline_s(timeout_s)
+        if not self._lease:
+            return False
+        kept = await self.post("lease/keepalive", {"ID": self._lease}, _KeepAlive, deadline_s)
+        if int(kept.result.ttl) <= 0:
+            return False
+        # The lease may live while an operator, or a restored backup, has removed the key.
+        pair = await self.read(self._leader_key, deadline_s)
+        return pair is not None and pair.lease == self._lease
+
+    async def release(self, timeout_s: float) -> None:
+        """See ``ElectionBackend``."""
+        lease, self._lease = self._lease, ""
+        if lease:
+            deadline_s = self.deadline_s(timeout_s)
+            await self.post("lease/revoke", {"ID": lease}, dict, deadline_s, absent={})
+
+
+def encode_leader(holder: Holder) -> str:
+    """Return what stands under the leader's key in its term; of no other term."""
+    return encode_bytes(msgspec.json.encode(_Leader(holder.address, holder.epoch)))
+
+
+def _decode_leader(pair: KeyValue) -> Holder:
+    value = decode_value(pair)
+    try:
+        leader = msgspec.json.decode(value, type=_Leader)
+    except msgspec.MsgspecError as error:
+        raise CorruptionError(
+            "store.election", f"the leader's key holds {value[:80]!r}: {error}"
+        ) from None
+    return Holder(leader.address, leader.epoch)
+
+
+def _decode_epoch(pair: KeyValue) -> int:
+    value = decode_value(pair)
+    if not value.isdigit() or len(value) > 18:
+        raise CorruptionError("store.election", f"the epoch's key holds {value[:80]!r}, no number")
+    return int(value)

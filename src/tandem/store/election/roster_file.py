@@ -1,0 +1,134 @@
+"""The membership of a store with a single master: two files beside its socket.
+
+Format: docs/design/store_roster.md. The roster is replaced as a whole, tombstones are appended.
+Every line is there twice, under a checksum. One process at a time writes: the one that serves the
+socket.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+
+from tandem.core.errors import InternalError
+from tandem.store.damage import DamageList
+from tandem.store.election.roster import Batch, Roster, SavedRoster, Tombstone
+from tandem.store.formats.headers import pack_line, parse_lines
+
+__all__ = ["FileRosterStore"]
+
+
+class FileRosterStore:
+    """A ``RosterStore`` in files ``members.NAME`` and ``tombstones.NAME`` of a folder of ours.
+
+    Args:
+        folder: of ours alone.
+        name: of the master, as part of a file name.
+        damage: told of what does not hold together; None: the log alone.
+    """
+
+    def __init__(self, folder: Path, name: str, damage: DamageList | None = None) -> None:
+        self._folder = folder
+        self._members = folder / f"members.{name}"
+        self._tombstones = folder / f"tombstones.{name}"
+        self._damage = DamageList() if damage is None else damage
+
+    async def load(self) -> SavedRoster:
+        """See ``RosterStore``. Raises also: UnsupportedError if a later version wrote it."""
+        return await asyncio.to_thread(self._load)
+
+    async def save(self, roster: Roster) -> None:
+        """See ``RosterStore``."""
+        line = pack_line(msgspec.json.encode(roster))
+        await asyncio.to_thread(self._replace, self._members, line)
+
+    async def add(self, batch: Batch) -> None:
+        """See ``RosterStore``."""
+        await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
+
+    async def drop(self, below: int) -> None:
+        """See ``RosterStore``."""
+        await asyncio.to_thread(self._drop, below)
+
+    def _load(self) -> SavedRoster:
+        lines = self._read_lines(self._members, "roster")
+        tombstones = self._load_tombstones()
+        if lines is None:
+            return SavedRoster(None, tombstones, is_new=True)
+        try:
+            return SavedRoster(msgspec.json.decode(lines[0], type=Roster), tombstones)
+        except (IndexError, msgspec.MsgspecError) as error:
+            self._damage.note("roster", f"{self._members}: no copy can be read: {error}")
+            return SavedRoster(None, tombstones)
+
+    def _load_tombstones(self) -> list[Batch]:
+        batches: list[Batch] = []
+        for line in self._read_lines(self._tombstones, "tombstones") or []:
+            try:
+                batches.append(msgspec.json.decode(line, type=tuple[int, list[Tombstone]]))
+            except msgspec.MsgspecError as error:
+                self._damage.note("tombstones", f"{self._tombstones}: {error}")
+        return batches
+
+    def _read_lines(self, path: Path, name: str) -> list[bytes] | None:
+        """Return what a file says; None if there is none. What lacks a copy is made anew."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _describe(path, error) from None
+        bodies, num_damaged = parse_lines(data, str(path))
+        if num_damaged:
+            self._damage.note(name, f"{num_damaged} lines of {path}")
+        whole = b"".join(map(pack_line, bodies))
+        if bodies and data != whole:
+            self._replace(path, whole)
+        return bodies
+
+    def _append(self, lines: bytes) -> None:
+        try:
+            is_made = not self._tombstones.exists()
+            with self._tombstones.open("ab") as file:
+                begin = file.tell()
+                try:
+                    file.write(lines)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    # Half a line would look like damage; what stays is read as torn.
+                    os.truncate(self._tombstones, begin)
+                    raise
+            if is_made:
+                self._sync_folder()
+        except OSError as error:
+            raise _describe(self._tombstones, error) from None
+
+    def _drop(self, below: int) -> None:
+        kept = [batch for batch in self._load_tombstones() if batch[0] >= below]
+        lines = (pack_line(msgspec.json.encode(batch)) for batch in kept)
+        self._replace(self._tombstones, b"".join(lines))
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            with draft.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            self._sync_folder()
+        except OSError as error:
+            raise _describe(path, error) from None
+
+    def _sync_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _describe(path: Path, error: OSError) -> InternalError:
+    return InternalError("store.roster", f"{path}: {error.strerror or error}")

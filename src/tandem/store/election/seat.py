@@ -1,0 +1,193 @@
+"""A master's place in a process: filled while the process leads, empty otherwise.
+
+Whatever is called goes through the seat, which answers only while the term holds: asked before,
+so that nothing begins late, and again after, so that nothing is acknowledged late. Each term has a
+master of its own; what an earlier one knew is never used again. Knows no socket.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from tandem.core.errors import PeerLostError, TandemError
+from tandem.store.election.campaign import Campaign
+from tandem.store.messages import LeaderAnswer
+from tandem.store.metrics import StoreCounters
+from tandem.store.sessions import Caller
+
+__all__ = ["MasterSeat", "SeatedMaster", "Term"]
+
+logger = logging.getLogger(__name__)
+
+
+class Term(Protocol):
+    """The time for which a master was elected; see ``Campaign``."""
+
+    def holds(self) -> bool:
+        """Whether it goes on."""
+        ...
+
+    def resign(self, *, min_epoch: int) -> None:
+        """End it, for one of an epoch above ``min_epoch``."""
+        ...
+
+
+class SeatedMaster(Protocol):
+    """What a seat needs of a master; see ``StoreMaster``."""
+
+    @property
+    def epoch(self) -> int:
+        """Of its term; 0: of one that nobody can call."""
+        ...
+
+    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
+        """Return what hosts and clients may call."""
+        ...
+
+    def start(self) -> None:
+        """Begin the work behind."""
+        ...
+
+    async def aclose(self) -> None:
+        """End all tasks."""
+        ...
+
+    def on_caller_lost(self, caller: Caller) -> None:
+        """A session has ended."""
+        ...
+
+
+M = TypeVar("M", bound=SeatedMaster)
+
+
+class _SeatTerm:
+    """One term: over for good when it is, though there may be later ones."""
+
+    def __init__(self, seat: "MasterSeat[Any]", campaign: Campaign, epoch: int) -> None:
+        self._seat = seat
+        self._campaign = campaign
+        self._epoch = epoch
+
+    def holds(self) -> bool:
+        return self._seat.master.epoch == self._epoch and self._campaign.holds()
+
+    def resign(self, *, min_epoch: int) -> None:
+        if self.holds():
+            self._campaign.resign(min_epoch=min_epoch)
+
+
+class MasterSeat(Generic[M]):
+    """Serves a master, or says who does. All calls from one event loop.
+
+    Args:
+        make_master: makes the master of an epoch, with its term (None: for good) and the counters
+            of all terms.
+        end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
+    """
+
+    def __init__(
+        self,
+        make_master: "Callable[[int, Term | None, StoreCounters], M]",
+        *,
+        end_sessions: Callable[[TandemError], None],
+    ) -> None:
+        self.counters = StoreCounters()
+        self.campaign: Campaign | None = None
+        """None: a single master, which always leads."""
+        self._make = make_master
+        self._end_sessions = end_sessions
+        self._closing: set[asyncio.Task[None]] = set()
+        self.master = self._make_master(0)
+        """While nobody sits here, one of epoch 0, empty, that nobody can call."""
+        self._handlers: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it may serve now."""
+        return self.master.epoch > 0 and (self.campaign is None or self.campaign.holds())
+
+    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
+        """Return what hosts and clients may call, over all terms; see ``StoreMaster.methods``."""
+        table: list[tuple[str, Callable[..., Any], type, type]] = [
+            ("leader", self._leader, type(None), LeaderAnswer)
+        ]
+        for name, handler, request, response in self.master.methods():
+            is_async = asyncio.iscoroutinefunction(handler)
+            serve = self._serve if is_async else self._serve_plain
+            table.append((name, _bind(serve, name, is_async=is_async), request, response))
+        return table
+
+    def take(self, epoch: int) -> None:
+        """Begin a term. For ``Campaign``, or once and for all."""
+        self.master = self._make_master(epoch)
+        self._handlers = {name: handler for name, handler, *_ in self.master.methods()}
+        self.counters.terms += 1
+        self.master.start()
+
+    def leave(self) -> None:
+        """End the term, if there is one. For ``Campaign``."""
+        master = self.master
+        if master.epoch == 0:
+            return
+        self._handlers.clear()
+        self.master = self._make_master(0)
+        closing = asyncio.get_running_loop().create_task(master.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._end_sessions(self._describe())
+
+    def on_caller_lost(self, caller: Caller) -> None:
+        """See ``StoreMaster``."""
+        self.master.on_caller_lost(caller)
+
+    async def aclose(self) -> None:
+        """End the master's tasks."""
+        await self.master.aclose()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _make_master(self, epoch: int) -> M:
+        term = None if self.campaign is None else _SeatTerm(self, self.campaign, epoch)
+        return self._make(epoch, term, self.counters)
+
+    def _leader(self, _: Caller, __: None) -> LeaderAnswer:
+        if self.is_leader:
+            return LeaderAnswer(is_leader=True, epoch=self.master.epoch)
+        leader = None if self.campaign is None else self.campaign.leader
+        if leader is None:
+            return LeaderAnswer(is_leader=False)
+        return LeaderAnswer(is_leader=False, address=leader.address, epoch=leader.epoch)
+
+    def _describe(self) -> PeerLostError:
+        leader = None if self.campaign is None else self.campaign.leader
+        who = "nobody that is known" if leader is None else leader.address
+        return PeerLostError("store.leader", f"this master does not lead; {who} does")
+
+    async def _serve(self, name: str, caller: Caller, request: Any) -> Any:
+        self._check_leads()
+        master = self.master
+        answer = await self._handlers[name](caller, request)
+        self._check_leads(master)
+        return answer
+
+    def _serve_plain(self, name: str, caller: Caller, request: Any) -> Any:
+        self._check_leads()
+        answer = self._handlers[name](caller, request)
+        self._check_leads()
+        return answer
+
+    def _check_leads(self, master: M | None = None) -> None:
+        if not self.is_leader or (master is not None and master is not self.master):
+            raise self._describe()
+
+
+def _bind(serve: Callable[..., Any], name: str, *, is_async: bool) -> Callable[..., Any]:
+    """Return ``serve`` for one method; a coroutine function if it is one, which rpc looks at."""
+    if not is_async:
+        return functools.partial(serve, name)
+
+    async def bound(caller: Caller, request: Any) -> Any:
+        return await serve(name, caller, request)
+
+    return bound

@@ -1,0 +1,140 @@
+"""How objects lie on a disk: the files of docs/design/store_formats.md, as functions of bytes.
+
+A record is an extent of a segment, header included, at a multiple of 4 KiB, so that table and value
+need no second checksum: the object's own covers them. Pure; knows no file.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tandem.core.errors import CorruptionError
+from tandem.store.formats import layout
+from tandem.store.formats.headers import (
+    HEAD_BYTES,
+    ExtentHeader,
+    checksum_bytes,
+    pack_head,
+    pack_object,
+    parse_head,
+    parse_object,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "FOLDER_MAGIC",
+    "HEAD_BYTES",
+    "ID_BYTES",
+    "Record",
+    "pack_bucket_head",
+    "pack_index",
+    "pack_record",
+    "parse_bucket_head",
+    "parse_folder_id",
+    "parse_index",
+    "parse_record",
+    "record_bytes",
+]
+
+ALIGNMENT = 4096
+"""Of records, for O_DIRECT."""
+FOLDER_MAGIC = b"TANDSSD\0"
+ID_BYTES = 16
+"""Of a folder; these are all fields of its head."""
+BUCKET_MAGIC = b"TANDBKT\0"
+BUCKET = struct.Struct("<IQQ16s")  # alignment, file bytes, number, folder id
+INDEX_MAGIC = b"TANDIDX\0"
+INDEX = struct.Struct("<QQI")  # number, records, CRC-32C of them
+POSITION = struct.Struct("<Q")
+
+
+class Record(NamedTuple):
+    """Where an object lies on the disk, and what its header says."""
+
+    bucket: int
+    position: int
+    header: ExtentHeader
+
+    @property
+    def length(self) -> int:
+        """Bytes in the bucket, padding included."""
+        return record_bytes(len(self.header.key.encode()), self.header.size)
+
+
+def record_bytes(key_bytes: int, value_bytes: int) -> int:
+    """Return the length of a record, a multiple of ``ALIGNMENT``."""
+    whole = layout.value_offset(key_bytes, value_bytes) + value_bytes
+    return whole + ALIGNMENT - 1 & -ALIGNMENT
+
+
+def pack_bucket_head(number: int, file_bytes: int, folder_id: bytes) -> bytes:
+    """Return the first ``HEAD_BYTES`` of a bucket file."""
+    return pack_head(BUCKET_MAGIC, BUCKET.pack(ALIGNMENT, file_bytes, number, folder_id))
+
+
+def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
+    """Check the first bytes of a bucket file; returns whether one copy of its head is damaged.
+
+    Raises: CorruptionError if they are none, or another bucket's; UnsupportedError (version).
+    """
+    head = parse_head(data, BUCKET_MAGIC, BUCKET.size, f"bucket {number}")
+    alignment, _, stored_number, stored_id = BUCKET.unpack(head.copies[0])
+    if (alignment, stored_number, stored_id) != (ALIGNMENT, number, folder_id):
+        raise CorruptionError("store.disk", f"the head of bucket {number} is not its own")
+    return head.is_damaged
+
+
+def parse_folder_id(data: bytes) -> bytes:
+    """Return the folder that a bucket belongs to, from its first bytes.
+
+    Raises: CorruptionError, UnsupportedError.
+    """
+    return BUCKET.unpack(parse_head(data, BUCKET_MAGIC, BUCKET.size, "a bucket").copies[0])[3]
+
+
+def pack_record(record: Record) -> bytes:
+    """Return what stands before the table: header and key, padded."""
+    text = pack_object(record.header, record.bucket, record.position)
+    return text.ljust(layout.table_offset(len(text) - layout.HEADER_BYTES), b"\0")
+
+
+def parse_record(data: Any, bucket: int, position: int) -> Record:
+    """Read the header and key that ``data`` begins with.
+
+    Raises: CorruptionError if there are none that hold together, or another place's.
+    """
+    header = parse_object(data, 0, bucket, position)
+    if header is None:
+        raise CorruptionError("store.disk", f"no record at {position} of bucket {bucket}")
+    return Record(bucket, position, header)
+
+
+def pack_index(number: int, records: Sequence[Record]) -> bytes:
+    """Return the file that says what a full bucket holds."""
+    body = b"".join(POSITION.pack(r.position) + pack_record(r) for r in records)
+    return pack_head(INDEX_MAGIC, INDEX.pack(number, len(records), checksum_bytes(body))) + body
+
+
+def parse_index(data: bytes, number: int) -> list[Record]:
+    """Read the index of a bucket.
+
+    Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
+    """
+    head = parse_head(data, INDEX_MAGIC, INDEX.size, f"the index of bucket {number}")
+    if head.is_damaged:  # The bucket says the same, and then there is a whole index again.
+        raise CorruptionError("store.disk", f"the head of the index of bucket {number} is damaged")
+    stored_number, count, crc = INDEX.unpack(head.copies[0])
+    body = data[HEAD_BYTES:]
+    if stored_number != number or crc != checksum_bytes(body):
+        raise CorruptionError("store.disk", f"the index of bucket {number} is damaged")
+    records: list[Record] = []
+    view, at = memoryview(body), 0
+    for _ in range(count):
+        if at + POSITION.size > len(view):
+            raise CorruptionError("store.disk", f"the index of bucket {number} is too short")
+        (position,) = POSITION.unpack_from(view, at)
+        at += POSITION.size
+        record = parse_record(view[at:], number, position)
+        records.append(record)
+        at += layout.table_offset(len(record.header.key.encode()))
+    return records

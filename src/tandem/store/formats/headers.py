@@ -1,0 +1,232 @@
+"""The one codec of what a store believes from files: heads, headers of objects, graves, lines.
+
+Format: docs/design/store_formats.md, whose version ``FORMAT`` is. Everything is under a CRC-32C
+that is checked before any field is looked at, so that a flipped bit is never a size, an epoch or a
+later version. Pure; knows no file.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandem._native import crc32c, pack_header, parse_header
+from tandem.core.errors import CorruptionError, UnsupportedError
+from tandem.store.formats.layout import VERSION_BITS
+
+__all__ = [
+    "COPIES_AT",
+    "FORMAT",
+    "HEAD_BYTES",
+    "MAX_EPOCH",
+    "ExtentHeader",
+    "Grave",
+    "Head",
+    "checksum_bytes",
+    "pack_graves",
+    "pack_head",
+    "pack_line",
+    "pack_object",
+    "parse_graves",
+    "parse_head",
+    "parse_lines",
+    "parse_object",
+]
+
+FORMAT = 2
+HEAD_BYTES = 4096
+"""Of the head of a file, copies and padding included."""
+COPIES_AT = (0, 2048)
+"""A head is there twice: a process that dies while it writes one leaves the other."""
+HEAD = struct.Struct("<8sII")  # magic, format, bytes of the fields
+GRAVE = struct.Struct("<QQ")  # version, bucket
+GRAVE_COPIES = 2
+LINE_COPIES = 2
+CRC = struct.Struct("<I")
+MAX_EPOCH = 2 ** (63 - VERSION_BITS) - 1
+"""What a version has room for."""
+
+
+def checksum_bytes(*parts: bytes) -> int:
+    """Return the CRC-32C of all parts in order."""
+    crc = 0
+    for part in parts:
+        if part:
+            crc = crc32c(np.frombuffer(part, dtype=np.uint8), crc)
+    return crc
+
+
+# Heads of files.
+
+
+class Head(NamedTuple):
+    """What the head of a file says."""
+
+    copies: list[bytes]
+    """The fields of each copy that holds together, one at least. They differ if a process died
+    between writing one and the other."""
+    is_damaged: bool
+    """The other copy does not hold together, and was written."""
+
+
+def pack_head(magic: bytes, fields: bytes) -> bytes:
+    """Return the first ``HEAD_BYTES`` of a file."""
+    begin = HEAD.pack(magic, FORMAT, len(fields)) + fields
+    copy = begin + CRC.pack(checksum_bytes(begin))
+    first, second = COPIES_AT
+    return (copy.ljust(second - first, b"\0") + copy).ljust(HEAD_BYTES, b"\0")
+
+
+def parse_head(data: bytes, magic: bytes, num_bytes: int, what: str) -> Head:
+    """Read the head of a file.
+
+    Args:
+        data: the file, or its beginning.
+        magic: of its kind.
+        num_bytes: of the fields.
+        what: the file, for errors.
+
+    Raises: CorruptionError if neither copy holds together, or the file is of another kind;
+        UnsupportedError (a later version).
+    """
+    copies: list[bytes] = []
+    num_unwritten = 0
+    for at in COPIES_AT:
+        begin = data[at : at + HEAD.size]
+        if not begin.strip(b"\0"):
+            num_unwritten += 1
+            continue
+        fields = _parse_copy(data, at, magic, num_bytes, what)
+        if fields is not None:
+            copies.append(fields)
+    if not copies:
+        raise CorruptionError("store.head", f"the head of {what} is damaged, or not its own")
+    return Head(copies, len(copies) + num_unwritten < len(COPIES_AT))
+
+
+def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -> bytes | None:
+    if len(data) < at + HEAD.size + CRC.size:
+        return None
+    found, version, length = HEAD.unpack_from(data, at)
+    end = at + HEAD.size + length
+    if end + CRC.size > min(len(data), at + COPIES_AT[1]):
+        return None
+    # First of all, in this format and later ones: a flipped bit is no later format.
+    if CRC.unpack_from(data, end)[0] != checksum_bytes(data[at:end]) or found != magic:
+        return None
+    if version > FORMAT:
+        raise _describe_later(version, what)
+    return data[at + HEAD.size : end] if (version, length) == (FORMAT, num_bytes) else None
+
+
+# Objects.
+
+
+class ExtentHeader(NamedTuple):
+    """What a header says of its object."""
+
+    key: str
+    size: int
+    version: int
+    checksum: int
+    wanted: int
+    hard_pin: bool
+    soft_pin_ms: int
+
+
+def pack_object(header: ExtentHeader, home: int, position: int) -> bytes:
+    """Return header and key as they are stored.
+
+    Args:
+        header: of the object.
+        home: what it is written to: the number of a bucket, or that of a segment.
+        position: where in that, bytes.
+    """
+    return pack_header(*header, home, position)
+
+
+def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader | None:
+    """Read the header that stands in ``memory`` from ``at`` on; None if it is damaged or another's.
+
+    As ``pack_object``.
+    """
+    fields = parse_header(memory, at, home, position)
+    return None if fields is None else ExtentHeader(*fields)
+
+
+# Graves.
+
+
+class Grave(NamedTuple):
+    """Says that the record of this version, in this bucket, is dead."""
+
+    version: int
+    bucket: int
+
+
+def pack_graves(graves: Sequence[Grave]) -> bytes:
+    """Return entries for the list of removals, each twice: none must be lost with a bit."""
+    entries = [GRAVE.pack(*grave) for grave in graves]
+    return b"".join((entry + CRC.pack(checksum_bytes(entry))) * GRAVE_COPIES for entry in entries)
+
+
+def parse_graves(data: bytes) -> tuple[list[Grave], int]:
+    """Read the list of removals; returns them, and how many copies are damaged.
+
+    What is torn at the end is left out: nobody was told that this removal is done.
+    """
+    graves: dict[Grave, None] = {}
+    num_damaged = 0
+    step = GRAVE.size + CRC.size
+    for at in range(0, len(data) - step + 1, step):
+        entry = data[at : at + GRAVE.size]
+        if CRC.unpack_from(data, at + GRAVE.size)[0] == checksum_bytes(entry):
+            graves[Grave(*GRAVE.unpack(entry))] = None
+        else:
+            num_damaged += 1
+    return list(graves), num_damaged
+
+
+# Lines of a roster.
+
+
+def pack_line(body: bytes) -> bytes:
+    """Return JSON, which has no line breaks of its own, as lines of a file: twice, as graves."""
+    text = b"%d %s" % (FORMAT, body)
+    return b"\n%08x %s\n" % (checksum_bytes(text), text) * LINE_COPIES
+
+
+def parse_lines(data: bytes, what: str) -> tuple[list[bytes], int]:
+    """Read a file of lines; returns the bodies, each once, and how many copies are damaged.
+
+    What is torn at the end is left out: nobody was told that it is written.
+
+    Raises: UnsupportedError (a later version); ``what`` is the file.
+    """
+    bodies: dict[bytes, None] = {}
+    num_damaged = 0
+    *lines, torn = data.split(b"\n")
+    for line in [*filter(None, lines), *([torn] if torn else [])]:
+        body = _parse_line(line, what)
+        if body is not None:
+            bodies[body] = None
+        elif line is not torn:
+            num_damaged += 1
+    return list(bodies), num_damaged
+
+
+def _parse_line(line: bytes, what: str) -> bytes | None:
+    crc, _, text = line.partition(b" ")
+    if crc != b"%08x" % checksum_bytes(text):
+        return None
+    version, _, body = text.partition(b" ")
+    if not version.isdigit() or int(version) < FORMAT:
+        return None
+    if int(version) > FORMAT:
+        raise _describe_later(int(version), what)
+    return body
+
+
+def _describe_later(version: int, what: str) -> UnsupportedError:
+    return UnsupportedError("store.head", f"{what} has format {version}, this build knows {FORMAT}")

@@ -1,0 +1,41 @@
+"""Headers of objects as columns of a message: ``ExtentRecords``."""
+
+from tandem.core.errors import CorruptionError
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.messages import ExtentRecords
+
+__all__ = ["append_record", "iterate_records"]
+
+
+def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
+    """Add one object to the columns."""
+    records.keys.append(header.key)
+    records.sizes.append(header.size)
+    records.versions.append(header.version)
+    records.checksums.append(header.checksum)
+    records.offsets.append(offset)
+    records.wanted.append(header.wanted)
+    records.hard_pins.append(header.hard_pin)
+    records.soft_pin_ms.append(header.soft_pin_ms)
+
+
+def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
+    """Return the rows of the columns.
+
+    Raises: CorruptionError if they differ in length.
+    """
+    try:
+        rows = zip(
+            records.offsets,
+            records.keys,
+            records.sizes,
+            records.versions,
+            records.checksums,
+            records.wanted,
+            records.hard_pins,
+            records.soft_pin_ms,
+            strict=True,
+        )
+        return [(offset, ExtentHeader(*fields)) for offset, *fields in rows]
+    except ValueError:
+        raise CorruptionError("store.records", "columns of different lengths") from None

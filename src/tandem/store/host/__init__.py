@@ -1,0 +1,12 @@
+"""A host of a store: the memory that it lends, and the disk behind it.
+
+Other folders import from here alone. Start reading at ``host.py``; ``segment.py`` is the memory,
+``disk.py`` the disk.
+"""
+
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.disk_files import DiskFolder
+from tandem.store.host.host import HostPort, StoreHost
+from tandem.store.host.segment import Segment
+
+__all__ = ["DiskFolder", "DiskTier", "HostPort", "Segment", "StoreHost"]

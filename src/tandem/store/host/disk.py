@@ -1,0 +1,740 @@
+"""A host's SSD tier: objects written behind, read back into memory, evicted by whole buckets.
+
+Everything a disk does to the world goes through ``DiskPort``, so that the simulator runs this very
+class. All calls from one event loop; nothing here waits for a disk but the tasks that need it, and
+a disk that fails, fills or hangs costs copies, never a put. See docs/design/store_ssd.md.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tandem.core.clock import Clock
+from tandem.core.errors import (
+    CapacityError,
+    CorruptionError,
+    DeadlineError,
+    InternalError,
+    NotFoundError,
+    TandemError,
+)
+from tandem.store.damage import DamageList
+from tandem.store.formats import bucket as form
+from tandem.store.formats import layout
+from tandem.store.formats.bucket import Record
+from tandem.store.formats.headers import ExtentHeader, Grave, pack_graves, parse_graves
+from tandem.store.host.disk_index import Bucket, DiskIndex
+from tandem.store.host.disk_io import (
+    OFF_LOOP_BYTES,
+    PIECE_BYTES,
+    DiskIo,
+    DiskPort,
+    RecordWriter,
+    copy_bytes,
+)
+from tandem.store.host.disk_scan import index_name, read_bucket
+from tandem.store.host.segment import Segment
+from tandem.store.messages import DiskState, DiskStatus
+from tandem.store.metrics import LatencyHistogram
+
+__all__ = ["DiskTier"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ROUND_BYTES = 32 * 2**20
+"""Written between two syncs; a copy counts only after the sync."""
+MAX_QUEUED = 200_000
+"""Objects waiting to be written, some 40 bytes each; beyond it a scan finds them later."""
+MIN_BUCKET_BYTES = 2**20
+MAX_BUCKET_BYTES = 256 * 2**20
+BUCKETS_OF_CAPACITY = 32
+"""A bucket is the grain of eviction: so small a share of the disk, within the bounds above."""
+SCAN_PERIOD_S = 10.0
+SCAN_SLICE = 500
+FULL_PAUSE_S = 2.0
+MAX_PAUSE_S = 60.0
+REMOVE_ATTEMPTS = 5
+REMOVE_PAUSE_S = 0.2
+COMPACT_GRAVES = 100_000
+GRAVES = "removed"
+COUNTS = (
+    "written", "written_bytes", "loaded", "loaded_bytes", "skipped", "evicted", "corrupt", "errors",
+)  # fmt: skip
+
+
+class DiskTier:
+    """What a host has on its disk.
+
+    Args:
+        port: the files; the caller closes it last.
+        segment: the host's memory.
+        capacity_bytes: of bucket files.
+        clock: of pauses and latencies.
+        on_change: called when there is something to tell the master.
+        damage: goes on from this; None for an empty one.
+    """
+
+    def __init__(
+        self,
+        port: DiskPort,
+        segment: Segment,
+        *,
+        capacity_bytes: int,
+        clock: Clock,
+        on_change: Callable[[], None] = lambda: None,
+        damage: DamageList | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.state = DiskState.ACTIVE
+        self.on_change = on_change
+        self.index = DiskIndex()
+        self.stored: dict[str, int] = {}
+        """Versions by key: written since the master was told."""
+        self.dropped: dict[str, int] = {}
+        """Gone since the master was told."""
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.damage = DamageList() if damage is None else damage
+        """What of the files did not hold together since they were opened."""
+        self.write_latency = LatencyHistogram()
+        self.load_latency = LatencyHistogram()
+        wanted = capacity_bytes // BUCKETS_OF_CAPACITY // form.ALIGNMENT * form.ALIGNMENT
+        self._bucket_bytes = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
+        self._io = DiskIo(port, self._fail)
+        self._segment = segment
+        self._clock = clock
+        self._graves: list[Grave] = []
+        self._grave_lock = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
+        """See ``_end``."""
+        self._going: dict[int, asyncio.Event] = {}
+        """Buckets that are given up, whose files may still be there; set when that has ended."""
+        self._leaving: dict[str, Record] = {}
+        """What is evicted with them: not found any more, but a start would find it."""
+        self._num_listed = 0
+        """Entries in the file of graves, those of buckets that are gone included."""
+        self._next_number = 1
+        self._open: Bucket | None = None
+        self._queue: OrderedDict[int, int] = OrderedDict()
+        """Versions by offset: sealed, to be written."""
+        self._is_behind = True
+        """There may be objects in memory that are neither queued nor written."""
+        self._scanned_s = -SCAN_PERIOD_S
+        self._offsets: dict[str, int] = {}
+        """Where objects that are on the disk lie in memory as well."""
+        self._flight: dict[str, Record] = {}
+        """Of the round under way: on their way to the disk, or there without being counted."""
+        self._doubtful: dict[str, Record] = {}
+        """Of rounds that failed: perhaps on the disk, and found by the next start."""
+        self._round_ended = asyncio.Event()
+        self._round_ended.set()
+        self._work = asyncio.Event()
+        self._pause_s = 0.0
+        self._running: asyncio.Task[None] | None = None
+
+    # Life.
+
+    async def open(self) -> None:
+        """Read what is on the disk. Torn records are left out, damaged buckets removed.
+
+        Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
+        """
+        self._graves, num_damaged = parse_graves(await self._io.port.read_note(GRAVES))
+        if num_damaged:
+            self.damage.note("list of removals", f"{num_damaged} copies of entries")
+        dead = set(self._graves)
+        for number, nbytes in sorted(await self._io.port.list_buckets()):
+            self._next_number = max(self._next_number, number + 1)
+            try:
+                found = await read_bucket(self._io, number, nbytes, self.damage)
+            except CorruptionError as error:
+                self.damage.note(f"bucket {number}", error)
+                # First, as ``_remove_files`` says.
+                await self._io.port.drop_note(index_name(number))
+                await self._io.port.quarantine_bucket(number)
+                continue
+            if found is None:  # Whoever made it died then.
+                await self._io.port.drop_note(index_name(number))
+                await self._io.port.drop_bucket(number)
+                continue
+            self.index.add_bucket(number, nbytes)
+            for record in found.records:
+                if Grave(record.header.version, number) not in dead:
+                    older = self.index.add(record)
+                    if older is not None:
+                        self._graves.append(Grave(older.header.version, older.bucket))
+            if not found.has_index or found.end < nbytes:
+                await self._seal(self.index.buckets[number], found.end)
+        for number in self.index.pick_dead(-1):
+            await self._remove_bucket(number)
+        await self._compact_graves()
+        while self.index.file_bytes > self.capacity_bytes:
+            victim = self.index.pick_victim(-1)
+            assert victim is not None
+            await self._evict(victim)
+        self.stored.clear()
+        self.dropped.clear()
+        logger.info(
+            "event=disk_opened objects=%d buckets=%d file_bytes=%d",
+            len(self.index), len(self.index.buckets), self.index.file_bytes,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to write behind."""
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Stop; what is not written stays in memory alone."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        await self._io.aclose()
+        for task in self._ending:
+            task.cancel()  # What it waited for has ended, or hangs.
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def status(self) -> DiskStatus:
+        """Return what the master shows of this disk."""
+        return DiskStatus(
+            state=self.state,
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.index.file_bytes,
+            live_bytes=self.index.live_bytes,
+            num_objects=len(self.index),
+            num_queued=len(self._queue) + max(len(self._flight), not self._round_ended.is_set()),
+            counts=dict(self.counts),
+            damaged=list(self.damage.names),
+            write_counts=list(self.write_latency.counts),
+            write_sum_s=self.write_latency.sum_s,
+            load_counts=list(self.load_latency.counts),
+            load_sum_s=self.load_latency.sum_s,
+        )
+
+    @property
+    def disk_id(self) -> str:
+        """Names the folder over all starts."""
+        return self._io.port.folder_id.hex()
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the disk has been given up."""
+        return self.state is DiskState.FAILED
+
+    # What the host tells.
+
+    def on_sealed(self, offset: int, header: ExtentHeader) -> None:
+        """An object has become complete in memory: write it behind."""
+        if self.is_failed:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self._is_behind = True
+            return
+        self._queue[offset] = header.version
+        self._work.set()
+
+    def on_loaded(self, offset: int, header: ExtentHeader) -> None:
+        """An object of the disk has become complete in memory."""
+        record = self.index.find(header.key)
+        if record is not None and record.header.version == header.version:
+            self._offsets[header.key] = offset
+
+    def on_wiped(self, offset: int, key: str) -> None:
+        """An object is gone from memory, for whatever reason."""
+        self._queue.pop(offset, None)
+        if self._offsets.get(key) == offset:
+            del self._offsets[key]
+
+    def take_changes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was written and what has gone since the last call, versions by key."""
+        changes = self.stored, self.dropped
+        self.stored, self.dropped = {}, {}
+        return changes
+
+    def list_records(self) -> list[Record]:
+        """Return what a start would find, but for what is forgotten."""
+        leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
+        return [*self.index.list_records(), *leaving]
+
+    # Reading.
+
+    async def load(self, header: ExtentHeader, offset: int) -> None:
+        """Read an object into the segment, where its extent has been taken, and check it.
+
+        Raises: NotFoundError if this version is not here; CorruptionError if it is damaged, or
+            the disk cannot read it: it is forgotten then.
+        """
+        record = self._find(header)
+        if record is None and self._ending:
+            # It may be going, and is not to be taken for gone while a start would find it.
+            await asyncio.wait(list(self._ending))
+            record = self._find(header)
+        if record is None or self.is_failed:
+            raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
+        begin_s = self._clock.now_s()
+        self.index.touch(record.bucket)
+        try:
+            await self._read_record(record, offset)
+            is_good = await self._check(offset, record.header)
+        except (DeadlineError, NotFoundError):
+            raise  # It hangs; or the bucket was evicted meanwhile.
+        except TandemError as error:
+            self.counts["errors"] += 1
+            logger.warning("event=record_unreadable key=%s reason=%s", header.key, error)
+            is_good = False
+        if not is_good:
+            self.counts["corrupt"] += 1
+            self.damage.note(
+                f"record at {record.position} of bucket {record.bucket}", f"key {header.key!r}"
+            )
+            await self._forget_record(record)
+            raise CorruptionError("store.load", f"{header.key!r} is damaged on the disk")
+        self.load_latency.observe(self._clock.now_s() - begin_s)
+        self.counts["loaded"] += 1
+        self.counts["loaded_bytes"] += header.size
+
+    def _find(self, header: ExtentHeader) -> Record | None:
+        """Return the record of this very object."""
+        record = self.index.find(header.key)
+        # Size, version and checksum.
+        return record if record is not None and record.header[1:4] == header[1:4] else None
+
+    async def _read_record(self, record: Record, offset: int) -> None:
+        key_bytes = len(record.header.key.encode())
+        table_at = layout.table_offset(key_bytes)
+        end = layout.value_offset(key_bytes, record.header.size) + record.header.size
+        buffer = await self._io.take_buffer()
+        try:
+            for at in range(0, record.length, PIECE_BYTES):
+                nbytes = min(PIECE_BYTES, record.length - at)
+                reading = self._io.port.read(record.bucket, record.position + at, buffer, nbytes)
+                await self._io.bounded(reading, buffer)
+                if at == 0:
+                    head = bytes(buffer.array[:table_at])
+                    if form.parse_record(head, record.bucket, record.position) != record:
+                        raise CorruptionError("store.load", "another record lies there")
+                first, last = max(at, table_at), min(at + nbytes, end)
+                if first < last:
+                    target = self._segment.data[offset + first : offset + last]
+                    await copy_bytes(target, buffer.array[first - at : last - at])
+        finally:
+            self._io.give_buffer(buffer)
+
+    async def _check(self, offset: int, header: ExtentHeader) -> bool:
+        if header.size > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(self._segment.is_intact, offset, header)
+        return self._segment.is_intact(offset, header)
+
+    async def _forget_record(self, record: Record) -> None:
+        if self.index.is_live(record):
+            self.index.remove(record.header.key, record.header.version)
+            await self._bury([record])
+            self._note_gone(record)
+
+    # Forgetting.
+
+    async def forget(self, keys: Sequence[str], versions: Sequence[int]) -> None:
+        """Forget objects up to these versions; on return no restart brings them back."""
+        if self.is_failed:
+            return
+        for key, version in zip(keys, versions, strict=True):
+            flying = self._flight.get(key)
+            if flying is not None and flying.header.version <= version:
+                await self._round_ended.wait()
+        gone: list[Record] = []
+        for key, version in zip(keys, versions, strict=True):
+            record = self.index.remove(key, version)
+            if record is not None:
+                gone.append(record)
+                self._offsets.pop(key, None)
+                self.stored.pop(key, None)
+            record = self._doubtful.get(key)
+            if record is not None and record.header.version <= version:
+                gone.append(self._doubtful.pop(key))
+        # What is not found may be going, by an order of before whose answer was late, or otherwise.
+        earlier = list(self._ending)
+        await self._bury(gone)
+        if earlier:
+            await asyncio.wait(earlier)
+
+    async def _bury(self, records: Iterable[Record]) -> None:
+        """Note durably that records are dead. A disk that cannot loses their buckets instead."""
+        graves = [Grave(record.header.version, record.bucket) for record in records]
+        if not graves or self.is_failed:
+            return
+        await self._end(self._write_graves(graves))
+
+    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Carry out what keeps records from coming back that are not found any more.
+
+        Whoever forgets waits for it, also if nobody waits for it here any more.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        await asyncio.shield(task)
+
+    async def _write_graves(self, graves: Sequence[Grave]) -> None:
+        self._graves += graves
+        try:
+            async with self._grave_lock:
+                await self._io.bounded(self._io.port.append_note(GRAVES, pack_graves(graves)))
+                self._num_listed += len(graves)
+                if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
+                    await self._shorten_graves()
+        except TandemError as error:
+            if self.is_failed:
+                return
+            self.counts["errors"] += 1
+            logger.warning("event=graves_unwritten reason=%s", error)
+            # Removing a file needs no space.
+            for number in sorted({grave.bucket for grave in graves}):
+                await self._give_up_bucket(number)
+        finally:
+            self._work.set()  # A bucket may be dead altogether.
+
+    async def _shorten_graves(self) -> None:
+        """Compact them behind what has been noted: that holds, whatever becomes of this."""
+        try:
+            await self._io.bounded(self._compact_graves())
+        except TandemError as error:
+            if not self.is_failed:
+                self.counts["errors"] += 1
+                logger.warning("event=graves_not_compacted reason=%s", error)
+
+    async def _compact_graves(self) -> None:
+        self._graves = self.index.keep_graves(self._graves, self._going)
+        await self._io.port.write_note(GRAVES, pack_graves(self._graves))
+        self._num_listed = len(self._graves)
+
+    def _note_gone(self, record: Record) -> None:
+        """Tell of a record that no start brings back, unless it has been written anew."""
+        if self.index.find(record.header.key) is None:
+            self.stored.pop(record.header.key, None)
+            self._offsets.pop(record.header.key, None)
+            self.dropped[record.header.key] = record.header.version
+            self.on_change()
+
+    # Writing behind.
+
+    async def _run(self) -> None:
+        while not self.is_failed:
+            await self._wait_for_work()
+            if self.is_failed:
+                return
+            self._work.clear()
+            try:
+                for number in self.index.pick_dead(-1 if self._open is None else self._open.number):
+                    await self._remove_bucket(number)
+                if self._is_behind and not self._queue:
+                    await self._scan()
+                if self._queue:
+                    await self._write_round()
+                    self._set_state(DiskState.ACTIVE)
+                    self._pause_s = 0.0
+            except CapacityError as error:
+                self._set_state(DiskState.FULL, error)
+                self._pause_s = FULL_PAUSE_S
+            except TandemError as error:
+                if self.is_failed:
+                    return
+                self.counts["errors"] += 1
+                self._set_state(DiskState.FAILING, error)
+                self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
+            if self.state is not DiskState.ACTIVE:
+                self._is_behind = True  # Of the round that failed; a scan finds them again.
+                await asyncio.sleep(self._pause_s)
+                self._work.set()
+
+    async def _wait_for_work(self) -> None:
+        if self._queue:
+            return
+        left_s = self._scanned_s + SCAN_PERIOD_S - self._clock.now_s()
+        if not self._is_behind:
+            await self._work.wait()
+        elif left_s > 0:
+            try:
+                # Not less than a clock can tell apart, or this would be asked again at once.
+                async with asyncio.timeout(max(left_s, 0.01)):
+                    await self._work.wait()
+            except TimeoutError:
+                return
+
+    def _set_state(self, state: DiskState, error: TandemError | None = None) -> None:
+        if state is not self.state:
+            self.state = state
+            level = logging.INFO if error is None else logging.WARNING
+            logger.log(level, "event=disk_state state=%s reason=%s", state.value, error)
+            self.on_change()
+
+    async def _scan(self) -> None:
+        """Queue what is in memory and not on the disk."""
+        # The very sum that was waited for: another one may round the other way, and never end.
+        if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
+            return
+        self._scanned_s = self._clock.now_s()
+        self._is_behind = False
+        # Not ``scan``: that repairs, while this runs beside seals and wipes.
+        for count, offset in enumerate(self._segment.list_offsets()):
+            if count % SCAN_SLICE == 0:
+                await asyncio.sleep(0)
+            if not self._segment.has_object(offset):
+                continue
+            try:
+                header = self._segment.read_header(offset)
+            except CorruptionError:
+                continue
+            record = self.index.find(header.key)
+            if record is None or record.header.version < header.version:
+                self.on_sealed(offset, header)
+            elif record.header.version == header.version:
+                self._offsets[header.key] = offset
+
+    async def _write_round(self) -> None:
+        """Write some of the queue, and sync; only then it counts."""
+        self._round_ended.clear()
+        begin_s = self._clock.now_s()
+        writer = self._write_to(self._open)
+        taken: tuple[int, int] | None = None
+        try:
+            while self._queue and writer.num_bytes < ROUND_BYTES:
+                taken = offset, version = self._queue.popitem(last=False)
+                header = self._current(offset, version)
+                if header is None:
+                    continue
+                length = form.record_bytes(len(header.key.encode()), header.size)
+                if form.HEAD_BYTES + length > self.capacity_bytes:
+                    self.counts["skipped"] += 1
+                    continue
+                if not await self._check(offset, header):
+                    continue  # Rotten, or wiped meanwhile: not to be kept for long.
+                if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
+                    await self._count(writer)
+                    opened = await self._begin_bucket(form.HEAD_BYTES + length)
+                    writer = self._write_to(opened)
+                assert writer.bucket is not None
+                record = Record(writer.bucket.number, writer.at, header)
+                self._flight[header.key] = record
+                await writer.add(record, offset)
+                if self._current(offset, version) is None:
+                    writer.torn.append(record)  # Wiped while it was copied.
+            await self._count(writer)
+        except BaseException:
+            # Whatever of this is on the disk is not to come back unless the master wants it.
+            self._doubtful |= self._flight
+            for record, place in writer.placed:
+                self._queue.setdefault(place, record.header.version)
+            if taken is not None:
+                self._queue.setdefault(*taken)
+            await writer.abandon()
+            await self._abandon_bucket()
+            raise
+        finally:
+            self._flight.clear()
+            self._round_ended.set()
+            self.write_latency.observe(self._clock.now_s() - begin_s)
+
+    def _write_to(self, bucket: Bucket | None) -> RecordWriter:
+        return RecordWriter(self._io, self._segment.data, bucket)
+
+    def _current(self, offset: int, version: int) -> ExtentHeader | None:
+        """Return the header at ``offset`` if it is that of this version and is to be written."""
+        if not self._segment.has_object(offset):
+            return None
+        try:
+            header = self._segment.read_header(offset)
+        except CorruptionError:
+            return None
+        record = self.index.find(header.key)
+        is_there = record is not None and record.header.version >= version
+        return None if header.version != version or is_there else header
+
+    async def _count(self, writer: RecordWriter) -> None:
+        """Sync what was written; from now on these are copies."""
+        await writer.finish()
+        bucket = writer.bucket
+        if not writer.placed or bucket is None:
+            return
+        await self._io.bounded(self._io.port.sync(bucket.number))
+        if bucket.number not in self.index.buckets:
+            raise InternalError("store.disk", f"bucket {bucket.number} was given up meanwhile")
+        dead: list[Record] = list(writer.torn)
+        for record, offset in writer.placed:
+            if record in writer.torn:
+                continue
+            older = self.index.add(record)
+            if older is not None:
+                dead.append(older)
+            if older is record:
+                continue
+            self.stored[record.header.key] = record.header.version
+            self._offsets[record.header.key] = offset
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += record.header.size
+        bucket.used_bytes = max(bucket.used_bytes, writer.at)
+        if dead:
+            await self._bury(dead)
+        # Not before: who forgets a key waits until older records of it are buried as well.
+        for record, _ in writer.placed:
+            self._flight.pop(record.header.key, None)
+        writer.placed.clear()
+        writer.torn.clear()
+        self.on_change()
+
+    # Buckets.
+
+    async def _begin_bucket(self, least_bytes: int) -> Bucket:
+        """Seal the open bucket and make another, evicting where there is no room."""
+        if self._open is not None:
+            sealing, self._open = self._open, None
+            await self._seal(sealing, sealing.used_bytes)
+        nbytes = max(self._bucket_bytes, least_bytes)
+        nbytes = max(
+            min(nbytes, self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT), least_bytes
+        )
+        while self.index.file_bytes + nbytes > self.capacity_bytes:
+            victim = self.index.pick_victim(-1)
+            if victim is None:
+                raise CapacityError("store.disk", f"a bucket of {nbytes} bytes does not fit")
+            await self._evict(victim)
+        number = self._next_number
+        self._next_number += 1
+        try:
+            await self._io.bounded(self._io.port.make_bucket(number, nbytes))
+        except CapacityError:
+            # Others fill the file system: go on with what we have of it, but do not give that up
+            # piece by piece while nothing comes of it.
+            victim = self.index.pick_victim(-1)
+            if victim is None or self.state is DiskState.FULL:
+                raise
+            await self._evict(victim)
+            await self._io.bounded(self._io.port.make_bucket(number, nbytes))
+        opened = self._open = self.index.add_bucket(number, nbytes)
+        buffer = await self._io.take_buffer()
+        try:
+            head = form.pack_bucket_head(number, nbytes, self._io.port.folder_id)
+            buffer.array[: len(head)] = np.frombuffer(head, np.uint8)
+            await self._io.bounded(self._io.port.write(number, 0, buffer, len(head)), buffer)
+        except BaseException:
+            await self._abandon_bucket()
+            raise
+        finally:
+            self._io.give_buffer(buffer)
+        return opened
+
+    async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
+        """Write the index of a bucket that takes no more, and give back what it has not used."""
+        listed = [record for record in bucket.records if self.index.is_live(record)]
+        data = form.pack_index(bucket.number, listed)
+        await self._io.bounded(self._io.port.write_note(index_name(bucket.number), data))
+        await self._io.bounded(self._io.port.cut_bucket(bucket.number, used_bytes))
+        self.index.resize_bucket(bucket.number, used_bytes)
+        for key in [k for k, r in self._doubtful.items() if r.bucket == bucket.number]:
+            del self._doubtful[key]  # The index does not have it, and is what a start believes.
+
+    async def _abandon_bucket(self) -> None:
+        """After a failure nothing more is written to the open bucket."""
+        bucket, self._open = self._open, None
+        if bucket is None or self.is_failed or bucket.number not in self.index.buckets:
+            return
+        try:
+            await self._seal(bucket, bucket.used_bytes)
+        except TandemError as error:
+            logger.warning("event=bucket_unsealed bucket=%d reason=%s", bucket.number, error)
+
+    async def _evict(self, number: int) -> None:
+        """Give up a bucket. What of it is in memory too is written anew: that is what is hot."""
+        await self._end(self._evict_records(number))
+
+    async def _evict_records(self, number: int) -> None:
+        lost = self.index.drop_bucket(number)
+        self._leaving |= {record.header.key: record for record in lost}
+        ended = self._going[number] = asyncio.Event()
+        # A disk not much larger than the memory would do nothing but rewrite that.
+        forwards = self.capacity_bytes >= 2 * self._segment.capacity_bytes
+        for record in lost:
+            offset = self._offsets.pop(record.header.key, -1)
+            self.stored.pop(record.header.key, None)
+            if offset >= 0 and forwards:
+                self.on_sealed(offset, record.header)
+        self.counts["evicted"] += len(lost)
+        try:
+            await self._remove_surely(number)
+        except TandemError:
+            self._end_eviction(lost)  # No start believes a disk that was given up.
+            raise
+        else:
+            self._end_eviction(lost)
+        finally:
+            del self._going[number]
+            ended.set()
+
+    def _end_eviction(self, lost: Sequence[Record]) -> None:
+        for record in lost:
+            if self._leaving.get(record.header.key) is record:
+                del self._leaving[record.header.key]
+            self._note_gone(record)
+
+    async def _remove_bucket(self, number: int) -> None:
+        """Remove a bucket of which nothing is alive; it counts until its files are gone."""
+        await self._remove_surely(number)
+        if number in self.index.buckets:  # Or it was given up meanwhile.
+            assert not self.index.drop_bucket(number), number
+
+    async def _remove_surely(self, number: int) -> None:
+        """Remove a bucket, or give the disk up: a start would find what nobody knows any more."""
+        for attempt in range(1, REMOVE_ATTEMPTS + 1):
+            try:
+                await self._remove_files(number)
+                break
+            except TandemError:
+                if self.is_failed:
+                    raise
+                self.counts["errors"] += 1
+                if attempt == REMOVE_ATTEMPTS:
+                    self._fail()
+                    raise
+                await asyncio.sleep(REMOVE_PAUSE_S)
+
+    async def _remove_files(self, number: int) -> None:
+        # In this order: the index of a bucket that is gone would be taken for that of the next one
+        # of its number, which a start may give again.
+        await self._io.bounded(self._io.port.drop_note(index_name(number)))
+        await self._io.bounded(self._io.port.drop_bucket(number))
+        for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
+            del self._doubtful[key]
+        self._graves = [grave for grave in self._graves if grave.bucket != number]
+
+    async def _give_up_bucket(self, number: int) -> None:
+        if number in self._going:  # Somebody else does: if that fails, the disk is given up.
+            await self._going[number].wait()
+            return
+        if number not in self.index.buckets:
+            return
+        if self._open is not None and self._open.number == number:
+            self._open = None
+        try:
+            await self._evict(number)
+        except TandemError:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Give the disk up: nothing of it is believed any more, now or after a restart."""
+        if self.is_failed:
+            return
+        try:
+            self._io.port.condemn()
+        except OSError:
+            logger.exception("event=disk_not_condemned")
+        for record in self.index.list_records():
+            self.dropped[record.header.key] = record.header.version
+        self.stored.clear()
+        self.index = DiskIndex()
+        self._queue.clear()
+        self._offsets.clear()
+        self._round_ended.set()
+        self._set_state(DiskState.FAILED, InternalError("store.disk", "the disk hangs"))
+        self._work.set()

@@ -1,0 +1,434 @@
+"""The folder of an SSD tier: bucket files through the transfer engine's file transport, and notes.
+
+The folder is ours alone (0700) and locked by its host; every file in it is 0600 and opened without
+following links. Buckets go past the page cache where the file system allows that; notes are small
+files written by a thread. Format: docs/design/store_ssd.md.
+"""
+
+import asyncio
+import collections
+import fcntl
+import logging
+import os
+import secrets
+import stat
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    InternalError,
+    NotFoundError,
+    PermissionDeniedError,
+    TandemError,
+)
+from tandem.store.damage import DamageList
+from tandem.store.formats.bucket import FOLDER_MAGIC, ID_BYTES, parse_folder_id
+from tandem.store.formats.headers import HEAD_BYTES, pack_head, parse_head
+from tandem.store.host.disk_io import DiskBuffer
+from tandem.store.host.segment import check_folder
+from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
+
+__all__ = ["DiskFolder"]
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "folder"
+SUFFIX = ".bucket"
+QUARANTINED = "bucket.quarantined"
+"""The only one: the next takes its place, and a rotting disk is not filled by what it loses."""
+BELIEVED = ".ssd-believed"
+MAX_OPEN = 64
+"""Bucket files open at a time, two descriptors each."""
+IO_TIMEOUT_S = 600.0
+"""Beyond any patience of the tier: ending a transfer early would wait for the disk all the same."""
+PAGE = 4096
+
+
+class _FileBuffer:
+    """Aligned memory, registered with the engine."""
+
+    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
+        whole = np.empty(nbytes + PAGE, np.uint8)
+        begin = -whole.ctypes.data % PAGE
+        self.array: npt.NDArray[np.uint8] = whole[begin : begin + nbytes]
+        self.handle: Buffer = engine.register(self.array, remote=False)
+
+
+class _Opened:
+    def __init__(self, segment: FileSegment) -> None:
+        self.segment = segment
+        self.users = 0
+        self.is_stale = False
+
+
+class DiskFolder:
+    """The ``DiskPort`` of a real disk. Made by ``open``; borrows the engine."""
+
+    def __init__(
+        self, path: Path, descriptor: int, folder_id: bytes, engine: TransferEngine, mark: Path
+    ) -> None:
+        self.path = path
+        self.folder_id = folder_id
+        self._descriptor = descriptor
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._engine = engine
+        self.damage = DamageList()
+        """What of the folder's own note did not hold together."""
+        self._mark = mark
+        self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        self._is_direct_told = False
+
+    @classmethod
+    def open(cls, path: Path, engine: TransferEngine, *, marks: Path) -> "DiskFolder":
+        """Take a folder, making it if it is not there. Blocks.
+
+        Args:
+            path: absolute.
+            engine: moves the bytes.
+            marks: a folder elsewhere, where a file of the folder's id says that its content is
+                not to be believed; if there is one, the buckets are removed first.
+
+        Raises: ConflictError (a live host has it; it is no such folder); PermissionDeniedError
+            (folder or file open to others, or a link); UnsupportedError (a later version).
+        """
+        check_folder(path)
+        descriptor = _open_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            damage = DamageList()
+            folder_id = _lock(path, descriptor, damage)
+            mark = marks / f"{folder_id.hex()}.ssd-condemned"
+            # Renamed to be the mark: that takes neither a descriptor nor space.
+            with suppress(OSError):  # ``condemn`` tries again.
+                mark.with_suffix(BELIEVED).touch(mode=0o600)
+            folder = cls(path, descriptor, folder_id, engine, mark)
+            folder.damage = damage
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if mark.exists():
+            logger.warning("event=disk_emptied path=%s", path)
+            for file in [*path.glob(f"*{SUFFIX}"), *path.glob("*.index")]:
+                file.unlink()
+            mark.unlink()
+        for draft in path.glob("*.draft"):
+            draft.unlink()
+        return folder
+
+    def close(self) -> None:
+        """Let the folder go. Nothing may be under way."""
+        for number in list(self._opened):
+            self._forget(number)
+        if self._descriptor >= 0:
+            self._mark.with_suffix(BELIEVED).unlink(missing_ok=True)
+            os.close(self._folder)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # Buckets.
+
+    def make_buffer(self, nbytes: int) -> DiskBuffer:
+        """See ``DiskPort``."""
+        return _FileBuffer(self._engine, nbytes)
+
+    async def list_buckets(self) -> list[tuple[int, int]]:
+        """See ``DiskPort``; files of other names are left alone."""
+        return await asyncio.to_thread(self._list_buckets)
+
+    def _list_buckets(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for file in self.path.glob(f"*{SUFFIX}"):
+            try:
+                number = int(file.stem, 16)
+            except ValueError:
+                continue
+            found.append((number, file.lstat().st_size))
+        return found
+
+    async def make_bucket(self, number: int, nbytes: int) -> None:
+        """See ``DiskPort``."""
+        await asyncio.to_thread(self._make_bucket, number, nbytes)
+
+    def _make_bucket(self, number: int, nbytes: int) -> None:
+        path = self._bucket(number)
+        with _explained(path):
+            descriptor = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                self._reserve(descriptor, nbytes)
+                os.fsync(self._folder)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def _reserve(self, descriptor: int, nbytes: int) -> None:
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+    async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        """See ``DiskPort``."""
+        await self._move(Op.WRITE, number, at, buffer, nbytes)
+
+    async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        """See ``DiskPort``."""
+        await self._move(Op.READ, number, at, buffer, nbytes)
+
+    async def _move(self, op: Op, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
+        assert isinstance(buffer, _FileBuffer)
+        opened = await self._use(number)
+        try:
+            transfer = Transfer(op, buffer.handle, opened.segment, at, nbytes)
+            await self._engine.submit([transfer], deadline_s=IO_TIMEOUT_S)
+        finally:
+            self._unuse(opened)
+
+    async def sync(self, number: int) -> None:
+        """See ``DiskPort``."""
+        opened = await self._use(number)
+        try:
+            await asyncio.to_thread(opened.segment.sync)
+        finally:
+            self._unuse(opened)
+
+    async def cut_bucket(self, number: int, nbytes: int) -> None:
+        """See ``DiskPort``."""
+        await asyncio.to_thread(self._cut_bucket, number, nbytes)
+        self._forget(number)  # Its length was that of when it was opened.
+
+    def _cut_bucket(self, number: int, nbytes: int) -> None:
+        path = self._bucket(number)
+        with _explained(path):
+            descriptor = _open_file(path, os.O_RDWR)
+            try:
+                os.ftruncate(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
+
+    async def drop_bucket(self, number: int) -> None:
+        """See ``DiskPort``."""
+        self._forget(number)
+        await asyncio.to_thread(self._unlink, self._bucket(number))
+
+    async def quarantine_bucket(self, number: int) -> None:
+        """See ``DiskPort``."""
+        self._forget(number)
+        await asyncio.to_thread(self._quarantine, self._bucket(number))
+
+    def _quarantine(self, path: Path) -> None:
+        with _explained(path):
+            path.rename(self.path / QUARANTINED)
+
+    def _bucket(self, number: int) -> Path:
+        return self.path / f"{number:016x}{SUFFIX}"
+
+    # Open buckets.
+
+    async def _use(self, number: int) -> _Opened:
+        opened = self._opened.get(number)
+        if opened is None:
+            segment = await asyncio.to_thread(self._open_segment, number)
+            opened = self._opened.get(number)
+            if opened is None:
+                opened = self._opened[number] = _Opened(segment)
+            else:
+                segment.close()  # Somebody else was faster.
+        self._opened.move_to_end(number)
+        opened.users += 1
+        if len(self._opened) > MAX_OPEN:
+            idle = next((n for n, other in self._opened.items() if not other.users), None)
+            if idle is not None:
+                self._forget(idle)
+        return opened
+
+    def _unuse(self, opened: _Opened) -> None:
+        opened.users -= 1
+        if opened.is_stale and not opened.users:
+            self._close_segment(opened)
+
+    def _forget(self, number: int) -> None:
+        opened = self._opened.pop(number, None)
+        if opened is not None:
+            opened.is_stale = True
+            if not opened.users:
+                self._close_segment(opened)
+
+    def _close_segment(self, opened: _Opened) -> None:
+        if not self._engine.is_closed:
+            opened.segment.close()
+
+    def _open_segment(self, number: int) -> FileSegment:
+        path = self._bucket(number)
+        with _explained(path):
+            descriptor = _open_file(path, os.O_RDWR)
+        try:
+            # By way of our descriptor: what was checked is what is opened.
+            own = f"/proc/self/fd/{descriptor}"
+            segment = self._engine.open_file(own, writable=True, direct=True)
+        finally:
+            os.close(descriptor)
+        if not self._is_direct_told:
+            self._is_direct_told = True
+            logger.info(
+                "event=disk_io direct=%s refusals=%s", segment.is_direct, segment.refusals or "none"
+            )
+        return segment
+
+    # Notes.
+
+    async def read_note(self, name: str) -> bytes:
+        """See ``DiskPort``."""
+        return await asyncio.to_thread(self._read_note, name)
+
+    def _read_note(self, name: str) -> bytes:
+        path = self.path / name
+        with _explained(path):
+            try:
+                descriptor = _open_file(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return b""
+            with os.fdopen(descriptor, "rb") as file:
+                return file.read()
+
+    async def write_note(self, name: str, data: bytes) -> None:
+        """See ``DiskPort``."""
+        await asyncio.to_thread(self._write_note, name, data)
+
+    def _write_note(self, name: str, data: bytes) -> None:
+        path, draft = self.path / name, self.path / f"{name}.draft"
+        with _explained(path):
+            descriptor = _open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            os.fsync(self._folder)
+
+    async def append_note(self, name: str, data: bytes) -> None:
+        """See ``DiskPort``."""
+        await asyncio.to_thread(self._append_note, name, data)
+
+    def _append_note(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        with _explained(path):
+            is_new = not path.exists()
+            descriptor = _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                before = os.fstat(descriptor).st_size
+                if os.write(descriptor, data) != len(data):
+                    os.ftruncate(descriptor, before)
+                    raise CapacityError("store.disk", f"{path}: no room for {len(data)} bytes")
+                os.fdatasync(descriptor)
+                if is_new:
+                    os.fsync(self._folder)
+            finally:
+                os.close(descriptor)
+
+    async def drop_note(self, name: str) -> None:
+        """See ``DiskPort``."""
+        await asyncio.to_thread(self._unlink, self.path / name)
+
+    def _unlink(self, path: Path) -> None:
+        with _explained(path):
+            path.unlink(missing_ok=True)
+
+    def condemn(self) -> None:
+        """See ``DiskPort``: leaves the mark."""
+        try:
+            self._mark.with_suffix(BELIEVED).rename(self._mark)
+        except FileNotFoundError:  # Again, or somebody has cleaned up.
+            self._mark.touch(mode=0o600)
+
+
+def _open_file(path: Path, flags: int) -> int:
+    """Open a file of ours: regular, closed to others, no link."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    status = os.fstat(descriptor)
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_ours or stat.S_IMODE(status.st_mode) & 0o077 or status.st_nlink > 1:
+        os.close(descriptor)
+        raise PermissionDeniedError(
+            "store.disk", f"{path} must be a file of ours that nobody else can open (0600)"
+        )
+    return descriptor
+
+
+def _lock(path: Path, descriptor: int, damage: DamageList) -> bytes:
+    """Lock the folder and return its id, giving it one if it is new."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConflictError(
+            "store.disk", f"{path} belongs to a live host: give this one another store.ssd_dir"
+        ) from None
+    data = os.pread(descriptor, HEAD_BYTES + 1, 0)
+    folder_id = None
+    if data.strip(b"\0"):
+        try:
+            head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
+        except CorruptionError as error:
+            # Of a length that only ours has, it is damaged. The buckets say whose they are.
+            if len(data) != HEAD_BYTES:
+                raise ConflictError(
+                    "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
+                ) from None
+            damage.note(f"note {LOCK_NAME} of the disk", error)
+            _keep_copy(path / f"{LOCK_NAME}.quarantined", data)
+            folder_id = _ask_buckets(path)
+        else:
+            folder_id = head.copies[0]
+            if not head.is_damaged:
+                return folder_id
+            damage.note(f"note {LOCK_NAME} of the disk", "a copy of it, made anew from the other")
+    elif any(path.glob(f"*{SUFFIX}")):
+        raise ConflictError("store.disk", f"{path}/{LOCK_NAME} is empty: move the folder away")
+    folder_id = secrets.token_bytes(ID_BYTES) if folder_id is None else folder_id
+    os.pwrite(descriptor, pack_head(FOLDER_MAGIC, folder_id), 0)
+    os.fsync(descriptor)
+    return folder_id
+
+
+def _ask_buckets(path: Path) -> bytes | None:
+    """Return the id of the folder that most buckets in it name; None without any."""
+    ids: collections.Counter[bytes] = collections.Counter()
+    for file in path.glob(f"*{SUFFIX}"):
+        descriptor = _open_file(file, os.O_RDONLY)
+        try:
+            ids[parse_folder_id(os.pread(descriptor, HEAD_BYTES, 0))] += 1
+        except CorruptionError:
+            continue
+        finally:
+            os.close(descriptor)
+    return ids.most_common(1)[0][0] if ids else None
+
+
+def _keep_copy(path: Path, data: bytes) -> None:
+    descriptor = _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into ours."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except FileNotFoundError:
+        raise NotFoundError("store.disk", f"{path} is not there") from None
+    except OSError as error:
+        import errno
+
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        kind = CapacityError if is_full else InternalError
+        if isinstance(error, PermissionError):
+            kind = PermissionDeniedError
+        raise kind("store.disk", f"{path}: {error.strerror}") from None

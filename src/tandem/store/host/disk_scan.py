@@ -1,0 +1,135 @@
+"""Reading the buckets of an SSD tier at its start."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem._native import crc32c
+from tandem.core.errors import CorruptionError
+from tandem.store.damage import DamageList
+from tandem.store.formats import bucket as form
+from tandem.store.formats import layout
+from tandem.store.formats.bucket import Record
+from tandem.store.host.disk_io import PIECE_BYTES, DiskBuffer, DiskIo, DiskPort
+
+__all__ = ["ReadBucket", "index_name", "read_bucket"]
+
+
+def index_name(number: int) -> str:
+    """Return the name of the note that says what a bucket holds."""
+    return f"{number:016x}.index"
+
+
+class _Window:
+    """A piece of a bucket in memory, moved along as it is read."""
+
+    def __init__(self, port: DiskPort, number: int, nbytes: int, buffer: DiskBuffer) -> None:
+        self.number, self.nbytes = number, nbytes
+        self._port, self._buffer = port, buffer
+        self._begin = self._end = 0
+
+    async def view(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return bytes, fewer than a piece."""
+        if at < self._begin or at + nbytes > self._end:
+            self._begin = at // form.ALIGNMENT * form.ALIGNMENT
+            length = min(PIECE_BYTES, self.nbytes - self._begin)
+            self._end = self._begin  # In case the read fails.
+            await self._port.read(self.number, self._begin, self._buffer, length)
+            self._end = self._begin + length
+        return self._buffer.array[at - self._begin : at - self._begin + nbytes]
+
+    async def copy(self, at: int, target: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes out."""
+        step = PIECE_BYTES // 2
+        for begin in range(0, target.size, step):
+            part = target[begin : begin + step]
+            part[:] = await self.view(at + begin, part.size)
+
+
+class ReadBucket(NamedTuple):
+    """What was found in a bucket."""
+
+    records: list[Record]
+    end: int
+    """Of them."""
+    has_index: bool
+    """Its index holds together, and need not be written."""
+
+
+async def read_bucket(
+    io: DiskIo, number: int, nbytes: int, damage: DamageList
+) -> ReadBucket | None:
+    """Return the records of a bucket; what of it is damaged is noted.
+
+    Returns: None if nothing was ever written to it.
+
+    Raises: CorruptionError if it has no head of its own; UnsupportedError (version).
+    """
+    buffer = await io.take_buffer()
+    try:
+        if nbytes < form.HEAD_BYTES:
+            raise CorruptionError("store.disk", f"bucket {number} has {nbytes} bytes")
+        await io.port.read(number, 0, buffer, form.HEAD_BYTES)
+        head = bytes(buffer.array[: form.HEAD_BYTES])
+        if not head.strip(b"\0"):
+            return None
+        if form.parse_bucket_head(head, number, io.port.folder_id):
+            damage.note(f"head of bucket {number}", "a copy of it; the other holds together")
+        data = await io.port.read_note(index_name(number))
+        if data:
+            try:
+                records = form.parse_index(data, number)
+            except CorruptionError as error:
+                damage.note(f"index of bucket {number}", f"{error}: the bucket is read instead")
+            else:
+                ends = [record.position + record.length for record in records]
+                end = max(ends, default=form.HEAD_BYTES)
+                if end <= nbytes:
+                    return ReadBucket(records, end, has_index=True)
+        return await _scan_bucket(_Window(io.port, number, nbytes, buffer), damage)
+    finally:
+        io.give_buffer(buffer)
+
+
+async def _scan_bucket(window: _Window, damage: DamageList) -> ReadBucket:
+    """Read a bucket without index, values included: what is torn ends it or is left out."""
+    records: list[Record] = []
+    position = form.HEAD_BYTES
+    number, nbytes = window.number, window.nbytes
+    while position + form.ALIGNMENT <= nbytes:
+        head = await window.view(position, min(2**16 + 2**12, nbytes - position))
+        try:
+            record = form.parse_record(bytes(head), number, position)
+            if position + record.length > nbytes:
+                break
+            if await _is_whole(record, window):
+                records.append(record)
+            else:
+                damage.note(f"record at {position} of bucket {number}", "its value")
+        except CorruptionError as error:
+            if head[: layout.HEADER_BYTES].any():  # Else nothing has been written there.
+                damage.note(f"record at {position} of bucket {number}", error)
+            break
+        position += record.length
+    return ReadBucket(records, position, has_index=False)
+
+
+async def _is_whole(record: Record, window: _Window) -> bool:
+    header = record.header
+    key_bytes = len(header.key.encode())
+    table_at = record.position + layout.table_offset(key_bytes)
+    num_chunks = layout.count_chunks(header.size)
+    table = np.empty(4 * num_chunks, np.uint8)
+    await window.copy(table_at, table)
+    if num_chunks and crc32c(table) != header.checksum:
+        return False
+    value_at = record.position + layout.value_offset(key_bytes, header.size)
+    expected = table.view("<u4")
+    for i in range(num_chunks):
+        at = i * layout.CHUNK_BYTES
+        chunk = np.empty(min(layout.CHUNK_BYTES, header.size - at), np.uint8)
+        await window.copy(value_at + at, chunk)
+        if crc32c(chunk) != int(expected[i]):
+            return False
+    return True

@@ -1,0 +1,544 @@
+"""A host's side of the store: keeps a segment, obeys one master, lets clients write.
+
+The logic alone: what it does to the world goes through ``HostPort`` (the data path) and the
+``Peer`` of the control channel, so that the simulator runs this very class.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
+
+from tandem.core.errors import (
+    CancelledError,
+    ConflictError,
+    CorruptionError,
+    DeadlineError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+    UnsupportedError,
+)
+from tandem.store.formats import layout
+from tandem.store.formats.headers import MAX_EPOCH, ExtentHeader
+from tandem.store.formats.records import append_record, iterate_records
+from tandem.store.host.disk import DiskTier
+from tandem.store.host.segment import Segment
+from tandem.store.messages import (
+    Ack,
+    CloseWriter,
+    DiskReport,
+    Endpoint,
+    ExtentRecords,
+    ForgetObjects,
+    InventoryDone,
+    InventoryPage,
+    Joined,
+    JoinHost,
+    KeyBytes,
+    LeaveStore,
+    LoadObject,
+    Opened,
+    OpenWriter,
+    Order,
+    PullObject,
+    RepinExtents,
+    SealExtents,
+    SegmentGrown,
+    VerifyExtent,
+    WipeExtents,
+)
+from tandem.store.sessions import Caller
+
+__all__ = ["HostPort", "StoreHost"]
+
+logger = logging.getLogger(__name__)
+
+PAGE_OBJECTS = 4_000
+"""Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
+CALL_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0
+RETRY_S = 0.25
+REPORT_GAP_S = 0.02
+"""Between two reports about the disk: what happens meanwhile goes into one."""
+REPORT_PERIOD_S = 2.0
+
+
+class HostPort(Protocol):
+    """The data path of a host: who may touch its segment, and copies into it."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach it."""
+        ...
+
+    @property
+    def read_base(self) -> int:
+        """Where the segment begins for readers."""
+        ...
+
+    def former_writers(self) -> set[int]:
+        """Return places that an earlier owner of the segment may have given out."""
+        ...
+
+    def open_writer(self) -> int:
+        """Give out a new place where the segment begins, for one writer; never the same again."""
+        ...
+
+    async def close_writer(self, base: int) -> bool:
+        """Take the place back. True: no byte can arrive by it any more. May be repeated."""
+        ...
+
+    async def fetch(
+        self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
+    ) -> None:
+        """Copy from another host's segment into ours.
+
+        Once it has returned or raised, it touches the segment no more.
+        """
+        ...
+
+
+class StoreHost:
+    """Serves one segment. All calls from one event loop.
+
+    Args:
+        name: unique in the store.
+        machine: hosts and clients with the same one are near each other.
+        segment: owned by the caller, who closes it last.
+        port: the data path to that segment.
+        disk: its SSD tier, opened and started by the caller, who closes it after this.
+        call_token: told to masters, see ``JoinHost``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        machine: str,
+        segment: Segment,
+        port: HostPort,
+        disk: DiskTier | None = None,
+        call_token: str = "",
+    ) -> None:
+        self.name = name
+        self.machine = machine
+        self.segment = segment
+        self.port = port
+        self.disk = disk
+        self._call_token = call_token
+        self._reporting: asyncio.Task[None] | None = None
+        self._disk_changed = asyncio.Event()
+        if disk is not None:
+            disk.on_change = self._disk_changed.set
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self.num_objects = 0
+        self._session = -1
+        self._last_number = -1
+        self._writers: set[int] = port.former_writers()
+        self._pulls: dict[int, asyncio.Task[None]] = {}
+        self._joining: asyncio.Task[None] | None = None
+        self.master: Caller | None = None
+        """The session in which orders come."""
+        self._num_attempts = 0
+        self.is_joined = asyncio.Event()
+
+    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
+        """Return what a master may call: name, handler, request type, response type."""
+        return [
+            ("seal", self._seal, SealExtents, Ack),
+            ("wipe", self._wipe, WipeExtents, Ack),
+            ("repin", self._repin, RepinExtents, Ack),
+            ("open_writer", self._open_writer, OpenWriter, Opened),
+            ("close_writer", self._close_writer, CloseWriter, Ack),
+            ("pull", self._pull, PullObject, Ack),
+            ("verify", self._verify, VerifyExtent, Ack),
+            ("forget", self._forget, ForgetObjects, Ack),
+            ("load", self._load, LoadObject, Ack),
+        ]
+
+    def on_master(self, master: Caller) -> None:
+        """A session with a master has begun: join it. Replaces a join that is under way."""
+        self.on_master_lost()
+        self.master = master
+        self._joining = asyncio.get_running_loop().create_task(self._join(master))
+
+    def on_master_lost(self) -> None:
+        """The session has ended; nothing of it is obeyed any more."""
+        self._session = -1
+        self.master = None
+        self.is_joined.clear()
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+        self._stop_reporting()
+
+    def _stop_reporting(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+
+    def on_grown(self) -> None:
+        """Tell the master that more of the segment is usable, or all is; call on the loop."""
+        if self.master is None or not self.is_joined.is_set():
+            return  # The join will tell.
+        message = self._describe_growth()
+        self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
+
+    def _describe_growth(self) -> SegmentGrown:
+        return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
+
+    async def leave(self) -> None:
+        """Tell the master that this host ends and that its segment goes with it."""
+        if self.master is None or not self.is_joined.is_set():
+            return
+        try:
+            leaving = LeaveStore(self._session)
+            await self.master.call("leave", leaving, Ack, timeout_s=LEAVE_TIMEOUT_S)
+        except TandemError as error:
+            logger.info("event=leave_untold host=%s reason=%s", self.name, error)
+
+    async def aclose(self) -> None:
+        """Stop joining, pulling and reporting."""
+        running = (self._joining, self._reporting, *self._pulls.values(), *self._forgetting)
+        tasks = [task for task in running if task is not None]
+        self.on_master_lost()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Joining.
+
+    async def _join(self, master: Caller) -> None:
+        while True:
+            try:
+                await self._join_once(master)
+            except ConflictError:
+                logger.exception("event=join_refused host=%s", self.name)
+                return
+            except TandemError as error:
+                logger.warning("event=join_failed host=%s reason=%s", self.name, error)
+            else:
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _join_once(self, master: Caller) -> None:
+        # What the last master granted is unknown to this one, so no writer of then may be left
+        # when free space is given out; and no order of then may still be under way.
+        self._stop_reporting()  # In the session of an attempt before this one.
+        for task in list(self._pulls.values()):
+            task.cancel()
+        await asyncio.gather(*self._pulls.values(), return_exceptions=True)
+        told = self.segment.usable_bytes, self.segment.final_bytes
+        self._num_attempts += 1
+        joined = await master.call(
+            "join",
+            JoinHost(
+                name=self.name,
+                machine=self.machine,
+                segment_id=self.segment.segment_id,
+                capacity_bytes=told[0],
+                address=self.port.address,
+                read_base=self.port.read_base,
+                epoch_seen=self._epoch_seen(),
+                attempt=self._num_attempts,
+                disk_id="" if self.disk is None else self.disk.disk_id,
+                disk=None if self.disk is None else self.disk.status(),
+                call_token=self._call_token,
+                final_bytes=told[1],
+            ),
+            Joined,
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        if not self.segment.epoch <= joined.epoch <= MAX_EPOCH:
+            raise ConflictError(
+                "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
+            )
+        self.segment.epoch = joined.epoch
+        # The old writers: those opened before this session; new ones need its orders.
+        old_writers = set(self._writers)
+        self._session, self._last_number = joined.session, -1
+        num_pages = 0
+        telling: asyncio.Task[Ack] | None = None
+        try:
+            async with contextlib.aclosing(self._list_inventory()) as inventory:
+                async for records, is_disk in inventory:
+                    # The master takes one page while we read the next.
+                    if telling is not None:
+                        await telling
+                    page = InventoryPage(joined.session, num_pages, records, is_disk)
+                    call = master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
+                    telling = asyncio.get_running_loop().create_task(call)
+                    await asyncio.sleep(0)  # For it to leave.
+                    num_pages += 1
+            if telling is not None:
+                await telling
+        finally:
+            if telling is not None:
+                telling.cancel()
+        can_write = await self._close_writers(old_writers)
+        while True:
+            done = InventoryDone(
+                joined.session, num_pages, can_write, list(self.segment.damage.names)
+            )
+            await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
+            self.is_joined.set()
+            if self.disk is not None and self._reporting is None:
+                reporting = self._report_disk(self.disk, master, joined.session)
+                self._reporting = asyncio.get_running_loop().create_task(reporting)
+            if can_write:
+                break
+            await asyncio.sleep(RETRY_S)
+            can_write = await self._close_writers(old_writers)
+        if (self.segment.usable_bytes, self.segment.final_bytes) != told:
+            await self._tell_grown(self._describe_growth())
+
+    def _epoch_seen(self) -> int:
+        """Return an epoch that no master must be below: the disk may be older than the segment."""
+        if self.disk is None:
+            return self.segment.epoch
+        newest = max((r.header.version for r in self.disk.index.list_records()), default=0)
+        return max(self.segment.epoch, newest >> layout.VERSION_BITS)
+
+    async def _list_inventory(self) -> AsyncGenerator[tuple[ExtentRecords, bool], None]:
+        self.num_objects = 0
+        on_disk: list[ExtentHeader] = []
+        if self.disk is not None:
+            # What changes from here on is told after the inventory.
+            on_disk = [record.header for record in self.disk.list_records()]
+            self.disk.take_changes()
+        records = ExtentRecords()
+        for offset, header in self.segment.scan():
+            self.num_objects += 1
+            append_record(records, offset, header)
+            if len(records.keys) == PAGE_OBJECTS:
+                yield records, False
+                records = ExtentRecords()
+        if records.keys:
+            yield records, False
+        for begin in range(0, len(on_disk), PAGE_OBJECTS):
+            records = ExtentRecords()
+            for header in on_disk[begin : begin + PAGE_OBJECTS]:
+                append_record(records, 0, header)
+            yield records, True
+
+    # The disk.
+
+    async def _report_disk(self, disk: DiskTier, master: Caller, session: int) -> None:
+        """Tell the master what changes on the disk, for as long as the session lasts."""
+        number = 0
+        while True:
+            with contextlib.suppress(TimeoutError):  # Then the status alone.
+                # Not ``wait_for``: on Python 3.11 that swallows a cancellation at the wrong moment.
+                async with asyncio.timeout(REPORT_PERIOD_S):
+                    await self._disk_changed.wait()
+            self._disk_changed.clear()
+            stored, dropped = disk.take_changes()
+            report = DiskReport(
+                session=session,
+                number=number,
+                dropped=dropped,
+                stored=stored,
+                status=disk.status(),
+            )
+            number += 1
+            if not await self._tell_disk(disk, master, report):
+                return
+            await asyncio.sleep(REPORT_GAP_S)
+
+    async def _tell_disk(self, disk: DiskTier, master: Caller, report: DiskReport) -> bool:
+        """Make one report arrive; False if this session takes none any more."""
+        while True:
+            try:
+                answer = await master.call(
+                    "disk_report", report, KeyBytes, timeout_s=CALL_TIMEOUT_S
+                )
+            except (ConflictError, PeerLostError) as error:
+                logger.debug("event=disk_report_refused host=%s reason=%s", self.name, error)
+                return False
+            except TandemError as error:
+                logger.debug("event=disk_report_failed host=%s reason=%s", self.name, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            unwanted = {
+                key: version
+                for (key, version), flag in zip(report.stored.items(), answer.flags, strict=True)
+                if not flag
+            }
+            if unwanted:  # Removed, or evicted, while they were written.
+                forgetting = disk.forget(list(unwanted), list(unwanted.values()))
+                task = asyncio.get_running_loop().create_task(forgetting)
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
+            return True
+
+    async def _close_writers(self, bases: set[int]) -> bool:
+        ended = [base for base in sorted(bases) if await self.port.close_writer(base)]
+        bases.difference_update(ended)
+        self._writers.difference_update(ended)
+        return not bases
+
+    async def _tell_grown(self, message: SegmentGrown) -> None:
+        if self.master is None:
+            return
+        try:
+            await self.master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
+        except TandemError as error:
+            logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
+
+    # Orders of the master. All are async, so that they begin in the order in which they came.
+
+    def _obey(self, order: Order) -> None:
+        """Refuse what a stale master ordered, and what comes late or twice."""
+        if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
+            raise ConflictError(
+                "store.host",
+                f"order of epoch {order.epoch} session {order.session}; {self.name} obeys "
+                f"{self.segment.epoch} session {self._session}",
+                field="epoch",
+            )
+        if order.number <= self._last_number:
+            raise ConflictError(
+                "store.host",
+                f"order {order.number} comes after {self._last_number}: late or doubled",
+                field="number",
+            )
+        self._last_number = order.number
+        if order.epoch > self.segment.epoch:
+            self.segment.epoch = order.epoch
+
+    async def _seal(self, _: Caller, order: SealExtents) -> Ack:
+        self._obey(order)
+        self.segment.seal_many(
+            order.records,
+            tables=order.tables or None,
+            values=order.blob if order.has_values else None,
+        )
+        self.num_objects += len(order.records.keys)
+        if self.disk is not None:
+            for offset, header in iterate_records(order.records):
+                self.disk.on_sealed(offset, header)
+        return Ack()
+
+    async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
+        self._obey(order)
+        for offset in order.offsets:
+            self._wipe_object(offset)
+        # Only pulls have to be waited for: they would write into space that is free then.
+        for offset in order.offsets:
+            pull = self._pulls.get(offset)
+            if pull is not None:
+                pull.cancel()
+                await asyncio.gather(pull, return_exceptions=True)
+                self._wipe_object(offset)
+        return Ack()
+
+    def _wipe_object(self, offset: int) -> None:
+        if not self.segment.has_object(offset):
+            self.segment.wipe(offset)  # Checks the offset.
+            return
+        if self.disk is not None:
+            try:
+                self.disk.on_wiped(offset, self.segment.read_header(offset).key)
+            except CorruptionError as error:
+                self.segment.damage.note(f"object at {offset} of {self.name}", error)
+        self.num_objects -= 1
+        self.segment.wipe(offset)
+
+    async def _repin(self, _: Caller, order: RepinExtents) -> Ack:
+        self._obey(order)
+        for offset in order.offsets:
+            self.segment.repin(offset, hard=order.hard, soft_pin_ms=order.soft_pin_ms)
+        return Ack()
+
+    async def _open_writer(self, _: Caller, order: OpenWriter) -> Opened:
+        self._obey(order)
+        base = self.port.open_writer()
+        self._writers.add(base)
+        return Opened(base)
+
+    async def _close_writer(self, _: Caller, order: CloseWriter) -> Ack:
+        self._obey(order)
+        is_closed = await self.port.close_writer(order.write_base)
+        if is_closed:
+            self._writers.discard(order.write_base)
+        return Ack(is_closed)
+
+    async def _pull(self, _: Caller, order: PullObject) -> Ack:
+        self._obey(order)
+        ((offset, header),) = iterate_records(order.records)
+        return await self._fill(offset, header, self._pull_object(order, offset, header))
+
+    async def _load(self, _: Caller, order: LoadObject) -> Ack:
+        self._obey(order)
+        ((offset, header),) = iterate_records(order.records)
+        return await self._fill(offset, header, self._load_object(offset, header))
+
+    async def _fill(
+        self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
+    ) -> Ack:
+        """Bring an object into an extent; ends when that is wiped, or the call is cancelled."""
+        if offset in self._pulls:
+            work.close()
+            raise ConflictError("store.pull", f"a pull to offset {offset} is under way")
+        task = asyncio.get_running_loop().create_task(work)
+        self._pulls[offset] = task
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Of the pull (wiped meanwhile), or of this call: both end it for good.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise CancelledError("store.pull", f"pull of {header.key!r} was ended") from None
+        finally:
+            if self._pulls.get(offset) is task:
+                del self._pulls[offset]
+        return Ack()
+
+    async def _load_object(self, offset: int, header: ExtentHeader) -> None:
+        if self.disk is None:
+            raise NotFoundError("store.load", f"{self.name} has no disk")
+        await self.disk.load(header, offset)
+        self.segment.seal(offset, header)
+        self.num_objects += 1
+        self.disk.on_loaded(offset, header)
+
+    async def _forget(self, _: Caller, order: ForgetObjects) -> Ack:
+        self._obey(order)
+        if self.disk is not None:
+            await self.disk.forget(order.keys, order.versions)
+        return Ack()
+
+    async def _pull_object(self, order: PullObject, offset: int, header: ExtentHeader) -> None:
+        table_at, end = self.segment.span(header)
+        try:
+            await self.port.fetch(
+                order.source,
+                order.source_offset + table_at,
+                offset + table_at,
+                end - table_at,
+                order.timeout_ms / 1e3,
+            )
+        except (PeerLostError, NotFoundError, UnsupportedError) as error:
+            # Of the source: our master is not to take it for a loss of us.
+            raise DeadlineError(
+                "store.pull", f"{order.source.name} cannot be reached: {error.what}"
+            ) from None
+        if not self.segment.is_intact(offset, header):
+            raise CorruptionError(
+                "store.pull", f"{header.key!r} on {order.source.name} has a wrong checksum"
+            )
+        self.segment.seal(offset, header)
+        self.num_objects += 1
+        if self.disk is not None:
+            self.disk.on_sealed(offset, header)
+
+    async def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
+        self._obey(order)
+        if not self.segment.has_object(order.offset):
+            raise NotFoundError("store.verify", f"no object at offset {order.offset}")
+        try:
+            header = self.segment.read_header(order.offset)
+        except CorruptionError:
+            return Ack(ok=False)
+        return Ack(header.version == order.version and self.segment.is_intact(order.offset, header))

@@ -1,0 +1,577 @@
+"""A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
+
+Format: docs/design/store_formats.md. The file is 0600, in a 0700 folder of ours, locked by its
+owner; its pages are reserved before they are touched, so that a full file system is an error here
+and never SIGBUS. Not thread-safe but for ``reserve_rest``.
+"""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import operator
+import os
+import secrets
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem._native import populate_pages, seal_objects
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    PermissionDeniedError,
+)
+from tandem.store.damage import DamageList
+from tandem.store.formats import layout
+from tandem.store.formats.checksum import check_value
+from tandem.store.formats.headers import (
+    HEAD_BYTES,
+    MAX_EPOCH,
+    ExtentHeader,
+    pack_head,
+    parse_head,
+    parse_object,
+)
+from tandem.store.formats.records import append_record
+from tandem.store.messages import ExtentRecords
+
+__all__ = ["Segment", "check_folder"]
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"TANDSEG\0"
+FIELDS = struct.Struct("<IQ16sQ")  # granule, capacity, id, epoch
+MARK = 0xFF
+"""At the granule where an object begins; a bit that flips leaves it told from 0."""
+QUARANTINED = ".quarantined"
+FIRST_RESERVE_BYTES = 2**30
+"""tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
+RESERVE_STEP_BYTES = 256 * 2**20
+POPULATE_STEP_BYTES = 32 * 2**20
+POPULATE_NICENESS = 10
+
+
+class Segment:
+    """Memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
+
+    def __init__(self, memory: mmap.mmap, capacity_bytes: int, segment_id: bytes) -> None:
+        self._map = memory
+        self.capacity_bytes = capacity_bytes
+        """Bytes for extents when all is reserved."""
+        self.usable_bytes = capacity_bytes
+        """Bytes for extents that are backed by memory now."""
+        self.final_bytes = capacity_bytes
+        """What will be usable, as far as is known."""
+        self.segment_id = segment_id.hex()
+        self.path: Path | None = None
+        self.damage = DamageList()
+        """What of the file did not hold together since it was opened."""
+        self._home = int.from_bytes(segment_id[:8], "little")
+        self._epoch = 0
+        self._descriptor = -1
+        self._reserving: threading.Thread | None = None
+        self._stop = threading.Event()
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        begin, self._data_at = HEAD_BYTES, _data_offset(capacity_bytes)
+        self._starts: npt.NDArray[np.uint8] = whole[
+            begin : begin + capacity_bytes // layout.GRANULE_BYTES
+        ]
+        self.data: npt.NDArray[np.uint8] = whole[self._data_at : self._data_at + capacity_bytes]
+        """The extents. Beyond ``usable_bytes`` not to be touched."""
+
+    # Life.
+
+    @classmethod
+    def make_anonymous(cls, capacity_bytes: int) -> "Segment":
+        """Make one that dies with the process, for ``StoreClient.local`` and tests."""
+        capacity_bytes = _check_capacity(capacity_bytes)
+        memory = mmap.mmap(-1, _data_offset(capacity_bytes) + capacity_bytes)
+        segment = cls(memory, capacity_bytes, secrets.token_bytes(16))
+        segment._write_file_head(0)
+        return segment
+
+    @classmethod
+    def open_file(cls, path: Path, capacity_bytes: int) -> "Segment":
+        """Attach to the segment at ``path``, or make it.
+
+        A segment of another capacity is replaced by an empty one: it is a cache. A file whose head
+        does not hold together is moved aside, and named in ``damage``.
+
+        Raises: ConflictError (a live process owns it; it is not even as long as a segment
+            could be); UnsupportedError (a later version wrote
+            it); CapacityError (the file system cannot hold it); PermissionDeniedError (folder or
+            file open to others).
+        """
+        capacity_bytes = _check_capacity(capacity_bytes)
+        check_folder(path.parent)
+        damage = DamageList()
+        descriptor, head = _open(path, capacity_bytes, damage)
+        try:
+            segment = cls._attach(path, descriptor, capacity_bytes, head)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment.damage = damage
+        segment.path = path
+        segment._descriptor = descriptor
+        return segment
+
+    @classmethod
+    def _attach(
+        cls, path: Path, descriptor: int, capacity_bytes: int, head: "_FileHead | None"
+    ) -> "Segment":
+        data_at = _data_offset(capacity_bytes)
+        # Of whole pages, which are huge on hugetlbfs.
+        page_bytes = os.fstatvfs(descriptor).f_bsize
+        file_bytes = (data_at + capacity_bytes + page_bytes - 1) // page_bytes * page_bytes
+        _check_room(path, descriptor, file_bytes)
+        first = min(capacity_bytes, FIRST_RESERVE_BYTES)
+        os.ftruncate(descriptor, file_bytes)
+        _reserve(path, descriptor, 0, data_at + first)
+        memory = mmap.mmap(descriptor, file_bytes)
+        segment_id = secrets.token_bytes(16) if head is None else head.segment_id
+        segment = cls(memory, capacity_bytes, segment_id)
+        segment.usable_bytes = first
+        # Also what was read: one of its copies may be damaged, or older.
+        segment._write_file_head(0 if head is None else head.epoch)
+        if head is not None:
+            segment._reserve_used(path, descriptor)
+        logger.info(
+            "event=segment_opened path=%s capacity_bytes=%d new=%s",
+            path,
+            capacity_bytes,
+            head is None,
+        )
+        return segment
+
+    def _reserve_used(self, path: Path, descriptor: int) -> None:
+        """Make usable whatever has an object; its pages are there, those between may not be."""
+        marked = np.flatnonzero(self._starts)
+        if not len(marked):
+            return
+        last = int(marked[-1]) * layout.GRANULE_BYTES
+        end = min(last + RESERVE_STEP_BYTES, self.capacity_bytes)
+        header = parse_object(self.data, last, self._home, last)
+        if header is not None and header.size <= self.capacity_bytes:
+            extent = layout.extent_bytes(len(header.key.encode()), header.size)
+            end = min(max(end, last + extent), self.capacity_bytes)
+        if end > self.usable_bytes:
+            _reserve(path, descriptor, self._data_at, end)
+            self.usable_bytes = end
+
+    def reserve_rest(self, on_grown: Callable[[int], None]) -> None:
+        """Reserve what is left, in a thread of its own; ``on_grown(usable_bytes)`` comes from it.
+
+        A file system that fills up meanwhile ends it: the segment stays as large as it got, which
+        ``final_bytes`` says then, and ``on_grown`` is called once more. Pages
+        that are reserved are mapped then, too: the first touch of each costs a microsecond, which
+        is most of the time that it takes to seal a small object.
+        """
+        if self._descriptor < 0:
+            return
+        self._reserving = threading.Thread(
+            target=self._reserve_steps, args=(on_grown,), name="store-reserve", daemon=True
+        )
+        self._reserving.start()
+
+    def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
+        self._reserve_all(on_grown)
+        # Nobody waits for this, so whoever works goes first.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
+        for begin in range(0, self.usable_bytes, POPULATE_STEP_BYTES):
+            end = min(begin + POPULATE_STEP_BYTES, self.usable_bytes)
+            if self._stop.is_set() or not populate_pages(self.data[begin:end]):
+                return
+
+    def _reserve_all(self, on_grown: Callable[[int], None]) -> None:
+        assert self.path is not None
+        while self.usable_bytes < self.capacity_bytes and not self._stop.is_set():
+            until = min(self.usable_bytes + RESERVE_STEP_BYTES, self.capacity_bytes)
+            try:
+                _reserve(self.path, self._descriptor, self._data_at, until)
+            except CapacityError as error:
+                logger.warning(
+                    "event=segment_short usable_bytes=%d reason=%s", self.usable_bytes, error
+                )
+                self.final_bytes = self.usable_bytes
+                on_grown(self.usable_bytes)
+                return
+            self.usable_bytes = until
+            on_grown(until)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go; the file stays for the next owner unless it is to be removed. Idempotent.
+
+        The mapping ends when nobody holds a view of ``data`` any more.
+        """
+        self._stop.set()
+        if self._reserving is not None:
+            self._reserving.join(30)
+        if self._descriptor >= 0:
+            if remove and self.path is not None:
+                self.path.unlink(missing_ok=True)
+            # The mapping holds a copy of the descriptor, and with it the lock.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # The highest epoch of a master that was obeyed.
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch seen; kept in the file.
+
+        Raises: ConfigError when it is set to what no version has room for.
+        """
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._write_file_head(epoch)
+
+    def _write_file_head(self, epoch: int) -> None:
+        if not 0 <= epoch <= MAX_EPOCH:
+            raise ConfigError("store.segment", f"epoch {epoch}: 0 to {MAX_EPOCH} are possible")
+        segment_id = bytes.fromhex(self.segment_id)
+        fields = FIELDS.pack(layout.GRANULE_BYTES, self.capacity_bytes, segment_id, epoch)
+        head = pack_head(MAGIC, fields)
+        # One copy after the other: whenever this process dies, one of them holds together.
+        self._map[: HEAD_BYTES // 2] = head[: HEAD_BYTES // 2]
+        self._map[HEAD_BYTES // 2 : HEAD_BYTES] = head[HEAD_BYTES // 2 :]
+        self._epoch = epoch
+
+    # The file, for those who map it as well.
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file; -1 if there is none."""
+        return self._descriptor
+
+    @property
+    def data_offset(self) -> int:
+        """Where ``data`` begins in the file, bytes."""
+        return self._data_at
+
+    def has_no_writers(self) -> bool:
+        """Whether no other process can write to the file: those that map it hold a lock of it.
+
+        True once it is proven, for as long as nobody is given the right again. A mapping for
+        readers needs no proof.
+        """
+        if self._descriptor < 0:
+            return True
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+        except (BlockingIOError, PermissionError):
+            return False
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
+        return True
+
+    # Objects.
+
+    def seal(self, offset: int, header: ExtentHeader) -> None:
+        """Make the object at ``offset`` one that survives: its table and value are there.
+
+        Raises: as ``seal_many``.
+        """
+        records = ExtentRecords()
+        append_record(records, offset, header)
+        self.seal_many(records)
+
+    def seal_many(
+        self, records: ExtentRecords, *, tables: bytes | None = None, values: bytes | None = None
+    ) -> None:
+        """Make objects ones that survive, all or none: header first, its mark last.
+
+        Args:
+            records: where they are, and what they say of themselves.
+            tables: to be written before, one after the other; None if they are there.
+            values: the same of values, whose tables follow from them.
+
+        Raises: ConflictError if other objects lie there; ConfigError if one leaves the segment;
+            CorruptionError if a checksum, or the length of a column, is wrong.
+        """
+        seal_objects(
+            self._starts,
+            self.data,
+            self.usable_bytes,
+            self._home,
+            keys=records.keys,
+            offsets=records.offsets,
+            sizes=records.sizes,
+            versions=records.versions,
+            checksums=records.checksums,
+            wanted=records.wanted,
+            hard_pins=records.hard_pins,
+            soft_pin_ms=records.soft_pin_ms,
+            tables=tables,
+            values=values,
+        )
+
+    def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
+        """Replace the pins of the object at ``offset``.
+
+        Raises: NotFoundError or CorruptionError; see ``read_header``.
+        """
+        header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
+        # A crash between two stores would leave a header that is refused, so it is made afresh.
+        if not 0 <= soft_pin_ms < 2**32:
+            raise ConfigError("store.segment", f"a soft pin of {soft_pin_ms} ms", field="soft_s")
+        self._starts[offset // layout.GRANULE_BYTES] = 0
+        self.seal(offset, header)
+
+    def wipe(self, offset: int) -> None:
+        """Forget the object at ``offset``, if there is one."""
+        granule, misfit = divmod(offset, layout.GRANULE_BYTES)
+        if misfit or not 0 <= granule < len(self._starts):
+            raise ConfigError("store.wipe", f"offset {offset} is not in the segment")
+        if self._starts[granule]:
+            self._starts[granule] = 0
+            self.data[offset : offset + 4] = 0
+
+    def has_object(self, offset: int) -> bool:
+        """Whether an object begins at ``offset``."""
+        return bool(self._starts[offset // layout.GRANULE_BYTES])
+
+    def read_header(self, offset: int) -> ExtentHeader:
+        """Read the header at ``offset``.
+
+        Raises: CorruptionError if there is none that holds together.
+        """
+        return self._read(offset)[0]
+
+    def _read(self, offset: int) -> tuple[ExtentHeader, int]:
+        """Return the header at ``offset`` and the length of the extent.
+
+        What holds together is still not believed if no master of an epoch that was obeyed here
+        can have given its version.
+        """
+        usable = self.data[: self.usable_bytes]
+        header = parse_object(usable, offset, self._home, offset) if offset >= 0 else None
+        if header is not None and header.version >> layout.VERSION_BITS <= self._epoch:
+            extent = layout.extent_bytes(len(header.key.encode()), header.size)
+            if offset + extent <= self.usable_bytes:
+                return header, extent
+        raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
+
+    def list_offsets(self) -> list[int]:
+        """Return where objects begin at this moment."""
+        return (np.flatnonzero(self._starts) * layout.GRANULE_BYTES).tolist()
+
+    def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
+        """Yield all objects in order of offset.
+
+        One whose header is damaged, or overlaps, is quarantined: it is no object any more, and is
+        named in ``damage``.
+        """
+        end = 0
+        self._mend_marks()
+        for granule in np.flatnonzero(self._starts).tolist():
+            offset = granule * layout.GRANULE_BYTES
+            try:
+                header, length = self._read_behind(offset, end)
+            except CorruptionError as error:
+                self.damage.note(f"object at {offset} of segment {self.name}", error)
+                self.wipe(offset)
+                continue
+            end = offset + length
+            yield offset, header
+
+    @property
+    def name(self) -> str:
+        """The name of the file, or the id of what has none."""
+        return self.segment_id if self.path is None else self.path.name
+
+    def _mend_marks(self) -> None:
+        """Set or clear marks that are neither: most of their bits decide, then the header."""
+        for granule in np.flatnonzero((self._starts != 0) & (self._starts != MARK)).tolist():
+            mark = int(self._starts[granule])
+            self.damage.note(f"mark {granule} of segment {self.name}", f"{mark:#x}")
+            self._starts[granule] = MARK if mark.bit_count() >= 4 else 0
+
+    def _read_behind(self, offset: int, end: int) -> tuple[ExtentHeader, int]:
+        if offset < end:
+            raise CorruptionError("store.segment", f"object at {offset} overlaps another")
+        return self._read(offset)
+
+    def span(self, header: ExtentHeader) -> tuple[int, int]:
+        """Return where table and value of such an object begin and end, from its offset."""
+        key_bytes = len(header.key.encode())
+        end = layout.value_offset(key_bytes, header.size) + header.size
+        return layout.table_offset(key_bytes), end
+
+    def is_intact(self, offset: int, header: ExtentHeader) -> bool:
+        """Compare table and value of an extent with the checksums. Reads all of it."""
+        key_bytes = len(header.key.encode())
+        length = layout.extent_bytes(key_bytes, header.size)
+        if not 0 <= offset <= self.usable_bytes - length:
+            raise ConfigError(
+                "store.segment",
+                f"extent of {length} bytes at {offset}: the segment has {self.usable_bytes}",
+            )
+        table_at = offset + layout.table_offset(key_bytes)
+        value_at = offset + layout.value_offset(key_bytes, header.size)
+        table = self.data[table_at : table_at + 4 * layout.count_chunks(header.size)]
+        value = self.data[value_at : value_at + header.size]
+        return check_value([value], table.tobytes(), header.checksum)
+
+
+def _whole_file(kind: int) -> bytes:
+    """Return a ``struct flock`` over all of a file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _check_capacity(capacity_bytes: int) -> int:
+    rounded = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+    if rounded <= 0:
+        raise ConfigError("store.segment", f"{capacity_bytes} bytes: give a page or more")
+    return rounded
+
+
+def _data_offset(capacity_bytes: int) -> int:
+    starts = capacity_bytes // layout.GRANULE_BYTES
+    return HEAD_BYTES + (starts + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder that is ours alone, or check that it is. Raises: PermissionDeniedError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise PermissionDeniedError(
+            "store.segment", f"{folder} must be a folder of ours that others cannot enter (0700)"
+        )
+
+
+class _FileHead(NamedTuple):
+    segment_id: bytes
+    epoch: int
+
+
+def _open(path: Path, capacity_bytes: int, damage: DamageList) -> "tuple[int, _FileHead | None]":
+    """Return the locked file, and the head of the segment in it; None for an empty file.
+
+    What cannot be attached gives way to another file. It is never shortened: clients of its last
+    owner may still map it, and whoever touches what was cut off is killed.
+    """
+    for _ in range(4):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _check_file(path, descriptor)
+            if _is_at(path, descriptor):  # Else another host has replaced it since.
+                if os.fstat(descriptor).st_size == 0:
+                    return descriptor, None
+                try:
+                    head = _read_file_head(path, descriptor, capacity_bytes, damage)
+                except CorruptionError as error:
+                    _quarantine(path, descriptor)
+                    damage.note(f"segment {path.name}", error)
+                else:
+                    if head is not None:
+                        return descriptor, head
+                    path.unlink()
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise ConflictError("store.segment", f"{path} is being made by another host")
+
+
+def _quarantine(path: Path, descriptor: int) -> None:
+    """Move a file aside, in the place of one that was before; not if there is no room for both."""
+    status, room = os.fstat(descriptor), os.fstatvfs(descriptor)
+    aside = path.with_name(path.name + QUARANTINED)
+    aside.unlink(missing_ok=True)
+    free_bytes = room.f_bavail * room.f_frsize
+    if room.f_blocks and free_bytes < status.st_size:
+        logger.warning("event=quarantine_full path=%s free_bytes=%d", path, free_bytes)
+        path.unlink()
+    else:
+        path.rename(aside)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _check_file(path: Path, descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionDeniedError("store.segment", f"{path} is not a file of ours")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionDeniedError("store.segment", f"{path} is open to others: chmod it to 0600")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConflictError(
+            "store.segment", f"{path} belongs to a live host: give this one another name"
+        ) from None
+
+
+def _read_file_head(
+    path: Path, descriptor: int, capacity_bytes: int, damage: DamageList
+) -> _FileHead | None:
+    """Return the head of a segment that can be attached; None if the file is to be made anew.
+
+    Raises: CorruptionError if it is damaged; ConflictError if it never was one; UnsupportedError.
+    """
+    size = os.fstat(descriptor).st_size
+    if size % mmap.PAGESIZE:
+        raise ConflictError("store.segment", f"{path} is not a segment: move it away")
+    data = os.pread(descriptor, HEAD_BYTES, 0)
+    if not data.strip(b"\0"):
+        return None  # Its owner died before the head was written.
+    head = parse_head(data, MAGIC, FIELDS.size, str(path))
+    if head.is_damaged:
+        damage.note(f"head of segment {path.name}", "a copy of it, made anew from the other")
+    granule, capacity, segment_id, epoch = max(
+        (FIELDS.unpack(copy) for copy in head.copies), key=operator.itemgetter(3)
+    )
+    if (granule, capacity) != (layout.GRANULE_BYTES, capacity_bytes) or size < _data_offset(
+        capacity_bytes
+    ):
+        logger.warning("event=segment_replaced path=%s capacity_bytes=%d", path, capacity)
+        return None
+    if epoch > MAX_EPOCH:
+        raise CorruptionError("store.segment", f"{path} has seen epoch {epoch}, which none can be")
+    return _FileHead(segment_id, epoch)
+
+
+def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
+    room = os.fstatvfs(descriptor)
+    if room.f_blocks == 0:
+        return  # A hugetlbfs without a size of its own: reserving will tell.
+    free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
+    if free_bytes < size_bytes:
+        raise CapacityError(
+            "store.segment",
+            f"{path} needs {size_bytes} bytes, its file system has {free_bytes} free: lower "
+            "store.segment_bytes or enlarge the tmpfs",
+            field="store.segment_bytes",
+        )
+
+
+def _reserve(path: Path, descriptor: int, begin: int, length: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, begin, length)
+    except OSError as error:
+        raise CapacityError(
+            "store.segment", f"{path}: {length} bytes cannot be reserved: {error.strerror}"
+        ) from None

@@ -1,0 +1,499 @@
+"""Hosts of a master: they join, tell what they hold, leave and are lost.
+
+Which hosts there are is kept outside (``roster``), so that a new master knows whom to wait for. A
+host is *awaited* from when it went away, or from when this master began, until it has told what it
+has or is declared lost; while one is, that this master never told of an object means nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tandem.core.errors import (
+    CapacityError,
+    ConflictError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+)
+from tandem.store.election import (
+    Member,
+    Roster,
+    RosterStore,
+    RosterWriter,
+    Tombstone,
+    Tombstones,
+)
+from tandem.store.formats import layout
+from tandem.store.formats.records import iterate_records
+from tandem.store.master.adoption import Adoption
+from tandem.store.master.state.index import NO_ROW
+from tandem.store.master.state.orders import OrderLine
+from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.messages import (
+    Ack,
+    DiskReport,
+    DrainHost,
+    HostStage,
+    InventoryDone,
+    InventoryPage,
+    Joined,
+    JoinHost,
+    KeyBytes,
+    LeaveStore,
+    RetireHost,
+    SegmentGrown,
+)
+from tandem.store.sessions import Caller, check_present
+
+if TYPE_CHECKING:
+    from tandem.store.master.master import OpenWay, StoreMaster
+
+__all__ = ["Membership"]
+
+logger = logging.getLogger(__name__)
+
+LOAD_RETRY_S = 0.25
+MAX_MEMBERS = 4_096
+"""Hosts of a store; one more takes the place of one that is lost."""
+MAX_TOMBSTONES = 200_000
+"""Beyond, hosts that are lost are retired, for the tombstones that wait for them to go."""
+ALL_CONFIRMED = 2**63
+"""As ``HostSpace.unconfirmed_from``: it has nothing that a tombstone is for."""
+
+
+class Membership:
+    """The hosts of one master, over all their sessions.
+
+    Args:
+        master: whose they are.
+        store: keeps the membership; borrowed.
+    """
+
+    def __init__(self, master: "StoreMaster", store: RosterStore) -> None:
+        self._master = master
+        self._store = store
+        self._roster = Roster()
+        self._writer = RosterWriter(store, self._roster, master.spawn)
+        self.tombstones = Tombstones()
+        self._adoption = Adoption(master, self.tombstones)
+        self._names: dict[str, HostSpace] = {}
+        self._by_session: dict[int, HostSpace] = {}
+        self._num_sessions = 0
+        self._num_lost = 0
+        self._loaded = asyncio.Event()
+        self._window_until_ms = 0
+        """No roster was found: until then hosts may come that nobody knows of."""
+        self._awaited: dict[int, int] = {}
+        """By number: until when a host is waited for."""
+        self._declaring: set[int] = set()
+
+    # The roster.
+
+    async def load(self) -> None:
+        """Learn which hosts there are; nobody joins before."""
+        while True:
+            try:
+                saved = await self._store.load()
+                break
+            except TandemError as error:
+                logger.warning("event=roster_unread reason=%s", error)
+                await asyncio.sleep(LOAD_RETRY_S)
+        config, now_ms = self._master.config, self._master.now_ms()
+        if saved.roster is None:
+            window_ms = config.recovery_ms if saved.is_new else config.member_lease_ms
+            self._window_until_ms = now_ms + window_ms
+        else:
+            self._roster.members.update(saved.roster.members)
+            self._roster.retired.update(saved.roster.retired)
+        for number, tombstones in saved.tombstones:
+            self.tombstones.add(number, tombstones)
+        self._writer.number = self.tombstones.newest_number + 1
+        for name, member in self._roster.members.items():
+            host = self._make_host(name)
+            host.segment_id, host.disk_id = member.segment_id, member.disk_id
+            if not member.is_lost:
+                self._awaited[host.number] = now_ms + config.member_lease_ms
+        self._loaded.set()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a host may have what this master has never heard of: not one that comes back."""
+        if not self._loaded.is_set():
+            return True
+        if self._is_window_open:
+            return True
+        hosts = self._master.hosts
+        return any(not hosts[number].is_all_known for number in self._awaited)
+
+    @property
+    def _is_window_open(self) -> bool:
+        """Whether hosts may come that no roster knows of."""
+        if self._window_until_ms and self._master.now_ms() >= self._window_until_ms:
+            self._window_until_ms = 0
+        return self._window_until_ms > 0
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether objects are coming in that this master may not have heard of."""
+        stages = (host.stage for host in self._master.hosts.values())
+        return self.is_learning or HostStage.JOINING in stages
+
+    def is_awaited(self, host: int) -> bool:
+        """Whether it is away, or still tells what it has, and is not declared lost."""
+        return host in self._awaited
+
+    def step(self, now_ms: int) -> None:
+        """Declare lost whose lease has ended; note who has confirmed tombstones."""
+        # A master that reaches no host at all may be what is cut off.
+        can_tell = any(host.is_settled for host in self._master.hosts.values())
+        for number, until_ms in list(self._awaited.items()):
+            if can_tell and until_ms <= now_ms and number not in self._declaring:
+                self._declaring.add(number)
+                self._master.spawn(self._declare_lost(self._master.hosts[number]))
+        for host in self._master.hosts.values():
+            if host.is_settled and host.unconfirmed_from != ALL_CONFIRMED:
+                host.purging = [future for future in host.purging if not future.done()]
+                if not host.purging:
+                    self._note_confirmed(host)
+        if self.tombstones:
+            self._release_tombstones()
+
+    async def _declare_lost(self, host: HostSpace) -> None:
+        """Go on without a host. That is durable before anybody is told of the consequences."""
+        member = self._roster.members.get(host.name)
+        try:
+            if member is not None and not member.is_lost:
+                lost = Member(member.segment_id, member.disk_id, is_lost=True)
+                self._roster.members[host.name] = lost
+                await self._writer.save()
+                if self._roster.members.get(host.name) is not lost:
+                    return  # It has come back, or was retired, meanwhile.
+            if self._awaited.pop(host.number, None) is not None:
+                logger.warning("event=host_declared_lost host=%s", host.name)
+        finally:
+            self._declaring.discard(host.number)
+
+    async def _enroll(self, host: HostSpace) -> None:
+        """Make it durable that a host may hold objects, before it does."""
+        wanted = Member(host.segment_id, host.disk_id)
+        member = self._roster.members.get(host.name)
+        if member != wanted:
+            if member is None:
+                self._make_room()
+            else:
+                # Under its name there is only what is there now.
+                for old, new in zip(_storage_of(member), _storage_of(wanted), strict=True):
+                    if old != new:
+                        self._roster.retire(old, self._master.newest_version)
+            self._roster.members[host.name] = wanted
+            await self._writer.save()
+        else:
+            await self._writer.settle()  # An attempt before this one may not have ended.
+
+    def _make_room(self) -> None:
+        members = self._roster.members
+        if len(members) < MAX_MEMBERS:
+            return
+        lost = next((name for name, member in members.items() if member.is_lost), None)
+        if lost is None:
+            raise CapacityError("store.join", f"{len(members)} hosts, the limit")
+        self._retire(self._names[lost])
+
+    async def retire(self, _: Caller, request: RetireHost) -> Ack:
+        """Give a host up. Raises: NotFoundError; ConflictError if it is there."""
+        await self._loaded.wait()
+        host = self._names.get(request.name)
+        if host is None or host.is_retired:
+            raise NotFoundError("store.retire", f"no host {request.name!r}", field="name")
+        if host.caller is not None:
+            raise ConflictError(
+                "store.retire", f"{request.name} is connected: drain and stop it", field="name"
+            )
+        self._retire(host)
+        await self._writer.save()
+        return Ack()
+
+    async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
+        """A host ends, and what it has with it. Answered when no later master waits for it."""
+        host = self._joining(caller, request.session)
+        self.lose_host(host)
+        self._retire(host)
+        await self._writer.save()
+        return Ack()
+
+    def _retire(self, host: HostSpace) -> None:
+        member = self._roster.members.pop(host.name, None)
+        if member is not None:
+            for storage_id in _storage_of(member):
+                self._roster.retire(storage_id, self._master.newest_version)
+        self._awaited.pop(host.number, None)
+        host.is_retired = True
+        logger.warning("event=host_retired host=%s", host.name)
+        self._forget_segment(host)
+        for row in self._master.directory.rows_on_disk(host.number):
+            self._master.lose_disk(row, host.number)
+        host.is_disk_known = False
+
+    # Tombstones.
+
+    @property
+    def num_lost(self) -> int:
+        """Counts losses of hosts: unchanged, none was lost in between."""
+        return self._num_lost
+
+    def mark_removed(self, tombstones: Sequence[Tombstone]) -> None:
+        """Let no host that is still to tell what it has bring back what is being removed."""
+        if not self._is_whole:
+            self.tombstones.add(self._writer.number, tombstones)
+
+    async def bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
+        """Return when no host that was away, and no later master, brings back what was removed.
+
+        Args:
+            tombstones: of what was removed, and is wiped on all hosts that are there.
+            num_lost: before that began.
+        """
+        if num_lost == self._num_lost and self._is_whole:
+            return  # They have told all they have, and have wiped it.
+        self.tombstones.add(self._writer.number, tombstones)
+        await self._writer.add(tombstones)
+        if len(self.tombstones) > MAX_TOMBSTONES:
+            self._retire_lost()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all hosts are there and have told what they have."""
+        return all(host.is_settled or host.is_retired for host in self._master.hosts.values())
+
+    def _retire_lost(self) -> None:
+        for name, member in list(self._roster.members.items()):
+            host = self._names[name]
+            if member.is_lost and host.caller is None:
+                logger.error(
+                    "event=too_many_tombstones count=%d retired=%s", len(self.tombstones), name
+                )
+                self._retire(host)
+        self._writer.note_change()
+
+    def _note_confirmed(self, host: HostSpace) -> None:
+        """What it brought in vain is wiped, so nothing on it waits for a tombstone."""
+        host.unconfirmed_from = ALL_CONFIRMED
+        for storage_id in (host.segment_id, host.disk_id):
+            if self._roster.retired.pop(storage_id, None) is not None:
+                self._writer.note_change()
+        host.dead_below = host.disk_dead_below = -1
+
+    def _release_tombstones(self) -> None:
+        if self.is_learning:
+            return  # Hosts may come that are no members yet.
+        hosts = [host for host in self._master.hosts.values() if not host.is_retired]
+        below = min((host.unconfirmed_from for host in hosts), default=ALL_CONFIRMED)
+        if self.tombstones.release(min(below, self._writer.number)):
+            self._writer.drop(min(below, self._writer.number))
+
+    # Sessions.
+
+    async def drain(self, _: Caller, request: DrainHost) -> Ack:
+        """Have a host emptied. Raises: NotFoundError."""
+        host = self._names.get(request.name)
+        if host is None or host.caller is None:
+            raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")
+        host.is_leaving = True
+        if host.stage is HostStage.ACTIVE:
+            host.stage = HostStage.DRAINING
+        return Ack()
+
+    async def join(self, caller: Caller, request: JoinHost) -> Joined:
+        """Begin a session with a host. Raises: ConflictError if its name is taken."""
+        await self._loaded.wait()
+        check_present(caller)
+        host = self._names.get(request.name)
+        if host is not None and host.caller is caller and request.attempt <= host.attempt:
+            return Joined(self._master.epoch, host.number, host.session)  # It came late, or twice.
+        if host is not None and host.caller is not None:
+            if host.segment_id != request.segment_id:
+                raise ConflictError(
+                    "store.join", f"a host {request.name!r} is there already", field="name"
+                )
+            self.lose_host(host)  # The same one, by a new connection.
+        if request.epoch_seen > self._master.epoch:
+            self._master.outbid(request.epoch_seen)
+        if host is None:
+            host = self._make_host(request.name)
+        elif host.segment_id != request.segment_id:
+            self._forget_segment(host)
+        self._num_sessions += 1
+        self._by_session[self._num_sessions] = host
+        self._begin_session(host, caller, request)
+        logger.info("event=host_joining host=%s session=%d", host.name, host.session)
+        if request.call_token and self._master.open_way is not None and host.line is not None:
+            host.spawn(self._open_way(host.line, self._master.open_way, request))
+        return Joined(self._master.epoch, host.number, host.session)
+
+    def _make_host(self, name: str) -> HostSpace:
+        master = self._master
+        host = HostSpace(
+            len(master.hosts),
+            name,
+            master.clock,
+            master.order_epoch,
+            master.space_freed.set,
+            master.config.lease_ms,
+        )
+        master.hosts[host.number] = self._names[name] = host
+        return host
+
+    def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
+        host.is_retired = False
+        host.begin_session(caller, self._num_sessions, request)
+        retired = self._roster.retired
+        host.dead_below = retired.get(request.segment_id, -1)
+        host.disk_dead_below = retired.get(request.disk_id, -1) if request.disk_id else -1
+        if self._is_window_open and host.name not in self._roster.members:
+            self._await_host(host)  # It may be one of before, that no roster knows of.
+        self._master.directory.find_host(host.number)
+
+    def _await_host(self, host: HostSpace) -> None:
+        self._awaited[host.number] = self._master.now_ms() + self._master.config.member_lease_ms
+
+    async def _open_way(self, line: OrderLine, open_way: "OpenWay", request: JoinHost) -> None:
+        """Let orders of this session go a faster way as soon as there is one."""
+        try:
+            line.use(await open_way(request))
+        except TandemError as error:
+            logger.info("event=fast_orders_off reason=%s", error)
+
+    def _forget_segment(self, host: HostSpace) -> None:
+        for row in self._master.directory.rows_on_host(host.number):
+            self._master.drop_replica(row, host.number)
+        host.is_known = False
+
+    def _joining(self, caller: Caller, session: int) -> HostSpace:
+        host = self._by_session.get(session)
+        if host is None or host.session != session or host.caller is not caller:
+            raise PeerLostError("store.join", f"session {session} is over: join again")
+        return host
+
+    async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
+        """Take one page of what a joining host holds."""
+        host = self._joining(caller, page.session)
+        if page.page < host.num_pages:
+            return Ack()  # It came twice.
+        if page.page > host.num_pages:
+            raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
+        newest = max(page.records.versions, default=0)
+        if newest > self._master.newest_version:
+            # By a master of our number that we know nothing of: its note of it was lost with the
+            # machine, the disk was not. No version must be given twice.
+            try:
+                self._master.outbid(newest >> layout.VERSION_BITS)
+            except ConflictError:
+                # Nobody waits for the rest of what it would tell, unless it is a member.
+                self.lose_host(host)
+                if host.name not in self._roster.members:
+                    self._awaited.pop(host.number, None)
+                raise
+        host.num_pages += 1
+        if host.number in self._awaited:
+            self._await_host(host)
+        self._adoption.take_page(host, iterate_records(page.records), is_disk=page.is_disk)
+        return Ack()
+
+    async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
+        """Take news of a host's disk; answers which of the objects stored there it should keep."""
+        host = self._joining(caller, report.session)
+        directory = self._master.directory
+        if host.stage is HostStage.JOINING or report.number < host.disk_number:
+            raise ConflictError("store.disk", f"report {report.number} comes early, or late")
+        if report.number > host.disk_number:
+            host.disk_number, host.disk = report.number, report.status
+            for key, version in report.dropped.items():
+                row = directory.find(key)
+                is_same = row != NO_ROW and directory.version(row) == version
+                if is_same and host.number in directory.disks(row):
+                    self._master.lose_disk(row, host.number)
+        flags = bytearray(len(report.stored))
+        for i, (key, version) in enumerate(report.stored.items()):
+            row = directory.find(key)
+            if row == NO_ROW or directory.version(row) != version or host.is_leaving:
+                continue
+            if host.number not in directory.disks(row):
+                directory.add_disk(row, host.number)
+            flags[i] = 1
+        return KeyBytes(bytes(flags))
+
+    async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
+        """All pages have come; and whether all writers of before are gone."""
+        host = self._joining(caller, request.session)
+        if request.num_pages != host.num_pages:
+            raise ConflictError(
+                "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
+            )
+        host.damaged = request.damaged
+        if host.stage is HostStage.JOINING:
+            await self._enroll(host)
+            host = self._joining(caller, request.session)
+        if host.stage is HostStage.JOINING:
+            self._settle(host)
+        if request.can_write and host.stage is HostStage.READ_ONLY:
+            host.stage = HostStage.DRAINING if host.is_leaving else HostStage.ACTIVE
+            self._master.space_freed.set()
+        return Ack()
+
+    def _settle(self, host: HostSpace) -> None:
+        """The inventory is complete: what it does not have is not there; the rest is free."""
+        extents: list[Extent] = []
+        for row in self._master.directory.rows_on_host(host.number):
+            extent = host.confirmed.get(row)
+            if extent is None:
+                self._forget_replica(row, host.number)
+            else:
+                extents.append(extent)
+        for row in self._master.directory.rows_on_disk(host.number):
+            if host.confirmed_disk.get(row) != self._master.directory.version(row):
+                self._master.lose_disk(row, host.number)
+        host.is_disk_known = host.disk is not None
+        host.confirmed_disk.clear()
+        host.rebuild(extents)
+        if not any(other.is_settled for other in self._master.hosts.values()):
+            # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
+            for number in self._awaited:
+                self._await_host(self._master.hosts[number])
+        host.is_known = True
+        host.confirmed.clear()
+        host.stage = HostStage.READ_ONLY
+        self._awaited.pop(host.number, None)
+        self._master.eviction.note_surplus()
+        logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
+
+    def _forget_replica(self, row: int, host: int) -> None:
+        """The copy is not there; nothing to wipe."""
+        self._master.directory.drop_replica(row, host)
+        if not self._master.directory.replicas(row) and not self._master.directory.disks(row):
+            self._master.directory.remove(row)
+
+    async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
+        """More of a host's segment is usable."""
+        host = self._joining(caller, request.session)
+        host.grow(request.capacity_bytes, request.final_bytes)
+        return Ack()
+
+    def lose_host(self, host: HostSpace) -> None:
+        """Its session has ended; its objects may come back with it."""
+        logger.warning("event=host_lost host=%s", host.name)
+        self._num_lost += 1
+        if host.unconfirmed_from == ALL_CONFIRMED:
+            host.unconfirmed_from = self._writer.number
+        if host.is_settled:
+            self._await_host(host)
+        self._master.puts.forget_host(host.number)
+        self._by_session.pop(host.session, None)
+        host.end_session()
+        self._master.directory.lose_host(host.number)
+        self._master.counters.hosts_lost += 1
+
+
+def _storage_of(member: Member) -> tuple[str, str]:
+    return member.segment_id, member.disk_id

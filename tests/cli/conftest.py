@@ -1,0 +1,29 @@
+"""Commands run in this process: to start Python and import torch for each costs seconds."""
+
+import logging
+import sys
+
+import pytest
+
+from tandem.cli import main as cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command through its entry point, in this process; return status, output and errors."""
+    # The command configures logging for its process, which is ours.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
