@@ -99,7 +99,12 @@ def test_a_closed_engine_leaves_its_loop(loop_factory):
             for _ in range(3):
                 with make_engine("server") as server:
                     kept = []
-                    server.serve_calls(lambda calls: kept.extend(calls) or [None], loop=loop)
+
+                    def keep(calls, kept=kept):
+                        kept.extend(calls)
+                        return [None] * len(calls)
+
+                    server.serve_calls(keep, loop=loop)
                     segment = await asyncio.to_thread(client.open, server.address)
                     pending = client.begin_call(segment, b"never answered")
                     while not kept:

@@ -1,8 +1,8 @@
 """Calls: small requests that a peer's handler answers, for where a round trip is the cost.
 
 Owns the Python side of both ends: the thread or the event loop that hands calls to the handler in
-batches, and the futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A call that was
-answered was executed exactly once; one that failed was executed once or not at all.
+batches, and the futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A
+call that was answered was executed exactly once; one that failed was executed once or not at all.
 """
 
 import asyncio
@@ -108,6 +108,8 @@ def serve_on_loop(
     """Hand calls to the handler on an event loop, until the engine is closed.
 
     Args:
+        core: of the engine.
+        handler: see ``CallHandler``.
         loop: whose thread this is.
 
     Raises: as ``start_serving``.
