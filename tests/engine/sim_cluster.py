@@ -239,7 +239,7 @@ class SimChild:
         await self.exited.wait()
         return -9
 
-    async def end(self) -> None:
+    async def end(self, *, is_lost=False) -> None:
         if self.instance.process.is_alive:
             # Asked first, as a process that is well ends by itself.
             with contextlib.suppress(TimeoutError):

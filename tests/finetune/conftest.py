@@ -1,6 +1,7 @@
 """A recipe on the demo model, and a dataset to learn from."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,21 @@ def make_values(dataset_dir) -> Any:
         }
 
     return make
+
+
+@pytest.fixture(scope="session")
+def adapt() -> Any:
+    """Return ``adapt(model)``: the model with adapters of rank 8 on all targets."""
+    from peft import get_peft_model
+
+    from tandem.finetune.recipe import make_recipe
+    from tandem.finetune.trainer import make_lora_config
+
+    recipe = make_recipe({"model_name_or_path": "demo", "output_dir": "out"})
+
+    def add(model: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(model, make_lora_config(recipe, model), low_cpu_mem_usage=True)
+
+    return add

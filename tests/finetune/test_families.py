@@ -8,8 +8,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem._native import ThreadPool
+from tandem.finetune.fake_step import StepShape, _run_step, simulate_step
 from tandem.finetune.model import load_frozen
 from tandem.kernels.cpu.experts import PackedExperts
+from tandem.models.roles import list_layers
+from tandem.models.skeleton import build_skeleton
 
 COMMON = {
     "vocab_size": 64,
@@ -52,8 +55,8 @@ LARGEST_ANGLE = 0.02
 """Experts see activations rounded to bf16: a relative error of 2^-9 in each of a few products."""
 
 
-def make_config(name: str) -> PretrainedConfig:
-    return CONFIG_MAPPING[name](**{**COMMON, **FAMILIES[name]})
+def make_config(name: str, **changes) -> PretrainedConfig:
+    return CONFIG_MAPPING[name](**{**COMMON, **FAMILIES[name], **changes})
 
 
 def find_gradient(model, ids: torch.Tensor) -> torch.Tensor:
@@ -98,3 +101,26 @@ def test_a_wrong_gradient_of_experts_is_seen(part, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PackedExperts, "backward", scale)
     assert measure_angle("qwen3_moe", tmp_path) > LARGEST_ANGLE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_takes_a_step_without_memory(name, adapt):
+    """No operation depends on values, and one layer of each kind shows what all layers need."""
+    shape = StepShape(
+        num_rows=2,
+        num_tokens=16,
+        is_bf16=False,
+        has_packed_experts=True,
+        has_packed_linear=False,
+        is_checkpointed=False,
+    )
+
+    def make():
+        return build_skeleton(make_config(name, num_hidden_layers=4), None)
+
+    layers = list_layers(build_skeleton(make_config(name, num_hidden_layers=4)))
+    few = simulate_step(make, layers, shape, adapt)
+    whole = _run_step(make(), list(range(4)), shape, adapt)
+    assert few.kept_bytes == pytest.approx(whole.kept_bytes, rel=0.01)
+    assert few.native_flops == whole.native_flops
+    assert few.torch_flops == whole.torch_flops

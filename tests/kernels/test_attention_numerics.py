@@ -5,20 +5,24 @@ hand through a scrambled block table, the step's own part through ``Step.write_k
 the plain arrays. The same queries run in one piece, in chunks and one by one.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tandem.core.spec import GqaLayout
 from tandem.kernels import paged, reference, tolerance
-from tandem.kernels.attention import PLAIN
+from tandem.kernels.attention import PLAIN, AttentionRule
 from tandem.kernels.execution import choose_execution
+from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.rope import Rope, RopeParameters
 from tandem.kernels.torch import attention as torch_attention
 
 HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3
 SCALE = SIZE**-0.5
+SINKS = Buffer(torch.tensor([0.7, -1.3, 2.1, 0.2, 1.4, -0.4]))
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 both_dtypes = pytest.mark.parametrize("dtype", list(NAMES), ids=list(NAMES.values()))
 
@@ -31,10 +35,26 @@ def operators(request, monkeypatch):
     return request.param
 
 
+RULES = {
+    "window": AttentionRule(window=7),
+    "window of one": AttentionRule(window=1),
+    "cap": AttentionRule(soft_cap=0.8),
+    "sinks": AttentionRule(sinks=SINKS),
+    "all": AttentionRule(11, 0.8, SINKS),
+}
+
+
+def oracle_rule(rule):
+    """The same for the oracle."""
+    sinks = None if rule.sinks is None else rule.sinks.tensor.double().numpy()
+    return {"window": rule.window, "soft_cap": rule.soft_cap, "sinks_H": sinks}
+
+
 class Case:
     """A cache and sequences with drawn queries, keys and values."""
 
-    def __init__(self, lengths, dtype, draw, block_size=8, kv_dtype=None):
+    def __init__(self, lengths, dtype, draw, block_size=8, kv_dtype=None, rule=PLAIN):
+        self.rule = rule
         kv_dtype = kv_dtype or dtype
         self.dtype, self.block_size = dtype, block_size
         layout = GqaLayout(
@@ -67,7 +87,7 @@ class Case:
         q = torch.cat([self.q[s][a:b] for s, a, b in rows])
         kv = torch.cat([self.kv[s][a:b] for s, a, b in rows])
         plan.write_kv(layer_idx, kv)
-        out = plan.attend(layer_idx, q, kv, SCALE, PLAIN).view(-1, HEADS, SIZE)
+        out = plan.attend(layer_idx, q, kv, SCALE, self.rule).view(-1, HEADS, SIZE)
         return dict(
             zip([s for s, _, _ in rows], out.split([b - a for _, a, b in rows]), strict=True)
         )
@@ -75,8 +95,9 @@ class Case:
     def oracle(self, s, start, end):
         q = self.q[s][start:end].double().numpy()
         keys, values = self.kv[s][:end].double().numpy().transpose(1, 0, 2, 3)
-        bound = tolerance.attention(q, keys, values, SCALE, self.dtype)
-        return reference.attention(q, keys, values, SCALE), bound
+        rule = oracle_rule(self.rule)
+        bound = tolerance.attention(q, keys, values, SCALE, self.dtype, **rule)
+        return reference.attention(q, keys, values, SCALE, **rule), bound
 
 
 @both_dtypes
@@ -91,6 +112,57 @@ def test_mixed_batch(dtype, block_size, draw, count_outside):
     second = [(0, 1), (39, 40), (8, 9), (10, 33), (63, 64), (0, 0)]
     for s, out in case.run(second).items():
         assert count_outside(out, *case.oracle(s, *second[s])) == 0
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", RULES)
+def test_rules_in_a_mixed_batch(name, dtype, draw, count_outside):
+    """Windows, caps and sinks, whole, decoding and in chunks, beside sequences of other lengths."""
+    lengths = [1, 40, 9, 33, 30, 5]
+    case = Case(lengths, dtype, draw, rule=RULES[name])
+    first = [(0, n - 1) for n in lengths]
+    for s, out in case.run(first).items():
+        assert count_outside(out, *case.oracle(s, *first[s])) == 0
+    second = [(0, 1), (39, 40), (8, 9), (10, 33), (29, 30), (0, 0)]
+    for s, out in case.run(second).items():
+        assert count_outside(out, *case.oracle(s, *second[s])) == 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_over_tiles(name, draw, count_outside, monkeypatch):
+    """Tiles of earlier context that some queries of a chunk see, or none, or all."""
+    monkeypatch.setattr(torch_attention, "TILE_TOKENS", 8)
+    monkeypatch.setattr(torch_attention, "MAX_GATHER_BYTES", 4096)
+    monkeypatch.setattr(torch_attention, "CAUSAL_ROWS", 5)
+    case = Case([60, 50], torch.float32, draw, rule=RULES[name])
+    case.run([(0, 30), (0, 49)])
+    for part in ([(30, 59), (49, 50)], [(59, 60), (0, 0)]):
+        for s, out in case.run(part).items():
+            assert count_outside(out, *case.oracle(s, *part[s])) == 0
+
+
+WRONG_RULES = {
+    "window one more": ("window", lambda rule: replace(rule, window=8)),
+    "window one less": ("window", lambda rule: replace(rule, window=6)),
+    "cap before the scale": ("cap", lambda rule: replace(rule, soft_cap=rule.soft_cap * SCALE)),
+    "no sinks": ("sinks", lambda rule: replace(rule, sinks=None)),
+    "sinks of other heads": (
+        "sinks",
+        lambda rule: replace(rule, sinks=Buffer(rule.sinks.tensor.roll(1))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+@pytest.mark.parametrize("first", [10, 39])
+def test_wrong_rules_are_caught(name, first, draw, count_outside):
+    """The bound tells a rule from its neighbours, in a prefill and in a decode."""
+    right, spoil = WRONG_RULES[name]
+    case = Case([40], torch.float32, draw, rule=RULES[right])
+    expected = case.oracle(0, first, 40)
+    case.rule = spoil(case.rule)
+    case.run([(0, first)])
+    assert count_outside(case.run([(first, 40)])[0], *expected) > 0
 
 
 MUTANTS = {

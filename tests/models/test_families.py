@@ -155,17 +155,6 @@ def test_layer_types_are_checked(checkpoint, edit_config):
     assert caught.value.field == "layer_types"
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3"])
-def test_kv_that_windows_cannot_take_is_refused(model_type, checkpoint):
-    model = load_checkpoint(checkpoint(model_type))
-    if model_type == "qwen3":
-        assert model.kv_layout(16, "float16").dtype == "float16"
-        return
-    with pytest.raises(ConfigError, match="float16") as caught:
-        model.kv_layout(16, "float16")
-    assert caught.value.field == "kv_dtype"
-
-
 WRONG = {
     "no model_type": {"model_type": None},
     "no layers": {"num_hidden_layers": 0},

@@ -301,6 +301,19 @@ def test_torch_attention_agrees_with_the_native_one(name, pairs, open_session, m
     assert excess(torch.cat(parts), expected, 2 * bound) <= 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_kv_in_float16(name, pairs, open_session):
+    """No native attention reads it: torch's does, with the windows and sinks of a family."""
+    pair = pairs(name)
+    model = load_checkpoint(pair.folder, dtype="float32")
+    expected = open_session(model).run(pair.ids)
+    cache = model.allocate_kv(24, block_size=16, kv_dtype="float16")
+    session = open_session(model, cache=cache)
+    parts = [session.run(pair.ids[a:b]) for a, b in ((0, 40), (40, 41), (41, NUM_TOKENS))]
+    error = (torch.cat(parts) - expected).norm() / expected.norm()
+    assert 0 < error < 2e-3
+
+
 def test_copied_block_continues_another_sequence(pairs, open_session):
     pair = pairs("qwen3_moe")
     model = load_checkpoint(pair.folder, dtype="float32")

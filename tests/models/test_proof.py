@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.cli.verify import render_proof
 from tandem.core.errors import UnsupportedError
+from tandem.kernels import paged
 from tandem.kernels.activation import Activation
 from tandem.kernels.attention import Attention
 from tandem.kernels.decoder_layer import DecoderLayer
@@ -24,6 +25,7 @@ from tandem.kernels.moe import MoeBlock, Router
 from tandem.kernels.norm import RmsNorm
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.kernels.torch import attention as torch_attention
 from tandem.kernels.torch.experts import Experts
 from tandem.models.families import FAMILIES, open_checkpoint
 from tandem.models.identity import IGNORED_CONFIG
@@ -343,6 +345,26 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     proof = prove_config(make_published(name), with_flips=False)
     assert where in proof.problem
     assert "NOT proved" in render_proof(proof)
+
+
+RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_torch_attention_is_proved_too(name, monkeypatch):
+    """Windows, caps, sinks and latents, where there is no native attention: not on the CPU."""
+    monkeypatch.setattr(paged, "is_native", lambda tensor: False)
+    proof = prove_config(make_published(name), with_flips=False)
+    assert proof.problem == ""
+
+
+def test_a_wrong_torch_attention_is_refused(monkeypatch):
+    """The proof runs the attention that it is said to run."""
+    monkeypatch.setattr(paged, "is_native", lambda tensor: False)
+    monkeypatch.setattr(torch_attention, "_cap", lambda scores, cap: scores)
+    monkeypatch.setattr(prove, "SEEDS", (0,))
+    problem = prove_config(make_published("gemma2"), with_flips=False).problem
+    assert "layers.0.self_attn (Attention)" in problem
 
 
 FED_WRONGLY = {

@@ -58,6 +58,8 @@ class FakeEngine:
         max_running: requests held at once, beyond which ``submit`` raises CapacityError.
         die_after: outputs of a request after which the instance is lost.
         hang: outputs never come.
+        is_down: ``submit`` waits, as it does for an instance that is being replaced; read once.
+        num_waiting: requests that wait in ``submit``.
         timeline: makes the instance's part of a timeline; None: it remembers nothing.
         stop_token_id: ends an answer that is shorter than max_tokens.
     """
@@ -70,6 +72,7 @@ class FakeEngine:
     max_running: int = 1 << 20
     die_after: int | None = None
     hang: bool = False
+    is_down: bool = False
     is_paused: bool = False
     cached_len: int = 0
     stop_token_id: int | None = None
@@ -77,6 +80,7 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     held: dict[str, "FakeStream"] = field(default_factory=dict)
     generated: int = 0
+    num_waiting: int = 0
     more_stats: dict = field(default_factory=dict)
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
@@ -104,6 +108,12 @@ class FakeEngine:
         """Queue a request, or refuse it."""
         if self.info is None:
             raise PeerLostError("fake.submit", "the instance is down")
+        if self.is_down:
+            self.num_waiting += 1
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.num_waiting -= 1
         if len(self.held) >= self.max_running:
             raise CapacityError("fake.submit", f"the queue of {self.max_running} is full")
         assert request.request_id not in self.held, "an id was used twice"

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -64,6 +65,37 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks_at_once(serve_text, rese
 def test_a_client_that_does_not_wait_for_its_answer_frees_its_blocks_at_once(serve_text, resets):
     body = b'{"prompt": "hello", "max_tokens": 9}'
     assert time_to_free(serve_text(), body, 1, reads=False, resets=resets) < FREE_WITHIN_S
+
+
+def test_a_client_that_leaves_while_its_request_waits_for_an_instance_is_forgotten(serve_text):
+    """Else clients that give up and ask again would fill the server during an outage."""
+    live = serve_text()
+    live.engine.is_down = True
+    for is_stream in (b"true", b"false"):
+        body = b'{"prompt": "hello", "max_tokens": 9, "n": 2, "stream": %s}' % is_stream
+        connection = open_stream(live.running.port, body)
+        wait_until(lambda: live.engine.num_waiting == 2)
+        connection.close()
+        wait_until(lambda: live.engine.num_waiting == 0)
+    live.engine.is_down = False
+    assert live.post("/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_abort_reaches_a_request_that_waits_for_an_instance(serve_text, is_stream):
+    """It ends at once, as any that is aborted, and never runs."""
+    live = serve_text()
+    live.engine.is_down = True
+    body = {"prompt": "hello", "n": 2, "rid": "mine", "stream": is_stream}
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(live.post, "/v1/completions", body)
+        wait_until(lambda: live.engine.num_waiting == 2)
+        assert live.post("/abort_request", {"rid": "mine"}).status_code == 200
+        answer = asking.result(WAIT_S)
+    assert answer.status_code == 200
+    assert answer.text.count('"finish_reason":"abort"') == 2
+    assert live.engine.num_waiting == live.engine.num_held == 0
+    assert not live.engine.requests
 
 
 def test_a_client_that_leaves_frees_all_its_choices(serve_text):

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem import __version__
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, format_bytes, print_json
 from tandem.core.errors import ConfigError
 from tandem.transfer.probes import TransportReport, probe_transports
 
@@ -48,8 +48,6 @@ ISA_FIELDS = (
     "avx512_bf16", "avx512_vbmi", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
 )  # fmt: skip
 ETCD_TIMEOUT_S = 1.0
-MIB = 1024 * 1024
-GIB = 1024 * MIB
 
 
 class CpuReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,14 +306,6 @@ def format_ids(ids: list[int]) -> str:
         else:
             ranges.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def format_bytes(size_bytes: int) -> str:
-    """A size in its largest fitting binary unit, three digits."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.{0 if size_bytes % unit == 0 else 1}f} {name}"
-    return f"{size_bytes} B"
 
 
 def _describe_cpu(cpu: CpuReport) -> list[tuple[str, str]]:

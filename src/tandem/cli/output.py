@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["JsonFlag", "print_json", "print_table"]
+__all__ = ["JsonFlag", "format_bytes", "print_json", "print_table"]
 
 PIPED_WIDTH = 240
 """Columns where no terminal says how many there are: wide enough not to wrap a description."""
@@ -30,3 +30,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console.print(table)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """A size in its largest fitting binary unit, three digits."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.{0 if size_bytes % unit == 0 else 1}f} {name}"
+    return f"{size_bytes} B"

@@ -15,6 +15,9 @@ from tandem.core.config import child_environment
 __all__ = ["end_child", "start_child"]
 
 EXIT_TIMEOUT_S = 5.0
+"""For a child that is well to end what it does."""
+LOST_TIMEOUT_S = 0.5
+"""For one that does not answer, or is ending: what waits for its successor waits for this too."""
 
 
 async def start_child(
@@ -45,12 +48,21 @@ async def start_child(
     return process
 
 
-async def end_child(process: asyncio.subprocess.Process, exited: "asyncio.Task[int]") -> None:
-    """End a process that may be gone, well, stuck or stopped; bounded in time."""
+async def end_child(
+    process: asyncio.subprocess.Process, exited: "asyncio.Task[int]", *, is_lost: bool = False
+) -> None:
+    """End a process that may be gone, well, stuck or stopped; bounded in time.
+
+    Args:
+        process: from ``start_child``.
+        exited: its ``wait()``.
+        is_lost: it was well and no longer answers: it is not given the time to end by itself.
+    """
     if process.stdin is not None:
         process.stdin.close()
     try:
-        await asyncio.wait_for(asyncio.shield(exited), EXIT_TIMEOUT_S)
+        timeout_s = LOST_TIMEOUT_S if is_lost else EXIT_TIMEOUT_S
+        await asyncio.wait_for(asyncio.shield(exited), timeout_s)
     except TimeoutError:
         # A stopped process does not end by asking.
         with contextlib.suppress(ProcessLookupError):

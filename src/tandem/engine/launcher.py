@@ -39,8 +39,8 @@ class InstanceChild(Protocol):
         """Return its exit status when it has ended. May be awaited several times."""
         ...
 
-    async def end(self) -> None:
-        """End it, by force if it does not; bounded in time."""
+    async def end(self, *, is_lost: bool = False) -> None:
+        """End it, by force if it does not, soon if it no longer answers; bounded in time."""
         ...
 
 
@@ -104,6 +104,6 @@ class ChildInstance:
         """See ``InstanceChild.wait``."""
         return await asyncio.shield(self._exited)
 
-    async def end(self) -> None:
+    async def end(self, *, is_lost: bool = False) -> None:
         """See ``InstanceChild.end``."""
-        await end_child(self._process, self._exited)
+        await end_child(self._process, self._exited, is_lost=is_lost)

@@ -110,6 +110,7 @@ class StoreChild:
         )
         exited = asyncio.create_task(process.wait())
         watching: asyncio.Task[str] | None = None
+        is_lost = False
         try:
             assert process.stdout is not None
             if await process.stdout.readline():
@@ -119,13 +120,14 @@ class StoreChild:
                 watching = asyncio.create_task(watch_master(self.store, self._rpc))
                 await asyncio.wait((exited, watching), return_when=asyncio.FIRST_COMPLETED)
                 if not exited.done():
+                    is_lost = True
                     return _describe_loss(watching)
             return f"the process ended with status {await asyncio.shield(exited)}"
         finally:
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            await end_child(process, exited)
+            await end_child(process, exited, is_lost=is_lost)
             self._process = None
 
 

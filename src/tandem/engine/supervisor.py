@@ -140,6 +140,7 @@ class InstanceSupervisor:
             child.client, on_stage=self._set_stage, on_ready=self._note_ready
         )
         session = asyncio.create_task(self._session.run())
+        is_lost = False
         try:
             await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
             if session.done():
@@ -147,6 +148,7 @@ class InstanceSupervisor:
             else:
                 reason = f"the process ended with status {exited.result()}"
             self._session, self._info = None, None
+            is_lost = self._was_ready
             if self._was_ready:
                 # Before the process is ended, which takes seconds if it hangs.
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
@@ -155,7 +157,7 @@ class InstanceSupervisor:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
             self._session, self._info = None, None
-            await child.end()
+            await child.end(is_lost=is_lost)
             exited.cancel()
             self._child = None
 

@@ -1,6 +1,7 @@
 """One run: data, model, adapter, transformers' Trainer, and what it leaves."""
 
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -25,7 +26,14 @@ from tandem.finetune.records import BadRow, Conversation, load_dataset
 from tandem.finetune.targets import find_targets, name_targets
 from tandem.models.families import open_checkpoint
 
-__all__ = ["Dataset", "RunReport", "finetune", "prepare_data"]
+__all__ = [
+    "Dataset",
+    "RunReport",
+    "count_steps",
+    "finetune",
+    "make_lora_config",
+    "prepare_data",
+]
 
 logger = logging.getLogger(__name__)
 WHERE = "finetune.run"
@@ -268,19 +276,35 @@ def _make_model(recipe: Recipe) -> Any:
         folder = Path(recipe.model.adapter_name_or_path)
         check_adapter(folder)
         return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
+    return get_peft_model(frozen.model, make_lora_config(recipe, frozen.model))
+
+
+def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
+    """Return PEFT's configuration of a recipe's adapters on a model, on the meta device too.
+
+    Raises: ConfigError: ``lora_target`` names what the model has not.
+    """
     method = recipe.method
     alpha = 2 * method.lora_rank if method.lora_alpha is None else method.lora_alpha
-    targets = find_targets(frozen.model, method.lora_target)
-    config = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=method.lora_rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
-        target_modules=name_targets(frozen.model, targets),
+        target_modules=name_targets(model, find_targets(model, method.lora_target)),
         use_rslora=method.use_rslora,
         base_model_name_or_path=recipe.model.model_name_or_path,
     )
-    return get_peft_model(frozen.model, config)
+
+
+def count_steps(recipe: Recipe, num_rows: int) -> int:
+    """Return how many optimizer steps the Trainer takes over rows of data."""
+    train = recipe.train
+    if train.max_steps > 0:
+        return train.max_steps
+    num_batches = math.ceil(num_rows / train.per_device_train_batch_size)
+    per_epoch = max(math.ceil(num_batches / train.gradient_accumulation_steps), 1)
+    return math.ceil(train.num_train_epochs * per_epoch)
 
 
 def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingArguments:

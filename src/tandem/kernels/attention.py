@@ -23,7 +23,7 @@ __all__ = ["PLAIN", "Attention", "AttentionRule"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What a layer's attention has beyond the common; not every implementation runs it."""
+    """What a layer's attention has beyond the common."""
 
     window: int = 0
     """A token sees itself and ``window - 1`` before it; 0 is all."""
@@ -31,11 +31,6 @@ class AttentionRule:
     """A score becomes cap * tanh(score / cap); 0 is none."""
     sinks: Buffer | None = None
     """float32 [H]: a logit that takes weight and adds nothing."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has nothing beyond the common."""
-        return self.window == 0 and self.soft_cap == 0.0 and self.sinks is None
 
 
 PLAIN = AttentionRule()

@@ -69,8 +69,6 @@ class Step(Protocol):
             rule: window, soft cap, sinks.
 
         Returns: [T, H * d], new.
-
-        Raises: UnsupportedError (a rule that the implementation does not have).
         """
         ...
 

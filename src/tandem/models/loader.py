@@ -297,20 +297,13 @@ def make_settings(plan: ModelPlan, pool: ThreadPool, caches: PackedCaches | None
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
     """Return the layout of a KV block of a model; ``auto`` is the dtype it runs in.
 
-    Raises: ConfigError for an unknown dtype, or one that the model's attention cannot take.
+    Raises: ConfigError for an unknown dtype.
     """
     dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
     if dtype not in DTYPE_BYTES and dtype not in KV_CODE_BYTES:
         known = ", ".join((*DTYPE_BYTES, *KV_CODE_BYTES))
         raise ConfigError(
             "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
-        )
-    if dtype == "float16" and (spec.sliding_window or spec.has_sinks):
-        raise ConfigError(
-            "models.kv_layout",
-            "kv_dtype float16: windows and sinks have native kernels only, which do not take it: "
-            "use auto",
-            field="kv_dtype",
         )
     if spec.kv_lora_rank:
         return MlaLayout(

@@ -82,6 +82,7 @@ class Generation:
         self._matcher = matcher
         self.timer = timer
         self._keep_stop_token = keep_stop_token
+        self._submitting: asyncio.Future[RequestStream] | None = None
         self._stream: RequestStream | None = None
         self._pending: list[TokenLogprob] = []
         self._pending_ids: list[int] = []
@@ -92,8 +93,19 @@ class Generation:
         self._error_reason = ""
 
     async def submit(self, engine: EngineClient) -> None:
-        """Queue the request at the engine; raises what ``EngineClient.submit`` raises."""
-        self._stream = await engine.submit(self.request)
+        """Queue the request at the engine; raises what ``EngineClient.submit`` raises.
+
+        While every instance is down that takes long; an abort ends it, without an error.
+        """
+        self._submitting = asyncio.ensure_future(engine.submit(self.request))
+        try:
+            self._stream = await self._submitting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_aborted or (task is not None and task.cancelling()):
+                raise
+        if self._is_aborted and self._stream is not None:
+            await self._stream.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield what comes, until the end; a stop string cancels the rest at the engine at once.
@@ -104,7 +116,13 @@ class Generation:
             DeadlineError: the request's time is over.
             TandemError: the engine failed; the class is that of its error code.
         """
-        assert self._stream is not None
+        if self._stream is None:
+            assert self._is_aborted, "submit() comes first"
+            self._is_done = True
+            self.finish_reason = "abort"
+            await self.close()
+            yield self._make_piece("")
+            return
         async for output in self._stream:
             if output.token_ids:
                 self.timer.see_output(output.queue_s)
@@ -173,15 +191,17 @@ class Generation:
         self._is_aborted = True
         if self._stream is not None:
             await self._stream.cancel()
+        elif self._submitting is not None:
+            self._submitting.cancel()
 
     async def close(self) -> None:
         """Free what the engine holds and count the end; idempotent."""
-        if self._is_closed or self._stream is None:
+        if self._is_closed or (self._stream is None and not self._is_aborted):
             return
         self._is_closed = True
         reason = "abort" if self.finish_reason is None else self.finish_reason
         self.timer.see_end(self._error_reason or reason, self.prompt_len, self.num_tokens)
-        if self._is_done:
+        if self._is_done or self._stream is None:
             return
         try:
             await self._stream.cancel()

@@ -6,7 +6,7 @@ d head_dim, C tokens of context.
 The sequences that compute one token are attended together, gathered in groups of similar length so
 that padding is bounded; the others one by one, their own tokens causally, their earlier context in
 tiles whose partial results are merged by their log-sum-exp, so that memory is bounded whatever the
-context.
+context. Windows are masked and tiles that no query sees skipped; a sink is one more part to merge.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.kv_layout import KVLayout, MlaLayout
+from tandem.kernels.attention import AttentionRule
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 
 __all__ = ["DecodeGroup", "Prefill", "attend_decodes", "attend_prefill", "plan_attention"]
@@ -45,8 +46,28 @@ class DecodeGroup:
     """Room for those rows, shared by all layers and steps: part of the cache's scratch."""
     num_keys: int
     """Context tokens to read of each; less than the gathered ones where all lengths agree."""
-    mask: Tensor | None
-    """[S * K, 1, C] of 0 and -inf; None where all lengths agree."""
+    lens: Tensor
+    """int64 [S * K]: context of each."""
+    is_even: bool
+    """Whether all lengths agree."""
+    masks: dict[int, Tensor | None]
+    """By window, made once a step: [S * K, 1, C] of 0 and -inf; None where every key is seen."""
+
+    def find_mask(self, window: int, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to scores."""
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(window, dtype)
+        return self.masks[window]
+
+    def _make_mask(self, window: int, dtype: torch.dtype) -> Tensor | None:
+        if self.is_even and (window == 0 or window >= self.num_keys):
+            return None
+        keys = torch.arange(self.num_keys, device=self.lens.device)
+        hidden = keys >= self.lens[:, None]
+        if window:
+            hidden |= keys < self.lens[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,7 @@ class Prefill:
 
 
 def plan_attention(
-    batch: PagedBatch, cache: PagedKvCache, dtype: torch.dtype
+    batch: PagedBatch, cache: PagedKvCache
 ) -> tuple[list[DecodeGroup], list[Prefill]]:
     """Divide the sequences of a step into those that decode, grouped, and the others."""
     size = batch.block_size
@@ -81,8 +102,7 @@ def plan_attention(
         blocks = max(-(-batch.context_lens[s] // size) for s in members)
         step = max(1, max_blocks // blocks)
         decodes += [
-            _plan_decode(batch, cache, members[i : i + step], dtype)
-            for i in range(0, len(members), step)
+            _plan_decode(batch, cache, members[i : i + step]) for i in range(0, len(members), step)
         ]
     return decodes, prefills
 
@@ -100,9 +120,7 @@ def _plan_tiles(
     return tuple(tiles)
 
 
-def _plan_decode(
-    batch: PagedBatch, cache: PagedKvCache, members: list[int], dtype: torch.dtype
-) -> DecodeGroup:
+def _plan_decode(batch: PagedBatch, cache: PagedKvCache, members: list[int]) -> DecodeGroup:
     lens = [batch.context_lens[s] for s in members]
     longest = max(lens)
     num_blocks = -(-longest // batch.block_size)
@@ -114,19 +132,19 @@ def _plan_decode(
         sequences = torch.tensor(members, device=device)
         table = table[sequences]
         rows = torch.tensor([batch.query_start[s] for s in members], device=device)
-    mask = None
-    if min(lens) < longest:
-        keys = torch.arange(longest, device=device)
-        hidden = keys[None] >= torch.tensor(lens, device=device)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        mask = mask.masked_fill_(hidden, float("-inf"))
-        mask = mask.repeat_interleave(cache.layout.num_kv_heads, 0)[:, None]
     index = cache.gather_index(table)
-    return DecodeGroup(rows, index, cache.scratch_for(len(index)), longest, mask)
+    by_head = torch.tensor(lens, device=device).repeat_interleave(cache.layout.num_kv_heads)
+    gathered = cache.scratch_for(len(index))
+    return DecodeGroup(rows, index, gathered, longest, by_head, min(lens) == longest, {})
 
 
 def attend_decodes(
-    cache: PagedKvCache, group: DecodeGroup, layer_idx: int, q_SHd: Tensor, scale: float
+    cache: PagedKvCache,
+    group: DecodeGroup,
+    layer_idx: int,
+    q_SHd: Tensor,
+    scale: float,
+    rule: AttentionRule,
 ) -> Tensor:
     """Attend sequences of one query each; returns [S, H * d], new."""
     layout = cache.layout
@@ -137,15 +155,30 @@ def attend_decodes(
         rows = rows.to(q_SHd.dtype)
     keys, values = _split_kv(layout, rows, batch, group.num_keys)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
-    bias = q.new_zeros(1) if group.mask is None else group.mask
-    beta = 0 if group.mask is None else 1
+    mask = group.find_mask(rule.window, q.dtype)
+    # A cap bends scores before the mask.
+    added = None if rule.soft_cap else mask
+    bias = q.new_zeros(1) if added is None else added
+    beta = 0 if added is None else 1
     if q.dtype == torch.float32 and head_dim < WIDE_HEAD:
         scores = torch.baddbmm(bias, q, keys.transpose(1, 2), beta=beta, alpha=scale)
     else:
-        bias = bias if group.mask is None else bias.transpose(1, 2)
+        bias = bias if added is None else bias.transpose(1, 2)
         scores = torch.baddbmm(bias, keys, q.transpose(1, 2), beta=beta, alpha=scale)
         scores = scores.transpose(1, 2).contiguous()
+    if rule.soft_cap:
+        scores = _cap(scores, rule.soft_cap)
+        scores = scores if mask is None else scores + mask
+    if rule.sinks is not None:
+        sinks = rule.sinks.tensor.view(1, layout.num_kv_heads, -1, 1)
+        sinks = sinks.expand(sequences, -1, -1, -1).reshape(batch, -1, 1)
+        shares = torch.softmax(torch.cat((scores.float(), sinks), -1), -1)[..., :-1]
+        return torch.bmm(shares.to(values.dtype), values).view(sequences, -1)
     return torch.bmm(torch.softmax(scores, -1), values).view(sequences, -1)
+
+
+def _cap(scores: Tensor, cap: float) -> Tensor:
+    return (scores / cap).tanh_().mul_(cap)
 
 
 def _split_kv(
@@ -166,6 +199,7 @@ def attend_prefill(
     q_THd: Tensor,
     kv_T2Kd: Tensor,
     scale: float,
+    rule: AttentionRule,
     out_THd: Tensor,
 ) -> None:
     """Attend one sequence; writes ``out_THd``. Of latents ``kv_T2Kd`` is the keys [T, 1, d]."""
@@ -182,33 +216,64 @@ def attend_prefill(
         keys, values = kv_T2Kd.permute(1, 2, 0, 3).unbind(0)
     q = q_THd.unflatten(1, (heads, num_heads // heads)).permute(1, 2, 0, 3)
     out = out_THd.unflatten(1, (heads, num_heads // heads)).permute(1, 2, 0, 3)
+    earlier = sum(tokens for _, tokens in prefill.tiles)
     for first in range(0, num_tokens, CAUSAL_ROWS):
         end = min(num_tokens, first + CAUSAL_ROWS)
-        rows = q[:, :, first:end]
-        mixed, lse = _attend_part(rows, keys[:, :end], values[:, :end], scale, is_causal=True)
+        rows, position = q[:, :, first:end], earlier + first
+        own = keys[:, :end], values[:, :end]
+        mixed, lse = _attend_part(rows, *own, scale, rule, position - earlier, is_causal=True)
+        tile_start = 0
         for index, num_keys in prefill.tiles:
+            distance, tile_start = position - tile_start, tile_start + num_keys
+            if rule.window and distance - num_keys >= rule.window - 1:
+                continue  # Out of sight of the first row already.
             gathered = cache.chunks[layer_idx].index_select(0, index)
             if gathered.dtype != q.dtype:
                 gathered = gathered.to(q.dtype)
             tile = _split_kv(layout, gathered, heads, num_keys)
-            other, other_lse = _attend_part(rows, *tile, scale, is_causal=False)
-            merged = torch.logaddexp(lse, other_lse)
+            other = _attend_part(rows, *tile, scale, rule, distance, is_causal=False)
+            mixed, lse = _merge(mixed, lse, *other)
+        if rule.sinks is not None:
+            merged = torch.logaddexp(lse, rule.sinks.tensor.view(heads, -1, 1))
             mixed *= (lse - merged).exp_()[..., None]
-            mixed += other * (other_lse - merged).exp_()[..., None]
-            lse = merged
         out[:, :, first:end] = mixed
 
 
+def _merge(mixed: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    merged = torch.logaddexp(lse, other_lse)
+    mixed *= (lse - merged).exp_()[..., None]
+    mixed += other * (other_lse - merged).exp_()[..., None]
+    return mixed, merged
+
+
 def _attend_part(
-    q_KGTd: Tensor, k_KCd: Tensor, v_KCd: Tensor, scale: float, *, is_causal: bool
+    q_KGTd: Tensor,
+    k_KCd: Tensor,
+    v_KCd: Tensor,
+    scale: float,
+    rule: AttentionRule,
+    distance: int,
+    *,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return float32 (mixed values [K, G, T, d], log-sum-exp of the scores [K, G, T]).
 
-    Causal: the last T keys are the queries' own.
+    ``distance``: of the first query from the first key, in tokens. Causal: the last T keys are the
+    queries' own. A query that sees no key has a log-sum-exp of -inf.
     """
     scores = torch.matmul(q_KGTd, k_KCd[:, None].transpose(-1, -2)).float() * scale
+    if rule.soft_cap:
+        scores = _cap(scores, rule.soft_cap)
+    infinite = torch.full(scores.shape[-2:], float("-inf"), device=scores.device)
     if is_causal:
-        own = len(k_KCd[0]) - q_KGTd.shape[2]
-        scores += torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(own + 1)
-    mixed = torch.matmul(torch.softmax(scores, -1).to(v_KCd.dtype), v_KCd[:, None])
-    return mixed.float(), torch.logsumexp(scores, -1)
+        scores += infinite.triu(distance + 1)
+    if rule.window:
+        scores += infinite.tril(distance - rule.window)
+    lse = torch.logsumexp(scores, -1)
+    if rule.window:
+        # Not a softmax, whose sum is 0 for a query that sees no key.
+        shares = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
+    else:
+        shares = torch.softmax(scores, -1)
+    mixed = torch.matmul(shares.to(v_KCd.dtype), v_KCd[:, None])
+    return mixed.float(), lse

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.core.errors import UnsupportedError
 from tandem.kernels.mla import MlaAttention
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope, apply_rope_
@@ -72,7 +71,7 @@ class TorchStep:
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
-        self._decodes, self._prefills = plan_attention(batch, cache, dtype)
+        self._decodes, self._prefills = plan_attention(batch, cache)
 
     def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -134,26 +133,18 @@ class TorchStep:
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: "AttentionRule"
     ) -> Tensor:
-        """See ``Step``.
-
-        Raises: UnsupportedError (any rule).
-        """
+        """See ``Step``."""
         cache = self._cache
-        if not rule.is_plain:
-            raise UnsupportedError(
-                "kernels.attend",
-                f"windows, soft caps and sinks have native kernels only, not on {q_THd.device} "
-                f"over KV in {cache.dtype}: use the CPU and a kv_dtype of auto",
-            )
         num_tokens, num_heads, _ = q_THd.shape
         value_dim = cache.layout.value_size
         if len(self._decodes) == 1 and self._decodes[0].rows is None:
-            return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale)
+            return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale, rule)
         out = q_THd.new_empty(num_tokens, num_heads, value_dim)
         for group in self._decodes:
-            mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale)
+            mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale, rule)
             out[group.rows] = mixed.view(-1, num_heads, value_dim)
         for prefill in self._prefills:
             rows = slice(prefill.first_row, prefill.first_row + prefill.num_rows)
-            attend_prefill(cache, prefill, layer_idx, q_THd[rows], kv_T2Kd[rows], scale, out[rows])
+            q, kv = q_THd[rows], kv_T2Kd[rows]
+            attend_prefill(cache, prefill, layer_idx, q, kv, scale, rule, out[rows])
         return out.view(num_tokens, -1)
