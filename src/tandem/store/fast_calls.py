@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,10 +27,12 @@ from tandem.core.errors import (
 )
 from tandem.rpc import Peer
 from tandem.rpc.frames import DECODE_ERRORS
-from tandem.store.client.edges import MasterChannel
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, PendingCall, Segment, TransferEngine
+
+if TYPE_CHECKING:
+    from tandem.store.client.edges import MasterChannel
 
 __all__ = [
     "FAST_METHODS",
@@ -193,6 +195,7 @@ class CallWay:
         self._client = client
         self._encoder = msgspec.msgpack.Encoder()
         self._body: tuple[object, bytes] | None = None
+        self._is_closed = False
 
     def takes(self, request: object) -> bool:
         """See ``OrderWay``."""
@@ -209,14 +212,15 @@ class CallWay:
         payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
         try:
             answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
-        except (NotFoundError, UnsupportedError, CancelledError) as error:
-            if error.where.startswith("transfer."):  # Not of the host's.
+        except (NotFoundError, CancelledError) as error:
+            if self._is_closed:  # No answer of the host's: there is nobody to ask.
                 raise PeerLostError("store.order", error.what) from None
             raise
         return _decode(answer, response_type)
 
     def close(self) -> None:
-        """Let go of the peer."""
+        """Let go of the peer; calls that are under way end with PeerLostError."""
+        self._is_closed = True
         close_peer(self._segment)
 
 
