@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from late_writes import FarProcess, all_cases, run_case
 from tests_transfer_world import Op, Transfer, move
+from transfer_faults import FaultProxy
 
 from tandem._native import RailState
 from tandem.core.errors import CancelledError, DeadlineError, TandemError
-from tandem.transfer.faults import FaultProxy
 
 MIB = 1 << 20
 
