@@ -95,6 +95,28 @@ void pack_codes(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Cod
   run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
 
+void pack_blocks(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const BlockParts& gate,
+                 const BlockParts& up, const BlockParts& down) {
+  constexpr const char* kWhere = "kernels.pack_blocks";
+  std::vector<BlockRow> rows[3];
+  const auto view = [&](std::vector<BlockRow>& own, const BlockParts& parts, const char* name,
+                        size_t num_rows, size_t columns) {
+    own = list_block_rows(parts, kWhere, name, num_rows, columns);
+    check_block_rows(bank.format(), own, kWhere, name);
+    MatrixView matrix;
+    matrix.rows = num_rows;
+    matrix.columns = columns;
+    matrix.block_rows = own.data();
+    return matrix;
+  };
+  const size_t inner = bank.intermediate_size(), hidden = bank.hidden_size();
+  const MatrixView gate_view = view(rows[0], gate, "gate", inner, hidden);
+  const MatrixView up_view = view(rows[1], up, "up", inner, hidden);
+  const MatrixView down_view = view(rows[2], down, "down", hidden, inner);
+  const auto id = static_cast<size_t>(expert_id);
+  run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
+}
+
 void load(ExpertBank& bank, ThreadPool& pool, nb::object packed) {
   const std::shared_ptr<const WeightStorage> view = view_storage(std::move(packed), "kernels.load");
   run_released([&] { return bank.load(pool, view->data, view->size_bytes); });
@@ -244,6 +266,15 @@ void bind_kernels(nb::module_& module) {
            "`tandem.kernels.formats.QuantizedMatrix`.\n\n"
            "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
            "    UnsupportedError (what is no code of the format, or a scale that is not finite).")
+      .def("pack_blocks", &pack_blocks, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
+           nb::sig("def pack_blocks(self, pool: ThreadPool, expert_id: int, gate: "
+                   "tuple[list[tuple[str, object]], object | None], up: tuple[list[tuple[str, "
+                   "object]], object | None], down: tuple[list[tuple[str, object]], object | None]) "
+                   "-> None"),
+           "Lay out one expert that is blocks; see `tandem.kernels.blocks.BlockMatrix`.\n\n"
+           "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
+           "    UnsupportedError (a kind that the format does not hold, or a scale that is not\n"
+           "    finite in it).")
       .def("pack", &pack, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
            nb::sig("def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, "
                    "down: object) -> None"),

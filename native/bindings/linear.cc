@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
@@ -57,6 +58,30 @@ void pack_matrix_codes(PackedMatrix& matrix, ThreadPool& pool, const nb::object&
   const MatrixView view = view_codes(matrix.format(), codes, scales, minima, "kernels.pack_codes",
                                      "codes", matrix.out_features(), matrix.in_features());
   run_released([&] { return matrix.pack(pool, 0, view); });
+}
+
+void pack_matrix_blocks(PackedMatrix& matrix, ThreadPool& pool, const BlockParts& blocks) {
+  constexpr const char* kWhere = "kernels.pack_blocks";
+  const std::vector<BlockRow> rows =
+      list_block_rows(blocks, kWhere, "blocks", matrix.out_features(), matrix.in_features());
+  check_block_rows(matrix.format(), rows, kWhere, "blocks");
+  MatrixView view;
+  view.rows = matrix.out_features();
+  view.columns = matrix.in_features();
+  view.block_rows = rows.data();
+  run_released([&] { return matrix.pack(pool, 0, view); });
+}
+
+void decode_block_values(ThreadPool* pool, const BlockParts& blocks, const AnyOutput& out) {
+  constexpr const char* kWhere = "kernels.decode_blocks";
+  const size_t num_rows = out.ndim() == 2 ? out.shape(0) : 0;
+  const size_t columns = out.ndim() == 2 ? out.shape(1) : 0;
+  const bool has_dtype = is_float(out.dtype()) || is_bf16(out.dtype());
+  check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", num_rows, columns);
+  const std::vector<BlockRow> rows = list_block_rows(blocks, kWhere, "blocks", num_rows, columns);
+  run_released([&] {
+    return decode_blocks(pool, rows.data(), num_rows, columns, out.data(), is_bf16(out.dtype()));
+  });
 }
 
 void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
@@ -148,6 +173,13 @@ void bind_linear(nb::module_& module) {
       nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "is_float"_a, "in_features"_a,
       "out_features"_a, "Bytes that a `PackedMatrix` of these sizes takes.\n\nRaises: as "
                         "`PackedMatrix`.");
+  module.def("decode_blocks", &decode_block_values, "pool"_a.none(), "blocks"_a, "out"_a,
+             nb::sig("def decode_blocks(pool: ThreadPool | None, blocks: tuple[list[tuple[str, "
+                     "object]], object | None], out: object) -> None"),
+             "Write the values of blocks to `out`, float32 or bfloat16 [rows, inputs], contiguous.\n"
+             "Products are in float32, as llama.cpp has them, rounded once. Without a pool in this\n"
+             "thread.\n\n"
+             "Raises: ShapeError; UnsupportedError (a kind that is not known).");
   nb::class_<PackedMatrix>(module, "PackedMatrix",
                            "One matrix with packed weights; `tandem.kernels.cpu.linear` is its "
                            "face.\n\nCalls release the GIL.")
@@ -175,6 +207,12 @@ void bind_linear(nb::module_& module) {
            "Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.\n\n"
            "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no\n"
            "    code of the format, or a scale that is not finite).")
+      .def("pack_blocks", &pack_matrix_blocks, "pool"_a, "blocks"_a,
+           nb::sig("def pack_blocks(self, pool: ThreadPool, blocks: tuple[list[tuple[str, object]], "
+                   "object | None]) -> None"),
+           "Lay out the blocks of all rows; see `tandem.kernels.blocks.BlockMatrix`.\n\n"
+           "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (a kind that the\n"
+           "    format does not hold, or a scale that is not finite in it).")
       .def("pack", &pack_matrix, "pool"_a, "weights"_a, "first_row"_a = 0,
            nb::sig("def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None"),
            "Code rows of the matrix from `first_row` on, whole blocks of 128 or up to the last."

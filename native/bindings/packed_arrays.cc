@@ -52,6 +52,65 @@ MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const
   return view;
 }
 
+std::vector<BlockRow> list_block_rows(const BlockParts& parts, const char* where, const char* name,
+                                      size_t rows, size_t columns) {
+  std::vector<BlockRow> stored;
+  for (const auto& [kind_name, bytes] : std::get<0>(parts)) {
+    const BlockKind kind = take(find_block_kind(kind_name));
+    const BlockType& type = block_type(kind);
+    const auto array = nb::cast<AnyInput>(bytes);
+    const size_t count = array.ndim() == 2 ? array.shape(0) : 0;
+    if (columns % type.weights != 0)
+      raise({Code::kShape, where,
+             std::string(name) + " has " + std::to_string(columns) + " inputs, no whole blocks of " +
+                 type.name,
+             name});
+    const size_t row_bytes = columns / type.weights * type.bytes;
+    check_matrix(array, where, name, array.dtype() == nb::dtype<uint8_t>(), "uint8", count,
+                 row_bytes);
+    const auto* data = static_cast<const uint8_t*>(array.data());
+    for (size_t row = 0; row < count; ++row) stored.push_back({data + row * row_bytes, kind});
+  }
+  const nb::object& order = std::get<1>(parts);
+  if (!order.is_none()) {
+    const auto array = nb::cast<AnyInput>(order);
+    if (array.ndim() != 1 || array.dtype() != nb::dtype<int64_t>() || !is_contiguous(array) ||
+        array.device_type() != nb::device::cpu::value)
+      raise({Code::kShape, where,
+             std::string(name) + " has the order " + describe_array(array) +
+                 ": give a contiguous [rows] of int64",
+             name});
+    std::vector<BlockRow> chosen;
+    const auto* rows_of = static_cast<const int64_t*>(array.data());
+    for (size_t i = 0; i < array.shape(0); ++i) {
+      // A negative row wraps to one that is not there.
+      const auto row = static_cast<uint64_t>(rows_of[i]);
+      if (row >= stored.size())
+        raise({Code::kShape, where,
+               std::string(name) + " wants row " + std::to_string(rows_of[i]) + " of " +
+                   std::to_string(stored.size()),
+               name});
+      chosen.push_back(stored[row]);
+    }
+    stored = std::move(chosen);
+  }
+  if (stored.size() == rows) return stored;
+  raise({Code::kShape, where,
+         std::string(name) + " has " + std::to_string(stored.size()) + " rows of blocks, wanted " +
+             std::to_string(rows),
+         name});
+}
+
+void check_block_rows(const WeightFormat& format, const std::vector<BlockRow>& rows,
+                      const char* where, const char* name) {
+  for (const BlockRow& row : rows)
+    if (!holds_blocks(format, row.kind))
+      raise({Code::kUnsupported, where,
+             std::string(name) + " is of " + block_type(row.kind).name +
+                 ", which the format does not hold",
+             name});
+}
+
 const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size) {
   if (array.ndim() == 1 && array.shape(0) == size && is_float(array.dtype()) &&
       array.device_type() == nb::device::cpu::value && is_contiguous(array))

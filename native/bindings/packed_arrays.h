@@ -6,6 +6,8 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "bindings/status.h"
 #include "kernels/packing.h"
@@ -70,6 +72,17 @@ MatrixView view_matrix(const AnyInput& array, const char* where, const char* nam
 MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const nb::object& scales,
                       const nb::object& minima, const char* where, const char* name, size_t rows,
                       size_t columns);
+
+// Tensors of blocks, (kind, uint8 [rows, bytes]) each, one below the other, and an order of their
+// rows (int64) or None.
+using BlockParts = std::tuple<std::vector<std::tuple<std::string, nb::object>>, nb::object>;
+
+// Rows of blocks that a format holds, [rows, columns], borrowed from `parts`. Raises ShapeError;
+// UnsupportedError (a kind that is not known, or that the format does not hold).
+std::vector<BlockRow> list_block_rows(const BlockParts& parts, const char* where, const char* name,
+                                      size_t rows, size_t columns);
+void check_block_rows(const WeightFormat& format, const std::vector<BlockRow>& rows,
+                      const char* where, const char* name);
 
 // A contiguous fp32 vector; raises ShapeError otherwise.
 const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size);

@@ -105,6 +105,7 @@ Status check_storage(const WeightStorage& storage, size_t size_bytes, const char
 Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
                   const PanelSource& source, uint8_t* panel) {
   const MatrixView& matrix = *source.matrix;
+  if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
   const int64_t refused = kernels.pack(
       {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,

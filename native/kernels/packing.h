@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/thread_pool.h"
 #include "kernels/packed_kernels.h"
+#include "kernels/stored_blocks.h"
 #include "kernels/weight_format.h"
 
 namespace tandem {
@@ -23,8 +24,8 @@ constexpr size_t round_up(size_t size, size_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// A row-major matrix [rows, columns], borrowed: fp32 or bf16 values, or, where there are scales, the
-// codes of a format, one a byte.
+// A row-major matrix [rows, columns], borrowed: fp32 or bf16 values; where there are scales, the
+// codes of a format, one a byte; or rows of blocks as a file has them, anywhere in memory.
 struct MatrixView {
   const void* data = nullptr;
   bool is_bf16 = false;
@@ -34,6 +35,8 @@ struct MatrixView {
   // powers of two, [rows, groups].
   const void* scales = nullptr;
   const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum.
+  // Of blocks; of kinds that the format holds.
+  const BlockRow* block_rows = nullptr;
 };
 
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
@@ -77,6 +80,9 @@ struct PanelSource {
 // Lays out codes that are there already; code_layout.cc. Errors: kUnsupported (what is no code of
 // the format, a scale that is not finite); `panel` is then undefined.
 Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint8_t* panel);
+
+// The same of blocks; block_layout.cc.
+Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uint8_t* panel);
 
 // Codes one panel, or lays out its codes. Errors: kUnsupported (a weight is not finite, or beyond
 // what a scale can hold); `panel` is then undefined.

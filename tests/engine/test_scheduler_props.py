@@ -226,8 +226,8 @@ class OneTokenTooMany(PrefixIndex):
 class BlindToSalt(PrefixIndex):
     """Gives all users the same root."""
 
-    def make_root_key(self, salt):
-        return super().make_root_key("")
+    def make_root_key(self, salt, adapter=""):
+        return super().make_root_key("", adapter)
 
 
 class FindsTheEvicted(PrefixIndex):

@@ -159,12 +159,14 @@ def edit_weights() -> Callable[..., None]:
 class Session:
     """One sequence of a model in a cache of its own, or beside others in a shared one."""
 
-    def __init__(self, model: CausalModel, cache: PagedKvCache, table: list[int]) -> None:
-        self.model, self.cache, self.table = model, cache, table
+    def __init__(
+        self, model: CausalModel, cache: PagedKvCache, table: list[int], adapter: str = ""
+    ) -> None:
+        self.model, self.cache, self.table, self.adapter = model, cache, table, adapter
         self.length = 0
 
     def chunk(self, token_ids: list[int], wants: str = "all") -> SequenceChunk:
-        chunk = SequenceChunk(token_ids, self.length, self.table, wants)
+        chunk = SequenceChunk(token_ids, self.length, self.table, wants, self.adapter)
         self.length += len(token_ids)
         return chunk
 
@@ -184,12 +186,13 @@ def open_session() -> Callable[..., Session]:
         block_size: int = 16,
         cache: PagedKvCache | None = None,
         table: list[int] | None = None,
+        adapter: str = "",
     ) -> Session:
         if cache is None:
             cache = model.allocate_kv(24, block_size=block_size)
         if table is None:
             generator = torch.Generator().manual_seed(block_size)
             table = torch.randperm(cache.num_blocks, generator=generator).tolist()
-        return Session(model, cache, table)
+        return Session(model, cache, table, adapter)
 
     return open_one

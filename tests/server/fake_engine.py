@@ -7,10 +7,12 @@ it holds: ``num_held`` is zero when nothing leaked.
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.errors import CapacityError, NotFoundError, PeerLostError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
@@ -85,6 +87,8 @@ class FakeEngine:
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    loaded: list[AdapterSource] = field(default_factory=list)
 
     @property
     def last_info(self) -> InstanceInfo | None:
@@ -144,6 +148,27 @@ class FakeEngine:
         if self.timeline is None:
             return []
         return [self.timeline(request_id) for request_id in request_ids]
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Pretend to load an adapter of any folder."""
+        self.loaded.append(source)
+        digest = hashlib.sha256(source.folder.encode()).hexdigest()
+        self.adapters[source.name] = info = AdapterInfo(
+            name=source.name,
+            folder=source.folder,
+            digest=digest,
+            system_fingerprint=f"fp_{digest[:6]}",
+            rank=4,
+            num_modules=1,
+            size_bytes=64,
+        )
+        return info
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget an adapter."""
+        if name not in self.adapters:
+            raise NotFoundError("fake.unload_adapter", f"no adapter {name!r}", field="lora_name")
+        return self.adapters.pop(name)
 
     async def flush_cache(self) -> int:
         """Pretend to free seven blocks."""

@@ -28,9 +28,12 @@ class LiveServer:
         tokenizer: Tokenizer,
         model: str = "tiny",
         folder: Path | None = None,
+        adapter_folder: Path | None = None,
     ) -> None:
         self.engine = engine
-        self.app = build_app(config, engine, tokenizer, model, folder=folder)
+        self.app = build_app(
+            config, engine, tokenizer, model, folder=folder, adapter_folder=adapter_folder
+        )
         self.config = config
         self._started: Future[RunningServer] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,12 +87,15 @@ class LiveServers:
         *,
         model: str = "tiny",
         folder: Path | None = None,
+        adapter_folder: Path | None = None,
         **settings,
     ) -> LiveServer:
         settings = {"port": 0, "drain_timeout_s": 0.5} | settings
         if engine is None:
             engine = FakeEngine(info=make_info(self._tokenizer.vocab_size))
-        server = LiveServer(ServerConfig(**settings), engine, self._tokenizer, model, folder)
+        server = LiveServer(
+            ServerConfig(**settings), engine, self._tokenizer, model, folder, adapter_folder
+        )
         self._servers.append(server)
         return server
 

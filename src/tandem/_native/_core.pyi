@@ -848,6 +848,15 @@ class ExpertBank:
             UnsupportedError (what is no code of the format, or a scale that is not finite).
         """
 
+    def pack_blocks(self, pool: ThreadPool, expert_id: int, gate: tuple[list[tuple[str, object]], object | None], up: tuple[list[tuple[str, object]], object | None], down: tuple[list[tuple[str, object]], object | None]) -> None:
+        """
+        Lay out one expert that is blocks; see `tandem.kernels.blocks.BlockMatrix`.
+
+        Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
+            UnsupportedError (a kind that the format does not hold, or a scale that is not
+            finite in it).
+        """
+
     def pack(self, pool: ThreadPool, expert_id: int, gate: object, up: object, down: object) -> None:
         """
         Code one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
@@ -931,6 +940,15 @@ def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_floa
     Raises: as `PackedMatrix`.
     """
 
+def decode_blocks(pool: ThreadPool | None, blocks: tuple[list[tuple[str, object]], object | None], out: object) -> None:
+    """
+    Write the values of blocks to `out`, float32 or bfloat16 [rows, inputs], contiguous.
+    Products are in float32, as llama.cpp has them, rounded once. Without a pool in this
+    thread.
+
+    Raises: ShapeError; UnsupportedError (a kind that is not known).
+    """
+
 class PackedMatrix:
     """
     One matrix with packed weights; `tandem.kernels.cpu.linear` is its face.
@@ -973,6 +991,14 @@ class PackedMatrix:
 
         Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no
             code of the format, or a scale that is not finite).
+        """
+
+    def pack_blocks(self, pool: ThreadPool, blocks: tuple[list[tuple[str, object]], object | None]) -> None:
+        """
+        Lay out the blocks of all rows; see `tandem.kernels.blocks.BlockMatrix`.
+
+        Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (a kind that the
+            format does not hold, or a scale that is not finite in it).
         """
 
     def pack(self, pool: ThreadPool, weights: object, first_row: int = 0) -> None:

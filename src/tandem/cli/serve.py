@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.adapter import read_sources
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
@@ -75,6 +76,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     from tandem.models.packed_cache import may_write_cache
     from tandem.models.sources.gguf_files import find_gguf
     from tandem.server.app import build_app
+    from tandem.server.names import find_names
     from tandem.server.run import RunningServer, run_server
     from tandem.server.sampling import load_sampling_defaults
     from tandem.server.tokenizer import load_tokenizer
@@ -83,6 +85,10 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
     if find_gguf(folder) is None:
         # A folder without a model is refused before its tokenizer.
         read_json(folder / "config.json")
+    sources, adapter_folder = read_sources(settings.model.adapter), settings.model.adapter_folder
+    names = find_names(settings.model.path, settings.server.served_model_name, folder)
+    for source in sources:
+        names.check_adapter_name(source.name)
     with _show_loading(quiet=json) as on_stage:
         async with contextlib.AsyncExitStack() as opened:
             store = None
@@ -93,6 +99,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 store = settings.store
             common = InstanceSpec(
                 model=settings.model,
+                adapters=sources,
                 engine=settings.engine,
                 rpc=settings.rpc,
                 tiers=settings.tiers,
@@ -114,6 +121,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 settings.model.path,
                 folder=folder,
                 defaults=load_sampling_defaults(folder),
+                adapter_folder=Path(adapter_folder) if adapter_folder else None,
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
             serving = asyncio.create_task(run_server(settings.server, app, started.set_result))

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.core.adapter import AdapterInfo
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 
@@ -40,7 +41,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -126,6 +127,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
+    adapter: str = ""
+    """``AdapterInfo.digest`` of the LoRA adapter that computes it; empty is the model alone. An
+    instance without it refuses the request."""
     kv_source: KvSource = TierKv()
     prefill_lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)] | None = None
     """Not None: end with the first token and ``FinishReason.PREFILLED``, unless that token ends the
@@ -288,6 +292,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     answer never has tokens of both."""
     pid: int
     load_seconds: float
+    adapters: list[AdapterInfo] = []
+    """Those of ``InstanceSpec.adapters`` that were loaded at the start."""
+    adapter_failures: dict[str, str] = {}
+    """Why the others were not, by name."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
 

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError, InternalError, TandemError, UnsupportedError
+from tandem.core.errors import (
+    ConfigError,
+    InternalError,
+    NotFoundError,
+    TandemError,
+    UnsupportedError,
+)
 from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
     AddRequest,
@@ -182,6 +188,14 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._states: dict[str, SamplerState] = {}
         self._pending: list[RequestOutput] = []
+        self._adapters: dict[str, int] = {}
+        """By digest of a LoRA adapter, its requests that have not ended."""
+        self._leaving: set[str] = set()
+        """Adapters that take no further requests."""
+        self._unused: list[str] = []
+        """Of these, those whose last request has just ended."""
+        self.on_adapter_unused: Callable[[str], None] | None = None
+        """Told so, without the lock; any thread."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self.counters = EngineCounters()
@@ -193,6 +207,35 @@ class Engine:
     def attach_listener(self, listener: PrefillListener) -> None:
         """Name who hears of the progress of prefills; before the first step. Borrowed."""
         self._listener = listener
+
+    def add_adapter(self, digest: str, identity: bytes) -> None:
+        """Take requests for a LoRA adapter, whose weights the runner has. Any thread.
+
+        Args:
+            digest: of the adapter.
+            identity: ``KvIdentity.digest`` of the KV that it writes.
+        """
+        with self._lock:
+            self._scheduler.add_identity(digest, identity)
+            self._adapters.setdefault(digest, 0)
+            self._leaving.discard(digest)
+
+    def remove_adapter(self, digest: str) -> bool:
+        """Take no further requests for an adapter; False if it takes none. Any thread."""
+        with self._lock:
+            is_known = digest in self._adapters and digest not in self._leaving
+            if is_known:
+                self._leaving.add(digest)
+            return is_known
+
+    def forget_adapter(self, digest: str) -> bool:
+        """Forget an adapter that was removed; False if it was not, or has requests. Any thread."""
+        with self._lock:
+            if digest not in self._leaving or self._adapters[digest]:
+                return False
+            self._leaving.discard(digest)
+            del self._adapters[digest]
+            return True
 
     def find_prefill(self, request_id: str) -> PrefillView | None:
         """Return how far a request is that only prefills; None if none is live or held. Any thread.
@@ -232,8 +275,14 @@ class Engine:
         """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
 
         For a lookup in the tiers below, before the request is added.
+
+        Raises: NotFoundError (its adapter is not loaded).
         """
-        keys = self._scheduler.make_block_keys(message.prompt_ids, message.cache_salt)
+        with self._lock:
+            self._check_adapter(message.adapter)
+        keys = self._scheduler.make_block_keys(
+            message.prompt_ids, message.cache_salt, message.adapter
+        )
         if message.sampling.prompt_logprobs is not None:
             keys = []
         with self._lock:
@@ -252,6 +301,7 @@ class Engine:
 
         Raises:
             ConfigError: a field is out of what this model can do.
+            NotFoundError: its adapter is not loaded.
             ConflictError: the id is live.
             CapacityError: the queue is full.
         """
@@ -266,6 +316,7 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             cache_salt=message.cache_salt,
+            adapter=message.adapter,
             kv_source=message.kv_source,
             prefill_lease_s=message.prefill_lease_s,
             awaits_continuation=message.awaits_continuation,
@@ -277,7 +328,10 @@ class Engine:
             request.output_ids += message.continuation.token_ids
             _continue_sampling(state, message.continuation)
         with self._lock:
+            self._check_adapter(message.adapter)
             self._scheduler.add(request)
+            if message.adapter:
+                self._adapters[message.adapter] += 1
             self._live[request.request_id] = _Live(request, state)
             self._states[request.request_id] = state
             self._timelines.open(request, lookup)
@@ -470,9 +524,20 @@ class Engine:
         self._tell_listener()
 
     def _tell_listener(self) -> None:
-        """Without the lock: the listener asks back."""
+        """Tell who waits for changes, without the lock: the listener asks back."""
+        if self._unused:
+            with self._lock:
+                unused, self._unused = self._unused, []
+            for digest in unused:
+                if self.on_adapter_unused is not None:
+                    self.on_adapter_unused(digest)
         if self._listener is not None:
             self._listener.note_progress()
+
+    def _check_adapter(self, digest: str) -> None:
+        if digest and (digest not in self._adapters or digest in self._leaving):
+            what = f"the adapter {digest[:12]} is not loaded here: load it, or ask for another"
+            raise NotFoundError("engine.add", what, field="model")
 
     def _check(self, message: AddRequest) -> None:
         params = message.sampling
@@ -628,6 +693,11 @@ class Engine:
         request_id = live.request.request_id
         del self._live[request_id]
         del self._states[request_id]
+        adapter = live.request.adapter
+        if adapter:
+            self._adapters[adapter] -= 1
+            if adapter in self._leaving and not self._adapters[adapter]:
+                self._unused.append(adapter)
         if live.request.prefill_lease_s is not None:
             self._ended_prefills[request_id] = None
             if len(self._ended_prefills) > MAX_ENDED_PREFILLS:

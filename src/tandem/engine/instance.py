@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.logs import configure_logging
@@ -52,6 +54,7 @@ from tandem.store.config import StoreConfig
 from tandem.transfer.config import TransferConfig
 
 if TYPE_CHECKING:
+    from tandem.engine.adapters import AdapterTable
     from tandem.engine.build import BuiltEngine
     from tandem.engine.disaggregation.exchange import KvExchange
     from tandem.engine.tiers.planner import CostTierPlanner
@@ -84,6 +87,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_siblings: Annotated[int, Meta(ge=1)] = 1
     """Instances that share the machine's memory, this one included."""
     model: ModelConfig
+    adapters: tuple[AdapterSource, ...] = ()
+    """Loaded before it serves; the reply to ``info`` says which could not be."""
     engine: EngineConfig
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
@@ -134,6 +139,8 @@ class Instance:
         server.register("open_peer", self._open_peer, KvPeer, Empty)
         server.register("close_peer", self._close_peer, ClosePeer, Empty)
         server.register("timelines", self._list_timelines, TimelineQuery, list[InstanceTimeline])
+        server.register("load_adapter", self._load_adapter, AdapterSource, AdapterInfo)
+        server.register("unload_adapter", self._unload_adapter, UnloadAdapter, Empty)
         server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
@@ -178,6 +185,13 @@ class Instance:
 
     async def _flush_cache(self, peer: Peer, _: Empty) -> int:
         return await self._require_api().flush_cache()
+
+    async def _load_adapter(self, _: Peer, source: AdapterSource) -> AdapterInfo:
+        return await self._require_api().load_adapter(source)
+
+    async def _unload_adapter(self, _: Peer, message: UnloadAdapter) -> Empty:
+        await self._require_api().unload_adapter(message)
+        return Empty()
 
     def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
         if self._api is None:
@@ -289,6 +303,7 @@ class Instance:
             allocate=allocate,
             num_siblings=self._spec.num_siblings,
         )
+        adapters, loaded, failures = self._load_adapters(built)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
         if self._exchange is not None:
@@ -306,11 +321,27 @@ class Instance:
             built.info,
             pid=os.getpid(),
             load_seconds=time.monotonic() - begin_s,
+            adapters=loaded,
+            adapter_failures=failures,
             kv_peer=None if self._exchange is None else self._exchange.peer,
         )
         reader = None if self._exchange is None else self._exchange.reader
-        self._api = InstanceApi(self._spec.name, built.engine, clock, self._tier, reader)
+        self._api = InstanceApi(self._spec.name, built.engine, clock, self._tier, reader, adapters)
         self.set_stage(StageChanged(InstanceStage.READY))
+
+    def _load_adapters(
+        self, built: "BuiltEngine"
+    ) -> "tuple[AdapterTable | None, list[AdapterInfo], dict[str, str]]":
+        """Return the table of adapters, what it begins with, and what could not be loaded."""
+        config = self._spec.model
+        if not (config.adapter or config.adapter_folder):
+            return None, [], {}
+        from tandem.engine.adapters import AdapterTable
+
+        folder = Path(config.adapter_folder).resolve() if config.adapter_folder else None
+        model = built.model.enable_adapters(config.max_adapters)
+        table = AdapterTable(model, built.engine, built.identity, folder)
+        return table, *table.load_first(self._spec.adapters)
 
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock

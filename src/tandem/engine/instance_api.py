@@ -5,6 +5,7 @@ called by the thread that runs the engine's steps. Knows no sockets and no proce
 simulated world runs it as it is.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.timeline import StoreLookup
@@ -27,7 +29,7 @@ from tandem.core.wire import (
 )
 from tandem.engine.engine import Engine
 
-__all__ = ["InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"]
+__all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,18 @@ class PeerOpener(Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """The adapters of the model; calls block."""
+
+    def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
+        """Load an adapter."""
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Take no further requests for one."""
+        ...
+
+
 class InstanceApi:
     """Calls of servers to one engine.
 
@@ -73,6 +87,7 @@ class InstanceApi:
         clock: the engine's.
         tier: asked what the store holds; None: there is no store.
         reader: of other instances' blocks; None: none are read.
+        adapters: of the model; None: it takes none.
     """
 
     def __init__(
@@ -82,12 +97,14 @@ class InstanceApi:
         clock: Clock,
         tier: StoreLookups | None = None,
         reader: PeerOpener | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.engine = engine
         self._name = name
         self._clock = clock
         self._tier = tier
         self._reader = reader
+        self._adapters = adapters
         self._owners: dict[str, ServerPeer] = {}
 
     @property
@@ -167,6 +184,26 @@ class InstanceApi:
         """Forget another instance; harmless if it is not known."""
         if self._reader is not None:
             await self._reader.close_peer(name)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter from the folder that is set for that.
+
+        Raises: as ``AdapterTable.load``; UnsupportedError (the instance takes no adapters).
+        """
+        return await asyncio.to_thread(self._require_adapters().load, source, is_confined=True)
+
+    async def unload_adapter(self, message: UnloadAdapter) -> None:
+        """Take no further requests for an adapter.
+
+        Raises: NotFoundError; UnsupportedError (the instance takes no adapters).
+        """
+        await asyncio.to_thread(self._require_adapters().unload, message.digest)
+
+    def _require_adapters(self) -> Adapters:
+        if self._adapters is None:
+            what = f"{self._name} serves no adapters: set model.adapter or model.adapter_folder"
+            raise UnsupportedError("instance.load_adapter", what)
+        return self._adapters
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes, those in the store included; return the device's blocks freed.

@@ -110,9 +110,9 @@ class KvEventPublisher:
             parent_block_hash=parent_hash,
             token_ids=tokens,
             block_size=self._block_size,
-            lora_id=None,
+            lora_id=int(node.adapter[:8], 16) if node.adapter else None,
             medium=MEDIUM,
-            lora_name=None,
+            lora_name=node.adapter or None,
         )
 
     def note_removed(self, key: bytes) -> None:

@@ -138,7 +138,11 @@ class BlockLoads:
             BlockLoad(request, position, key, block_id, request.kv_source)
             for position, (key, block_id) in enumerate(zip(keys, block_ids, strict=True), len(path))
         ]
-        root_or_last = match.nodes[-1] if match.nodes else self._index.get_root(request.root_key)
+        root_or_last = (
+            match.nodes[-1]
+            if match.nodes
+            else self._index.get_root(request.root_key, request.adapter)
+        )
         self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
         self._in_transfer.update({load.block_id: load for load in loads})
         self._num_pinned += len(path) + len(loads)

@@ -59,6 +59,7 @@ class PrefixNode:
 
     __slots__ = (
         "__weakref__",
+        "adapter",
         "block_id",
         "children",
         "is_linked",
@@ -69,9 +70,16 @@ class PrefixNode:
     )
 
     def __init__(
-        self, parent: "PrefixNode | None", key: bytes | None, tokens: bytes, block_id: int
+        self,
+        parent: "PrefixNode | None",
+        key: bytes | None,
+        tokens: bytes,
+        block_id: int,
+        adapter: str = "",
     ) -> None:
         self.parent = parent
+        self.adapter = adapter if parent is None else parent.adapter
+        """Digest of the LoRA adapter whose KV it is; empty is the model's own."""
         self.key = key
         """Digest of a full block or a root; None for a partial block."""
         self.tokens = tokens
@@ -148,7 +156,7 @@ class PrefixIndex:
         self.observer: IndexObserver | None = None
         self._pool = pool
         self._block_size = block_size
-        self._identity = identity
+        self._identities = {"": identity}
         # A root lives as long as it has children or a request stands on it.
         self._roots: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
         self._by_key: dict[bytes, PrefixNode] = {}
@@ -156,9 +164,13 @@ class PrefixIndex:
         self._lru: OrderedDict[PrefixNode, None] = OrderedDict()
         self._forgotten: dict[bytes, MissReason] = {}
 
-    def make_root_key(self, salt: str) -> bytes:
-        """Return the key that chains of this salt start from."""
-        return make_root_key(self._identity, salt)
+    def add_identity(self, adapter: str, identity: bytes) -> None:
+        """Name the ``KvIdentity.digest`` of the KV that an adapter, by its digest, writes."""
+        self._identities[adapter] = identity
+
+    def make_root_key(self, salt: str, adapter: str = "") -> bytes:
+        """Return the key that chains of this salt and adapter start from."""
+        return make_root_key(self._identities[adapter], salt)
 
     def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
         """Append the keys of the full blocks of ``token_ids``, which follow the blocks of ``keys``.
@@ -171,11 +183,11 @@ class PrefixIndex:
             parent = hash_block(parent, token_ids[start : start + size])
             keys.append(parent)
 
-    def get_root(self, root_key: bytes) -> PrefixNode:
+    def get_root(self, root_key: bytes, adapter: str = "") -> PrefixNode:
         """Return the root to insert under; the caller keeps it alive by holding it."""
         root = self._roots.get(root_key)
         if root is None:
-            root = PrefixNode(None, root_key, b"", -1)
+            root = PrefixNode(None, root_key, b"", -1, adapter)
             self._roots[root_key] = root
         return root
 

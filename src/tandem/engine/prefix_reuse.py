@@ -38,15 +38,17 @@ class PrefixReuse:
 
     def open(self, request: Request) -> None:
         """Prepare a request that has just arrived."""
-        request.root_key = self._index.make_root_key(request.cache_salt)
+        request.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
 
-    def make_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+    def make_keys(
+        self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
+    ) -> list[bytes]:
         """Return the keys of a prompt's full blocks, without one that ends with its last token."""
         if not self.is_enabled:
             return []
         keys: list[bytes] = []
         num_tokens = (len(prompt_ids) - 1) // self._block_size * self._block_size
-        root_key = self._index.make_root_key(cache_salt)
+        root_key = self._index.make_root_key(cache_salt, adapter)
         self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
         return keys
 
@@ -151,7 +153,9 @@ class PrefixReuse:
         if self.is_enabled:
             # Taken after acquire: a root without children lives by this reference alone.
             request.prefix_node = (
-                match.nodes[-1] if match.nodes else self._index.get_root(request.root_key)
+                match.nodes[-1]
+                if match.nodes
+                else self._index.get_root(request.root_key, request.adapter)
             )
             self.expect(request, request.block_keys[len(shared) :])
         return shared

@@ -41,6 +41,7 @@ class Request:
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
         cache_salt: requests of different salts never share blocks.
+        adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
         kv_source: where KV may come from beside this instance's own blocks.
         prefill_lease_s: the request only prefills; its blocks are held so long. None: it decodes.
         awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
@@ -57,6 +58,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    adapter: str = ""
     kv_source: KvSource = field(default_factory=TierKv)
     prefill_lease_s: float | None = None
     awaits_continuation: bool = False

@@ -258,9 +258,15 @@ class Scheduler:
         """
         return self._pool.get_generation(block.block_id) == block.generation
 
-    def make_block_keys(self, prompt_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+    def add_identity(self, adapter: str, identity: bytes) -> None:
+        """Name the ``KvIdentity.digest`` of the KV that an adapter, by its digest, writes."""
+        self._index.add_identity(adapter, identity)
+
+    def make_block_keys(
+        self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
+    ) -> list[bytes]:
         """Return the keys of a prompt's full blocks that a request may reuse. Changes nothing."""
-        return self._prefix.make_keys(prompt_ids, cache_salt)
+        return self._prefix.make_keys(prompt_ids, cache_salt, adapter)
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain the device holds."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
@@ -35,6 +36,8 @@ from tandem.rpc import Peer
 __all__ = ["InstanceSession", "SessionClient"]
 
 CALL_TIMEOUT_S = 30.0
+LOAD_TIMEOUT_S = 120.0
+"""Of an adapter, whose file may be on a slow disk."""
 T = TypeVar("T")
 
 
@@ -170,6 +173,17 @@ class InstanceSession:
         return await self._client.call(
             "timelines", query, list[InstanceTimeline], timeout_s=CALL_TIMEOUT_S
         )
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load a LoRA adapter; see ``EngineClient.load_adapter`` for the errors."""
+        return await self._client.call(
+            "load_adapter", source, AdapterInfo, timeout_s=LOAD_TIMEOUT_S
+        )
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Let the instance free an adapter when its requests have ended."""
+        message = UnloadAdapter(digest=digest)
+        await self._client.call("unload_adapter", message, Empty, timeout_s=CALL_TIMEOUT_S)
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes; returns the blocks freed."""

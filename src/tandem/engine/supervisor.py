@@ -7,9 +7,12 @@ starts keep failing. All of it runs on one event loop.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
+import msgspec
+
+from tandem.core.adapter import AdapterSource
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.instance import InstanceSpec
@@ -95,6 +98,10 @@ class InstanceSupervisor:
         if self._info is None:
             raise PeerLostError("engine.start", self._stage.detail)
         return self._info
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Say which adapters the instance begins with when it is started next."""
+        self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
 
     def require_session(self) -> InstanceSession:
         """Return the present session.

@@ -61,6 +61,7 @@ def _make_chunk(sequence: ScheduledSequence) -> SequenceChunk:
         start=sequence.start,
         block_table=list(sequence.block_table),
         wants=wants,
+        adapter=sequence.request.adapter,
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
+from tandem.kernels.lora import AdaptedPart, AdaptedRows, MatrixWrapper
+from tandem.kernels.matrix import TENSORS, Matrix, MatrixSettings, read_matrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
@@ -104,14 +105,12 @@ class Attention(Operator):
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read the projections and, where there are such, ``{q,k}_norm`` and ``sinks``."""
-        d, heads, kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
-        sizes = (heads * d, kv_heads * d, kv_heads * d)
-        if len(self.qkv_names) == 1:
-            sizes = (sum(sizes),)
+        d, heads = self.head_dim, self.num_heads
+        sizes = self._list_sizes()
         qkv = [(f"{name}.{part}", n) for part, n in zip(self.qkv_names, sizes, strict=True)]
         output = [(f"{name}.o_proj", self.hidden_size)]
         settings, qkv_bias, o_bias = self.settings, self.has_qkv_bias, self.has_o_bias
-        self.qkv_matrix = read_matrix(
+        self.qkv_matrix: Matrix = read_matrix(
             self,
             "qkv_",
             reader,
@@ -121,7 +120,7 @@ class Attention(Operator):
             has_bias=qkv_bias,
             order=self._order_rows(),
         )
-        self.output_matrix = read_matrix(
+        self.output_matrix: Matrix = read_matrix(
             self, "o_", reader, settings, output, heads * d, has_bias=o_bias
         )
         if self.has_sinks:
@@ -133,11 +132,31 @@ class Attention(Operator):
         self.held_k: Buffer | None = None
         if self.qk_norm_eps is None:
             return
-        q_size, k_size = (heads * d, kv_heads * d) if self.is_full_norm else (d, d)
+        q_size, k_size = (heads * d, self.num_kv_heads * d) if self.is_full_norm else (d, d)
         names = [(f"{name}.q_norm.weight", q_size), (f"{name}.k_norm.weight", k_size)]
         self.qk_weight = freeze(read_rows(reader, names))
         q_weight, k_weight = self.qk_weight.split((q_size, k_size))
         self.held_q, self.held_k = Buffer(q_weight), Buffer(k_weight)
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """See ``Operator``."""
+        self.qkv_matrix = qkv = wrapper.wrap_matrix(self.qkv_matrix)
+        self.output_matrix = output = wrapper.wrap_matrix(self.output_matrix)
+        order, first = self._order_rows(), 0
+        parts: dict[str, AdaptedPart] = {}
+        for part, size in zip(self.qkv_names, self._list_sizes(), strict=True):
+            # Rows move within a projection, never from one to another.
+            own = None if order is None else order[first : first + size] - first
+            parts[f"{name}.{part}"] = AdaptedRows(qkv, self.hidden_size, size, first, own)
+            first += size
+        o_size = self.num_heads * self.head_dim
+        return {**parts, f"{name}.o_proj": AdaptedRows(output, o_size, self.hidden_size)}
+
+    def _list_sizes(self) -> tuple[int, ...]:
+        """Outputs of each of ``qkv_names``."""
+        d, kv_heads = self.head_dim, self.num_kv_heads
+        sizes = (self.num_heads * d, kv_heads * d, kv_heads * d)
+        return (sum(sizes),) if len(self.qkv_names) == 1 else sizes
 
     def _order_rows(self) -> Tensor | None:
         """Which row of the checkpoint's q, k and v comes where; None: in their order."""

@@ -143,6 +143,12 @@ class QuantizedMatrix:
     minima: NDArray[np.float16] | None
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        num_outputs, num_inputs = self.codes.shape
+        return num_outputs, num_inputs
+
+    @property
     def arrays(self) -> tuple[object, object, object]:
         """Codes, scales and minima, as the native core takes them."""
         return self.codes, self.scales, self.minima

@@ -26,6 +26,9 @@ __all__ = ["HeadMatrix", "choose_head_format", "count_head_bytes", "make_head_ma
 class HeadMatrix(Protocol):
     """What attention does with a matrix a head; x is [T, H, K], dense heads, the model's dtype."""
 
+    out_shape: tuple[int, int]
+    """(H, N)."""
+
     def forward(self, x_THK: Tensor) -> Tensor:
         """Return [T, H, N], new, of the dtype of ``x_THK``."""
         ...
@@ -67,6 +70,7 @@ class TensorHeads:
 
     def __init__(self, weight_HNK: nn.Parameter) -> None:
         self._weight_t = weight_HNK.transpose(1, 2)
+        self.out_shape = (weight_HNK.shape[0], weight_HNK.shape[1])
 
     def forward(self, x_THK: Tensor) -> Tensor:
         """See ``HeadMatrix``."""
@@ -81,8 +85,8 @@ class PackedHeads:
     """One packed matrix: the outputs of a head in whole panels, one head after the other."""
 
     def __init__(self, weight_format: WeightFormat, weight_HNK: Tensor, pool: ThreadPool) -> None:
-        self._num_heads, self._out_features, _ = weight_HNK.shape
-        padding = _pad(self._out_features) - self._out_features
+        self.out_shape = (weight_HNK.shape[0], weight_HNK.shape[1])
+        padding = _pad(self.out_shape[1]) - self.out_shape[1]
         rows = functional.pad(weight_HNK, (0, 0, 0, padding)).flatten(0, 1).contiguous()
         self._linear = PackedLinear.pack(weight_format, rows, pool=pool)
 
@@ -93,7 +97,7 @@ class PackedHeads:
 
     def forward(self, x_THK: Tensor) -> Tensor:
         """See ``HeadMatrix``."""
-        out = x_THK.new_empty(len(x_THK), self._num_heads, self._out_features)
+        out = x_THK.new_empty(len(x_THK), *self.out_shape)
         self.run(Buffer(x_THK), Buffer(out))
         return out
 

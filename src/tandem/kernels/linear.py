@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem.kernels.execution import choose_execution
+from tandem.kernels.lora import AdaptedPart, AdaptedRows, MatrixWrapper
 from tandem.kernels.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
 
@@ -47,6 +48,11 @@ class Linear(Operator):
         self.matrix = read_matrix(
             self, "", reader, self.settings, parts, size, has_bias=self.has_bias
         )
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """See ``Operator``."""
+        self.matrix = matrix = wrapper.wrap_matrix(self.matrix)
+        return {name: AdaptedRows(matrix, self.in_features, self.out_features)}
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
@@ -112,6 +118,11 @@ class LmHead(Linear):
         rows = [(f"{name}.bias", self.out_features)]
         bias = read_rows(reader, rows) if self.has_bias else None
         self.matrix = make_matrix(self, "", self.settings, weight, bias)
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """Adapt nothing: logits are computed for some rows of a step alone."""
+        del wrapper, name
+        return {}
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return logits [..., V], new, float32: sums are not rounded to the model's dtype first."""

@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
+from tandem.kernels.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, select_rows, stack
+from tandem.kernels.formats import BLOCK_ROWS, WeightFormat
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, freeze, read_rows
-from tandem.kernels.recode import can_hold, join_formats, recode
+from tandem.kernels.recode import can_hold, join_formats
 
 __all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
 
@@ -163,7 +164,7 @@ def _read_codes(
     parts: list[tuple[str, int]],
     in_features: int,
     order: Tensor | None,
-) -> QuantizedMatrix | None:
+) -> CodedMatrix | None:
     """Return the stacked codes of parts whose formats the wanted one holds."""
     formats = [reader.find_format(name) for name, _ in parts]
     wanted = settings.weight_format
@@ -174,27 +175,27 @@ def _read_codes(
     is_block = wanted.is_float and wanted.bits == 8
     if is_block and (order is not None or any(rows % BLOCK_ROWS for _, rows in parts[:-1])):
         return None
-    matrices = [recode(reader.read_packed(name), wanted) for name, _ in parts]
+    matrices = [convert_codes(reader.read_packed(name), wanted) for name, _ in parts]
     for (name, rows), matrix in zip(parts, matrices, strict=True):
-        if matrix.codes.shape != (rows, in_features):
+        if matrix.shape != (rows, in_features):
             raise ShapeError(
                 "kernels.read_matrix",
-                f"tensor {name!r} has codes of shape {list(matrix.codes.shape)}: the "
+                f"tensor {name!r} has codes of shape {list(matrix.shape)}: the "
                 f"configuration needs {[rows, in_features]}",
             )
-    stacked = stack(matrices)
-    return stacked if order is None else select_rows(stacked, order.numpy())
+    stacked = stack_outputs(matrices)
+    return stacked if order is None else select_outputs(stacked, order.numpy())
 
 
 def _keep_packed(
     owner: Operator,
     settings: MatrixSettings,
-    weight: Tensor | QuantizedMatrix,
+    weight: Tensor | CodedMatrix,
     bias_N: Tensor | None,
 ) -> PackedLinear:
     assert settings.pool is not None, "a weight format needs a pool"
     pool, is_bound = settings.pool, len(settings.pool.node_ids) > 1
-    if isinstance(weight, QuantizedMatrix):
+    if not isinstance(weight, Tensor):
         packed = PackedLinear.from_codes(weight, bias_N, pool=pool, is_bound=is_bound)
     else:
         assert settings.weight_format is not None, "tensors are not packed"

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import PLAIN
-from tandem.kernels.head_matrix import make_head_matrix
-from tandem.kernels.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
+from tandem.kernels.head_matrix import HeadMatrix, make_head_matrix
+from tandem.kernels.lora import AdaptedLatents, AdaptedPart, AdaptedRows, MatrixWrapper
+from tandem.kernels.matrix import TENSORS, Matrix, MatrixSettings, make_matrix, read_matrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import Operator, WeightReader, allocate_scratch, freeze, read_rows
 
@@ -106,7 +107,7 @@ class MlaAttention(Operator):
         """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the rest."""
         sizes, settings = self.sizes, self.settings
         self._load_first(reader, name)
-        self.q_matrix = None
+        self.q_matrix: Matrix | None = None
         self.held_q_norm: Buffer | None = None
         if sizes.q_rank:
             rows = sizes.num_heads * sizes.head
@@ -124,7 +125,7 @@ class MlaAttention(Operator):
         self.held_kv_norm = Buffer(self.kv_norm)
         self._load_heads(reader, name)
         output = [(f"{name}.o_proj", self.hidden_size)]
-        self.output_matrix = read_matrix(
+        self.output_matrix: Matrix = read_matrix(
             self,
             "o_",
             reader,
@@ -153,7 +154,7 @@ class MlaAttention(Operator):
                 reader.read_into(f"{part}.bias", bias[:rows])
             reader.read_into(f"{latent}.bias", bias[rows:])
             self._order_rotated(bias[rows + sizes.rank :])
-        self.first_matrix = make_matrix(self, "qkv_", self.settings, weight, bias)
+        self.first_matrix: Matrix = make_matrix(self, "qkv_", self.settings, weight, bias)
 
     def _load_heads(self, reader: WeightReader, name: str) -> None:
         sizes = self.sizes
@@ -165,12 +166,40 @@ class MlaAttention(Operator):
         reader.read_into(f"{name}.kv_b_proj.weight", weight)
         heads = weight.view(sizes.num_heads, -1, sizes.rank)
         keys, values = heads[:, : sizes.nope], heads[:, sizes.nope :]
-        self.key_heads = make_head_matrix(
+        self.key_heads: HeadMatrix = make_head_matrix(
             self, "key_heads_", self.settings, keys.transpose(1, 2).contiguous()
         )
-        self.value_heads = make_head_matrix(
+        self.value_heads: HeadMatrix = make_head_matrix(
             self, "value_heads_", self.settings, values.contiguous()
         )
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """See ``Operator``."""
+        sizes, hidden = self.sizes, self.hidden_size
+        self.first_matrix = first = wrapper.wrap_matrix(self.first_matrix)
+        self.key_heads = keys = wrapper.wrap_heads(self.key_heads)
+        self.value_heads = values = wrapper.wrap_heads(self.value_heads)
+        self.output_matrix = output = wrapper.wrap_matrix(self.output_matrix)
+        # The same moves as of the weights, on the numbers of rows.
+        queries = torch.arange(sizes.num_heads * sizes.head)
+        self._order_queries(queries)
+        latent = torch.arange(sizes.key)
+        self._order_rotated(latent[sizes.rank :])
+        size = sizes.first_product
+        parts: dict[str, AdaptedPart] = {
+            f"{name}.kv_a_proj_with_mqa": AdaptedRows(first, hidden, sizes.key, size, latent),
+            f"{name}.kv_b_proj": AdaptedLatents(
+                keys, values, sizes.rank, sizes.num_heads, sizes.nope, sizes.value
+            ),
+            f"{name}.o_proj": AdaptedRows(output, sizes.num_heads * sizes.value, hidden),
+        }
+        if self.q_matrix is None:
+            parts[f"{name}.q_proj"] = AdaptedRows(first, hidden, size, 0, queries)
+        else:
+            self.q_matrix = second = wrapper.wrap_matrix(self.q_matrix)
+            parts[f"{name}.q_a_proj"] = AdaptedRows(first, hidden, size)
+            parts[f"{name}.q_b_proj"] = AdaptedRows(second, sizes.q_rank, len(queries), 0, queries)
+        return parts
 
     def _order_queries(self, weight: Tensor) -> None:
         """Put the rotated rows of each head's query in halves, in place."""

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.matrix import TENSORS, MatrixSettings, read_matrix
+from tandem.kernels.lora import AdaptedPart, AdaptedRows, MatrixWrapper
+from tandem.kernels.matrix import TENSORS, Matrix, MatrixSettings, read_matrix
 from tandem.kernels.operator import Operator, WeightReader
 
 __all__ = ["Mlp"]
@@ -48,12 +49,24 @@ class Mlp(Operator):
         down = [(f"{name}.down_proj", self.hidden_size)]
         settings = self.settings
         # Where no module has to search for them.
-        self.matrices = (
+        self.matrices: tuple[Matrix, Matrix] = (
             read_matrix(
                 self, "gate_up_", reader, settings, gate_up, self.hidden_size, has_bias=bias
             ),
             read_matrix(self, "down_", reader, settings, down, size, has_bias=bias),
         )
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """See ``Operator``."""
+        gate_up, down = (wrapper.wrap_matrix(matrix) for matrix in self.matrices)
+        self.matrices = (gate_up, down)
+        rows = 2 * self.intermediate_size // len(self.gate_up_names)
+        parts: dict[str, AdaptedPart] = {
+            f"{name}.{part}": AdaptedRows(gate_up, self.hidden_size, rows, i * rows)
+            for i, part in enumerate(self.gate_up_names)
+        }
+        down_part = AdaptedRows(down, self.intermediate_size, self.hidden_size)
+        return {**parts, f"{name}.down_proj": down_part}
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""

@@ -5,12 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.blocks import CodedMatrix
+from tandem.kernels.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from tandem.kernels.lora import AdaptedPart, MatrixWrapper
 
 __all__ = ["Operator", "WeightReader", "allocate_scratch", "freeze", "read_rows"]
 
@@ -46,7 +50,7 @@ class WeightReader(Protocol):
         """
         ...
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
         """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
 
         Outputs come first, whichever way around ``read_into`` gives the values.
@@ -83,6 +87,19 @@ class Operator(nn.Module, ABC):
 
         Raises: what ``WeightReader.read_into`` raises.
         """
+
+    def adapt(self, wrapper: "MatrixWrapper", name: str) -> "dict[str, AdaptedPart]":
+        """Make the operator's own matrices take LoRA adapters, once, after ``load``.
+
+        Args:
+            wrapper: makes each matrix take them.
+            name: the module's dotted path.
+
+        Returns: the linear modules of the checkpoint that may be adapted, by dotted name; none of
+            an operator whose matrices may not.
+        """
+        del wrapper, name
+        return {}
 
 
 def allocate_scratch(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -56,6 +56,8 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     """Blocks of the sequence in order; must reach the last of ``token_ids``, may be longer."""
     wants: str = "last"
     """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes them; empty is the model alone."""
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -82,6 +84,8 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """Tokens of each sequence including this step's."""
     fresh_blocks: tuple[int, ...]
     """Blocks that this step begins but does not fill."""
+    adapter_rows: dict[str, list[int]]
+    """Rows of each adapter, by its digest; others are of the model alone."""
     slot_runs: tuple[tuple[int, int, int, int], ...] | None
     """The same slots as runs of rows within a block, (block, offset, first row, end row); None
     where runs are short, as in a decode, and writing by slot is cheaper."""
@@ -115,6 +119,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
         rows: list[int] = []
         query_start, context_lens, fresh = [0], [], []
         runs: list[tuple[int, int, int, int]] = []
+        adapter_rows: dict[str, list[int]] = {}
         for chunk in sequences:
             length = len(chunk.token_ids)
             end = chunk.start + length
@@ -124,6 +129,9 @@ class PagedBatch(msgspec.Struct, frozen=True):
                 rows.append(len(ids) + length - 1)
             elif chunk.wants == "all":
                 rows.extend(range(len(ids), len(ids) + length))
+            if chunk.adapter:
+                own = adapter_rows.setdefault(chunk.adapter, [])
+                own += range(len(ids), len(ids) + length)
             position = chunk.start
             while position < end:
                 block_id, offset = table[position // block_size], position % block_size
@@ -155,6 +163,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
             fresh_blocks=tuple(fresh),
+            adapter_rows=adapter_rows,
             slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
             block_size=block_size,
         )

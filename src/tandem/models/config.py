@@ -62,4 +62,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "model before it is loaded: auto leaves out those that CI proves."
         ),
     ] = "auto"
+    adapter: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="LoRA adapters to serve beside the model, each NAME=FOLDER in PEFT's "
+            "format; a request chooses one by its name."
+        ),
+    ] = ()
+    adapter_folder: Annotated[
+        str,
+        Meta(
+            description="Folder whose adapters may be loaded while serving, by "
+            "/v1/load_lora_adapter; empty: none. That needs server.admin_api_key."
+        ),
+    ] = ""
+    max_adapters: Annotated[
+        int, Meta(ge=1, le=4096, description="Adapters that are loaded at a time.")
+    ] = 64
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"

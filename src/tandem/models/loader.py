@@ -28,6 +28,7 @@ from tandem.kernels.experts import read_experts
 from tandem.kernels.operator import Operator, WeightReader, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.rope import Rope
+from tandem.models.adapters import ModelAdapters
 from tandem.models.builders import WeightSettings, list_rope_parameters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
@@ -62,6 +63,7 @@ class CausalModel:
         plan: how it is stored and run.
         weights_digest: SHA-256 over all bytes of the weights, hex.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
+        adapters: None until ``enable_adapters``.
     """
 
     def __init__(
@@ -83,6 +85,13 @@ class CausalModel:
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
+        self.adapters: ModelAdapters | None = None
+
+    def enable_adapters(self, max_adapters: int) -> ModelAdapters:
+        """Make the model take LoRA adapters, once, before its first step; return their table."""
+        assert self.adapters is None, "adapters are enabled already"
+        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters)
+        return self.adapters
 
     @property
     def is_fused(self) -> bool:
@@ -163,6 +172,21 @@ class CausalModel:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
+        if self.adapters is None:
+            assert not batch.adapter_rows, "adapters are not enabled"
+            return self._compute(batch, kv_cache, on_layer)
+        self.adapters.begin_step(batch.num_tokens, batch.adapter_rows)
+        try:
+            return self._compute(batch, kv_cache, on_layer)
+        finally:
+            self.adapters.end_step()
+
+    def _compute(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
         step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
         if self._fused is None:
             hidden = self.skeleton.model(

@@ -58,6 +58,7 @@ def build_app(
     *,
     folder: Path | None = None,
     defaults: SamplingDefaults | None = None,
+    adapter_folder: Path | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
 
@@ -68,6 +69,7 @@ def build_app(
         model: what the user named, a folder or a hub id; see ``names.find_names``.
         folder: where its files are.
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
+        adapter_folder: from which adapters may be loaded while serving; None: nowhere.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
@@ -88,6 +90,7 @@ def build_app(
         lifecycle=Lifecycle(metrics),
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
+        adapter_folder=adapter_folder,
     )
     context.tracer = make_tracer(
         config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)
@@ -145,7 +148,7 @@ def _make_gates(
         *cors,
         Middleware(AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight),
         Middleware(HostGate, allowed=hosts, origins=config.cors_origins),
-        Middleware(ApiKeyGate, keys=keys),
+        Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key),
     ]
 
 

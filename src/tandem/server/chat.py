@@ -74,7 +74,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     request = decode_body(body, _decoder)
     refuse_unsupported(body, REFUSED_FIELDS)
     _check(request)
-    model = context.check_model(request.model)
+    model = context.find_model(request.model)
     info = context.ready_info()
     n = request.n if request.n is not None else 1
     context.check_choices(n)
@@ -87,10 +87,16 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
         prompt_field="messages",
         logprobs=_num_logprobs(request),
     )
-    options = read_options(request, "chatcmpl")
+    options = read_options(request, "chatcmpl", model.adapter)
     group = await context.start(plans, options, origin, http.receive)
     answer = _Answer(
-        context, request, options.name, model, info.system_fingerprint, context.now_unix_s(), n
+        context,
+        request,
+        options.name,
+        model.name,
+        context.find_fingerprint(model),
+        context.now_unix_s(),
+        n,
     )
     if request.stream is True:
         return EventStream(group, _events(answer, group), context.config.send_timeout_s)

@@ -97,7 +97,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
     request = decode_body(body, _decoder)
     refuse_unsupported(body, REFUSED_FIELDS)
     check_format(request)
-    model = context.check_model(request.model)
+    model = context.find_model(request.model)
     info = context.ready_info()
     prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
     n = request.n if request.n is not None else 1
@@ -118,14 +118,14 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo is True else None,
     )
-    options = read_options(request, "cmpl")
+    options = read_options(request, "cmpl", model.adapter)
     group = await context.start(plans, options, origin, http.receive)
     answer = _Answer(
         context,
         request,
         options.name,
-        model,
-        info.system_fingerprint,
+        model.name,
+        context.find_fingerprint(model),
         context.now_unix_s(),
         n,
         _make_echoes(context, prompts) if request.echo is True else None,

@@ -30,6 +30,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: Annotated[
         str | None, Meta(description="File of further API keys, one a line; # starts a comment.")
     ] = None
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Keys that may load and unload adapters, and do all else; empty: nobody "
+            "may load any.",
+            extra={"secret": True},
+        ),
+    ] = ()
     allow_unauthenticated: Annotated[
         bool, Meta(description="Serve beyond this machine although no API key is set.")
     ] = False
@@ -155,7 +163,7 @@ def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
                 field="server.api_key_file",
             )
         keys += file_keys
-    for key in keys:
+    for key in [*keys, *config.admin_api_key]:
         if not key or not all("!" <= char <= "~" for char in key):
             raise ConfigError(
                 "server.load_api_keys",

@@ -9,10 +9,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.types import Receive
 
+from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
 from tandem.core.logs import current_request_id
@@ -45,7 +47,7 @@ from tandem.server.timelines import (
 )
 from tandem.server.tracing import RequestTracer
 
-__all__ = ["ChoicePlan", "RequestOptions", "ServerContext", "TextOptions"]
+__all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
 
 _STATS_TIMEOUT_S = 2.0
@@ -59,6 +61,16 @@ class TextOptions:
     stops: StopStrings | None = None
     keep_stop: bool = False
     skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a client asked for."""
+
+    name: str
+    """The one to report."""
+    adapter: AdapterInfo | None = None
+    """None is the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,8 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    adapter: AdapterInfo | None = None
+    """The LoRA adapter that was asked for."""
 
 
 def _unix_s() -> int:
@@ -91,6 +105,7 @@ class ServerContext:
     Attributes:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
+        adapter_folder: from which adapters may be loaded while serving; None: nowhere.
     """
 
     config: ServerConfig
@@ -103,6 +118,7 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    adapter_folder: Path | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
@@ -112,18 +128,21 @@ class ServerContext:
         info = self.engine.info
         return 1 if info is None else info.block_size
 
-    def check_model(self, name: str | None) -> str:
-        """Return the name to report; None asks for whatever is served.
+    def find_model(self, name: str | None) -> ServedModel:
+        """Return what a name means; None asks for whatever is served.
 
         Raises:
             NotFoundError: another model was asked for.
         """
         found = self.models.find(name if name is not None else "")
         if found is None:
-            served = ", ".join(self.models.served)
+            adapter = self.engine.adapters.get(name or "")
+            if adapter is not None:
+                return ServedModel(adapter.name, adapter)
+            served = ", ".join([*self.models.served, *self.engine.adapters])
             what = f"model {str(name)[:200]!r} is not served here: ask for {served}"
-            raise NotFoundError("server.check_model", what, field="model")
-        return found
+            raise NotFoundError("server.find_model", what, field="model")
+        return ServedModel(found)
 
     def ready_info(self) -> InstanceInfo:
         """Return what runs, or ran last: a request waits for an instance that is replaced.
@@ -139,6 +158,12 @@ class ServerContext:
             detail = f": {stage.detail}" if stage.detail else ""
             raise PeerLostError("server.ready_info", f"{what}{detail}; /ready tells when")
         return info
+
+    def find_fingerprint(self, model: ServedModel) -> str:
+        """Return the ``system_fingerprint`` of answers of a model, once there is one."""
+        if model.adapter is not None:
+            return model.adapter.system_fingerprint
+        return self.ready_info().system_fingerprint
 
     async def read_stats(self) -> InstanceStats | None:
         """Return the instance's counters, None while it is down or does not answer."""
@@ -225,9 +250,13 @@ class ServerContext:
         self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]
     ) -> RequestRecord:
         info = self.engine.info
+        if options.adapter is not None:
+            fingerprint = options.adapter.system_fingerprint
+        else:
+            fingerprint = "" if info is None else info.system_fingerprint
         identity = SharingIdentity(
             cache_salt=digest_text(options.cache_salt),
-            model="" if info is None else info.system_fingerprint,
+            model=fingerprint,
             process=0 if info is None else info.pid,
         )
         record = RequestRecord(
@@ -264,6 +293,7 @@ class ServerContext:
             priority=options.priority,
             timeout_s=limit_s,
             cache_salt=options.cache_salt,
+            adapter="" if options.adapter is None else options.adapter.digest,
         )
         text = plan.text
         matcher = None

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 import tandem
 from tandem.core.timeline import RequestTimeline
-from tandem.server import generate, status, tokens
+from tandem.server import adapters, generate, status, tokens
 from tandem.server.chat import answer_chat
 from tandem.server.completions import answer_completion
 from tandem.server.config import ServerConfig
@@ -18,6 +18,11 @@ from tandem.server.openapi import Endpoint, make_document
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import sglang
 from tandem.server.protocol import status as replies
+from tandem.server.protocol.adapters import (
+    AdapterReply,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 
 __all__ = ["list_endpoints"]
 
@@ -83,6 +88,36 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/flush_cache", _BOTH, status.flush_cache, replies.FlushReply),
         Endpoint(
             "/abort_request", _POST, status.abort_request, replies.AbortReply, sglang.AbortRequest
+        ),
+        Endpoint(
+            "/v1/load_lora_adapter",
+            _POST,
+            adapters.load_adapter,
+            str,
+            LoadAdapterRequest,
+            media_type="text/plain",
+        ),
+        Endpoint(
+            "/v1/unload_lora_adapter",
+            _POST,
+            adapters.unload_adapter,
+            str,
+            UnloadAdapterRequest,
+            media_type="text/plain",
+        ),
+        Endpoint(
+            "/load_lora_adapter",
+            _POST,
+            adapters.load_adapter_sglang,
+            AdapterReply,
+            LoadAdapterRequest,
+        ),
+        Endpoint(
+            "/unload_lora_adapter",
+            _POST,
+            adapters.unload_adapter_sglang,
+            AdapterReply,
+            UnloadAdapterRequest,
         ),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),

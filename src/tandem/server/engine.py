@@ -4,9 +4,10 @@
 Nothing here runs; the promises are what handlers may rely on.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
+from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
@@ -89,6 +90,29 @@ class EngineClient(Protocol):
         Several entries for a request that ran on several instances, in the order of their work;
         none for one that is forgotten. Raises PeerLostError while no instance can be asked.
         """
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The LoRA adapters that requests may ask for, by name."""
+        ...
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter on every instance, from the folder that is set for that.
+
+        Raises:
+            ConflictError: the name is taken.
+            ConfigError: a setting of it is out of bounds, or it leads out of the folder.
+            NotFoundError: there is none.
+            CorruptionError: it is damaged, or does not fit the model's shapes.
+            UnsupportedError: it is not plain LoRA of modules that may be adapted.
+            CapacityError: too many are loaded.
+            PeerLostError: no instance serves.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Take no further requests for an adapter; raises NotFoundError."""
         ...
 
     async def flush_cache(self) -> int:

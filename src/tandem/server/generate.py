@@ -14,12 +14,18 @@ from msgspec import UNSET, Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
 from tandem.server.completions import encode_prompts
 from tandem.server.connection import limit_time, read_body, run_while_connected
-from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
+from tandem.server.context import (
+    ChoicePlan,
+    RequestOptions,
+    ServedModel,
+    ServerContext,
+    TextOptions,
+)
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.prompts import fit_max_tokens, read_prompts
@@ -38,6 +44,8 @@ from tandem.server.sse import DONE, EventStream, encode_event
 __all__ = ["answer_generate"]
 
 _T = TypeVar("_T")
+
+_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "lora_path"}
 
 _decoder = msgspec.json.Decoder(GenerateRequest)
 _encode = msgspec.json.Encoder().encode
@@ -74,7 +82,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _decoder)
     _refuse_unsupported(body)
-    context.check_model(request.model)
+    model = _find_model(context, request)
     prompt_field, prompts, is_list = _read_prompts(context, request)
     samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
     num_choices = [1 if s is None or s.n is None else s.n for s in samplings]
@@ -94,6 +102,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
         request.priority if request.priority is not None else 0,
         salt if salt is not None else "",
         request.timeout,
+        model.adapter,
     )
     group = await context.start(plans, options, origin, http.receive)
     if request.stream is True:
@@ -109,8 +118,25 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
     return Response(document, media_type="application/json")
 
 
+def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
+    """Return what ``model`` names, or ``lora_path``, SGLang's word for an adapter's name."""
+    names = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
+    adapters = set(names) or {None}
+    if len(adapters) > 1:
+        what = "lora_path names several adapters: send a request for each"
+        raise UnsupportedError("server.generate", what, field="lora_path")
+    base, wanted = context.find_model(request.model), adapters.pop()
+    if wanted is None:
+        return base
+    found = context.find_model(wanted)
+    if found.adapter is None:
+        what = f"lora_path {wanted!r} is the model itself: leave it out"
+        raise ConfigError("server.generate", what, field="lora_path")
+    return found
+
+
 def _refuse_unsupported(body: bytes) -> None:
-    refuse_unsupported(body, REFUSED_FIELDS)
+    refuse_unsupported(body, _REFUSED_FIELDS)
     raw = _raw_sampling.decode(body).sampling_params
     if bytes(raw).startswith(b"{"):
         refuse_unsupported(raw, REFUSED_FIELDS, "sampling_params.")

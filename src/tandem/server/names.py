@@ -4,10 +4,16 @@ Scripts name a model in many ways: by what they gave to ``serve``, by its last p
 There is one model here, so whatever clearly means it is accepted; a name of another is refused.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from tandem.core.errors import ConfigError, ConflictError
+
 __all__ = ["ModelNames", "find_names"]
+
+
+_ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,18 @@ class ModelNames:
         trimmed = name.rstrip("/")
         is_ours = trimmed in self.aliases and (trimmed != "" or name == "")
         return self.first if is_ours else None
+
+    def check_adapter_name(self, name: str) -> None:
+        """Refuse a name for an adapter that is no word, or that means the model itself.
+
+        Raises: ConfigError; ConflictError.
+        """
+        where, field = "server.name_adapter", "lora_name"
+        if _ADAPTER_NAME.fullmatch(name) is None:
+            what = f"{name[:100]!r} is no name: use up to 256 letters, digits and ._:/@+-"
+            raise ConfigError(where, what, field=field)
+        if self.find(name) is not None:
+            raise ConflictError(where, f"{name!r} is the model itself: choose another", field=field)
 
 
 def find_names(model: str, served: tuple[str, ...], folder: Path | None) -> ModelNames:

@@ -6,6 +6,7 @@ would change the answer.
 
 from collections.abc import Sequence
 
+from tandem.core.adapter import AdapterInfo
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
@@ -21,7 +22,7 @@ _TOOLS = "tools are not supported"
 _INPUTS = "only text and token ids are supported as input"
 _BEAM = "beam search is not supported"
 _PROCESSORS = "logit processors are not supported"
-_ADAPTER = "adapters are not supported"
+_ADAPTER = "name the adapter as model"
 _VOCABULARY = "restricting the vocabulary is not supported: use logit_bias"
 
 REFUSED_FIELDS = {
@@ -91,7 +92,9 @@ def check_format(request: SamplingFields) -> None:
         )
 
 
-def read_options(request: SamplingFields, prefix: str) -> RequestOptions:
+def read_options(
+    request: SamplingFields, prefix: str, adapter: AdapterInfo | None = None
+) -> RequestOptions:
     """Return what concerns the request as a whole; ``prefix`` begins an id of our own."""
     name = request.request_id if request.request_id is not None else request.rid
     return RequestOptions(
@@ -99,6 +102,7 @@ def read_options(request: SamplingFields, prefix: str) -> RequestOptions:
         priority=request.priority if request.priority is not None else 0,
         cache_salt=request.cache_salt if request.cache_salt is not None else "",
         timeout_s=request.timeout,
+        adapter=adapter,
     )
 
 

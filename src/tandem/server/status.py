@@ -9,7 +9,7 @@ import tandem
 from tandem.core.errors import ConfigError
 from tandem.core.wire import InstanceStage
 from tandem.server.connection import read_body
-from tandem.server.context import ServerContext
+from tandem.server.context import ServedModel, ServerContext
 from tandem.server.http_errors import RETRY_LATER_S
 from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.openai import ModelCard, ModelList
@@ -84,26 +84,28 @@ async def get_version(_: ServerContext, __: Request) -> Response:
     return _answer(Version(tandem.__version__))
 
 
-def _make_card(context: ServerContext, name: str) -> ModelCard:
-    info = context.engine.info
+def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
+    info, adapter = context.engine.info, model.adapter
     return ModelCard(
-        id=name,
+        id=model.name,
         created=context.created_at,
-        root=context.models.root,
+        root=context.models.root if adapter is None else adapter.folder,
+        parent=None if adapter is None else context.models.first,
         max_model_len=info.max_model_len if info is not None else None,
     )
 
 
 async def list_models(context: ServerContext, _: Request) -> Response:
     """List the names that can be asked for."""
-    models = ModelList(data=[_make_card(context, name) for name in context.models.served])
-    return _answer(models)
+    served = [ServedModel(name) for name in context.models.served]
+    served += [ServedModel(name, info) for name, info in context.engine.adapters.items()]
+    return _answer(ModelList(data=[_make_card(context, model) for model in served]))
 
 
 async def get_model(context: ServerContext, http: Request) -> Response:
     """Describe one model; names may hold slashes."""
-    name = context.check_model(http.path_params["name"])
-    return _answer(_make_card(context, name))
+    model = context.find_model(http.path_params["name"])
+    return _answer(_make_card(context, model))
 
 
 async def get_model_info(context: ServerContext, _: Request) -> Response:
@@ -128,7 +130,7 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
     """Return settings (without secrets), what runs, and its counters."""
     stats = await context.read_stats()
     config = msgspec.to_builtins(context.config)
-    for secret in ("api_key", "api_key_file", "ssl_certfile", "ssl_keyfile"):
+    for secret in ("api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile"):
         del config[secret]
     info = context.engine.info
     return _answer(

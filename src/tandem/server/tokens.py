@@ -24,7 +24,7 @@ async def tokenize(context: ServerContext, http: Request) -> Response:
     """Return the token ids of a text, of several, or of a conversation."""
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _tokenize_decoder)
-    context.check_model(request.model)
+    context.find_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ConfigError(
             "server.tokenize", "send either prompt or messages, not both or none", field="prompt"
@@ -63,7 +63,7 @@ async def detokenize(context: ServerContext, http: Request) -> Response:
     """Return the text of token ids, or of several lists of them."""
     body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
     request = decode_body(body, _detokenize_decoder)
-    context.check_model(request.model)
+    context.find_model(request.model)
     tokenizer = context.encoder.tokenizer
     if not request.tokens:
         return Response(_encode(DetokenizeReply("", "")), media_type="application/json")

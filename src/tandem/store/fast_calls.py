@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,12 +27,10 @@ from tandem.core.errors import (
 )
 from tandem.rpc import Peer
 from tandem.rpc.frames import DECODE_ERRORS
+from tandem.store.edges import MasterChannel
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, PendingCall, Segment, TransferEngine
-
-if TYPE_CHECKING:
-    from tandem.store.client.edges import MasterChannel
 
 __all__ = [
     "FAST_METHODS",

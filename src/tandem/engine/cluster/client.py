@@ -6,16 +6,18 @@ A cluster of one instance is a cluster: the same code serves it. All of it runs 
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 import msgspec
 
 from tandem import _native
+from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
+from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
@@ -144,6 +146,9 @@ class ClusterClient:
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
             max_history=specs[0].engine.timelines,
         )
+        self._sources = specs[0].adapters
+        self._adapters = ClusterAdapters(self._members, self._dispatcher.count_live)
+        self._dispatcher.on_end = self._adapters.note_end
         self._starting: asyncio.Task[None] | None = None
         self._entered: list[ClusterMember] = []
         self._was_ready = False
@@ -154,6 +159,7 @@ class ClusterClient:
         return self
 
     async def __aexit__(self, *details: object) -> None:
+        await self._adapters.close()
         await self._dispatcher.close()
         if self._starting is not None:
             self._starting.cancel()
@@ -171,6 +177,7 @@ class ClusterClient:
             await self._enter(member)
         for member in self._members:
             await self._wait_or_fail(member)
+        self._adapters.begin(self._sources)
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
@@ -306,6 +313,19 @@ class ClusterClient:
             if leg_id in known
         ]
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The LoRA adapters that requests may ask for, by name."""
+        return self._adapters.table
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter on every instance; see ``EngineClient.load_adapter``."""
+        return await self._adapters.load(source)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
+        return await self._adapters.unload(name)
+
     async def flush_cache(self) -> int:
         """Forget cached prefixes on every instance; returns the blocks freed.
 
@@ -325,6 +345,8 @@ class ClusterClient:
         for reader, source in self._list_pairs():
             if changed in (reader, source):
                 reader.link(source)
+        if changed.info is not None:
+            self._adapters.note_serving(changed)
         self._dispatcher.note_change()
 
     def _list_pairs(self) -> Iterator[tuple[ClusterMember, ClusterMember]]:

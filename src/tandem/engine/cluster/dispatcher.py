@@ -140,6 +140,8 @@ class Dispatcher:
         """In the order in which they began to wait for an instance."""
         self._history: OrderedDict[str, list[LegRecord]] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
+        self.on_end: Callable[[AddRequest], None] | None = None
+        """Told of each request that has ended."""
         self._outage_begin_s: float | None = None
         """Since when no instance serves, all having served; None: one does."""
         self.fallbacks: dict[str, int] = {}
@@ -149,6 +151,10 @@ class Dispatcher:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    def count_live(self, adapter: str) -> int:
+        """Return how many requests of an adapter, by its digest, have not ended."""
+        return sum(live.request.adapter == adapter for live in self._live.values())
 
     async def submit(self, request: AddRequest) -> OutputStream:
         """Serve a request; returns when an instance has accepted it.
@@ -287,6 +293,8 @@ class Dispatcher:
             self._history.popitem(last=False)
         if not live.accepted.done():
             live.accepted.set_result(None)
+        if self.on_end is not None:
+            self.on_end(live.request)
 
     # ---------------------------------------------------------------- actions
 

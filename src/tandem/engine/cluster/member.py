@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
+from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
@@ -115,6 +116,18 @@ class ClusterMember:
     async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
         """Return what it knows of requests; raises PeerLostError while it is down."""
         return await self.supervisor.require_session().list_timelines(request_ids)
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Say which adapters it begins with when it is started next."""
+        self.supervisor.set_adapters(sources)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter; see ``InstanceSession.load_adapter``."""
+        return await self.supervisor.require_session().load_adapter(source)
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Free an adapter; see ``InstanceSession.unload_adapter``."""
+        await self.supervisor.require_session().unload_adapter(digest)
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes; returns the blocks freed."""

@@ -204,7 +204,7 @@ def has_room(view: InstanceView, request: AddRequest) -> bool:
 
 def _list_keys(request: AddRequest) -> Iterable[tuple[int, bytes]]:
     """Yield the remembered points of a prompt: tokens up to there, and their digest."""
-    digest = hashlib.sha256(request.cache_salt.encode())
+    digest = hashlib.sha256(f"{request.adapter}\0{request.cache_salt}".encode())
     tokens = array("q", request.prompt_ids)
     for end in range(AFFINITY_TOKENS, len(tokens) + 1, AFFINITY_TOKENS):
         digest.update(tokens[end - AFFINITY_TOKENS : end].tobytes())

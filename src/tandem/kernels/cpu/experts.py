@@ -22,6 +22,7 @@ from torch import Tensor
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
+from tandem.kernels.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
 from tandem.kernels.cpu.autograd import run_experts
 from tandem.kernels.experts import (
     PendingExperts,
@@ -30,10 +31,10 @@ from tandem.kernels.experts import (
     read_biases,
     read_experts,
 )
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat, select_rows
+from tandem.kernels.formats import QuantizedMatrix, WeightFormat
 from tandem.kernels.native import Buffer
 from tandem.kernels.operator import WeightReader, allocate_scratch
-from tandem.kernels.recode import can_hold, recode
+from tandem.kernels.recode import can_hold
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -188,13 +189,22 @@ class PackedExperts:
         self._bank.pack(self._pool, expert_id, *views)
 
     def pack_codes(
-        self, expert_id: int, gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix
+        self, expert_id: int, gate: CodedMatrix, up: CodedMatrix, down: CodedMatrix
     ) -> None:
         """Lay out one expert that is coded already, replacing its weights; codes are not kept.
 
         Raises: as ``pack_expert``; UnsupportedError (what is no code of the format, or a scale that
             is not finite).
         """
+        if (
+            isinstance(gate, BlockMatrix)
+            and isinstance(up, BlockMatrix)
+            and isinstance(down, BlockMatrix)
+        ):
+            self._bank.pack_blocks(self._pool, expert_id, gate.blocks, up.blocks, down.blocks)
+            return
+        for matrix in (gate, up, down):
+            assert isinstance(matrix, QuantizedMatrix), "one expert in blocks and in codes"
         self._bank.pack_codes(self._pool, expert_id, gate.arrays, up.arrays, down.arrays)
 
     def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
@@ -447,25 +457,26 @@ class NativeExperts(RoutedExperts):
         wanted = self.weight_format
         if all(held is not None and can_hold(wanted, held) for held in formats):
             for i in range(self.num_experts):
-                gate, up, down = (recode(m, wanted) for m in self._read_codes(reader, name, i))
+                codes = self._read_codes(reader, name, i)
+                gate, up, down = (convert_codes(matrix, wanted) for matrix in codes)
                 self._experts.pack_codes(i, gate, up, down)
         else:
             self._code(reader, name)
 
     def _read_codes(
         self, reader: WeightReader, name: str, expert_id: int
-    ) -> tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]:
+    ) -> tuple[CodedMatrix, CodedMatrix, CodedMatrix]:
         """Return gate, up and down of one expert."""
         if not reader.has(f"{name}.gate_up_proj"):
             names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
             gate, up, down = (reader.read_packed(n) for n in names)
             return gate, up, down
         both = reader.read_packed(f"{name}.gate_up_proj", expert_id)
-        half = len(both.codes) // 2
+        half = both.shape[0] // 2
         rows = (slice(0, None, 2), slice(1, None, 2))
         if not self.is_transposed:
             rows = (slice(0, half), slice(half, None))
-        gate, up = (select_rows(both, part) for part in rows)
+        gate, up = (select_outputs(both, part) for part in rows)
         return gate, up, reader.read_packed(f"{name}.down_proj", expert_id)
 
     def _code(self, reader: WeightReader, name: str) -> None:

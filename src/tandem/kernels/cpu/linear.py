@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.blocks import BlockMatrix, CodedMatrix
+from tandem.kernels.formats import WeightFormat
 from tandem.kernels.native import Buffer
 
 __all__ = ["PANEL_COLUMNS", "PackedLinear", "count_bytes"]
@@ -129,7 +130,7 @@ class PackedLinear:
     @classmethod
     def from_codes(
         cls,
-        matrix: QuantizedMatrix,
+        matrix: CodedMatrix,
         bias_N: Tensor | None = None,
         *,
         pool: ThreadPool,
@@ -139,7 +140,7 @@ class PackedLinear:
         """Lay out a matrix that is coded already.
 
         Args:
-            matrix: the codes; not kept.
+            matrix: the codes, taken apart or in blocks; not kept.
             bias_N: of any floating dtype; not kept.
             pool: as of the class.
             isa: as of the class.
@@ -148,11 +149,14 @@ class PackedLinear:
         Raises: as the class; UnsupportedError (what is no code of the format, or a scale that is
             not finite).
         """
-        out_features, in_features = matrix.codes.shape
+        out_features, in_features = matrix.shape
         linear = cls(
             matrix.weight_format, in_features, out_features, pool=pool, isa=isa, is_bound=is_bound
         )
-        linear._matrix.pack_codes(pool, *matrix.arrays)
+        if isinstance(matrix, BlockMatrix):
+            linear._matrix.pack_blocks(pool, matrix.blocks)
+        else:
+            linear._matrix.pack_codes(pool, *matrix.arrays)
         if bias_N is not None:
             linear.set_bias(bias_N)
         return linear

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.models.families.refused import find_refusal
+from tandem.models.families.refused import UNEVEN, find_refusal
 from tandem.models.families.registry import FAMILIES, Family, find_family
 from tandem.models.hub import resolve_folder
 from tandem.models.quantization import Quantization, read_quantization
@@ -227,6 +227,9 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 
 def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
+    if getattr(config, "is_heterogeneous", False):
+        # Some classes make it of fields of their own. Reading one of those raises.
+        raise _refuse(f"{family.model_type}: {UNEVEN}", "per_layer_config")
     _require_decoder(config, family, raw)
     problem = None if family.find_problem is None else family.find_problem(config)
     if problem is not None:
@@ -266,6 +269,10 @@ def _check_rope(config: Any) -> None:
     is_layered = any(isinstance(value, dict) for value in ropes.values())
     for name, rope in ropes.items() if is_layered else [("", ropes)]:
         where = f"rope_parameters.{name}." if name else "rope_parameters."
+        if not isinstance(rope, dict):
+            # A type of layer without rotation, beside some with.
+            field = where.rstrip(".")
+            raise _refuse(f"{field} is {rope!r}: layers without rotation do not run", field)
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise _refuse(
@@ -275,6 +282,14 @@ def _check_rope(config: Any) -> None:
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             field = f"{where}partial_rotary_factor"
             raise ConfigError("models.check_config", f"{field} {share!r}: need 0 to 1", field=field)
+
+
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def _count_experts(config: Any) -> int | None:
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def _check_bounds(config: Any) -> None:
@@ -292,6 +307,8 @@ def _check_bounds(config: Any) -> None:
     }
     for name, most in bounds.items():
         value = getattr(config, name, 1)
+        if value is None and name in OF_EXPERTS and _count_experts(config) is None:
+            continue  # A class with experts on request, which this model does not ask for.
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ConfigError(
                 "models.check_config", f"{name} is {value!r}: need 1 to {most}", field=name
@@ -309,9 +326,7 @@ def _check_bounds(config: Any) -> None:
             f"{heads} heads over {kv_heads} KV heads: the first must be a multiple of the second",
             field="num_key_value_heads",
         )
-    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
-    num_experts = next((count for count in counts if isinstance(count, int)), None)
-    top_k = getattr(config, "num_experts_per_tok", 1)
+    num_experts, top_k = _count_experts(config), getattr(config, "num_experts_per_tok", 1)
     if num_experts is not None and top_k > num_experts:
         raise ConfigError(
             "models.check_config",

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.blocks import CodedMatrix
+from tandem.kernels.formats import WeightFormat
 from tandem.kernels.operator import WeightReader
 
 __all__ = ["RenamedReader", "rename_reader"]
@@ -44,7 +45,7 @@ class RenamedReader:
         """See ``WeightReader``."""
         return self._reader.find_format(_rename(name))
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
         """See ``WeightReader``."""
         return self._reader.read_packed(_rename(name), expert_id)
 

@@ -7,9 +7,9 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["find_refusal"]
+__all__ = ["UNEVEN", "find_refusal"]
 
-STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning|chunked")
+STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
 STATE_FIELDS = re.compile(
     r"^(ssm_|mamba_|linear_(attn|conv|num|key|value)|state_size$|conv_(kernel|L_cache)|lru_width"
@@ -33,6 +33,8 @@ STATEFUL = {
     "zamba": "state-space layers",
     "zamba2": "state-space layers",
 }
+UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
+"""Sizes and switches of one layer alone, which no proof of a few layers would see."""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
 
 
@@ -46,10 +48,14 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return inputs, f"{model_type} takes images or sound ({inputs}): only text runs here"
     if model_type in STATEFUL:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
+    if raw.get("per_layer_config"):
+        return "per_layer_config", f"{model_type}: {UNEVEN}"
     kinds = [kind for kind in raw.get("layer_types") or () if isinstance(kind, str)]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"
+    if "chunked_attention" in kinds:
+        return "layer_types", f"{model_type} has layers whose attention ends at borders of chunks"
     field = next((key for key in raw if STATE_FIELDS.search(key) and raw[key]), None)
     if field is not None:
         return field, f"{model_type} has {field}: it {BESIDE_KV}"

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem._native import decode_blocks
 from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat, find_format
-from tandem.kernels.recode import join_formats, recode
-from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, dequantize, unpack
+from tandem.kernels.blocks import BlockMatrix, CodedMatrix, interleave_rows
+from tandem.kernels.formats import WeightFormat, find_format
+from tandem.kernels.recode import join_formats
+from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
 from tandem.models.gguf.names import HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
@@ -137,7 +139,7 @@ class GgufSource:
             [find_format(BLOCK_TYPES[k].weight_format) if k in BLOCK_TYPES else None for k in kinds]
         )
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
         """Return a weight's codes; see ``WeightReader``."""
         recipe, wanted = self._find(name), self.find_format(name)
         if wanted is None:
@@ -149,11 +151,18 @@ class GgufSource:
             raise ShapeError("models.read_weights", what)
         if expert_id is not None:
             parts = [part.select(expert_id) for part in parts]
-        order = self._unpermute(parts[0].shape[0]) if recipe.how is How.UNPERMUTE else None
-        matrices = [recode(part.unpack(order), wanted) for part in parts]
+        if len({part.shape for part in parts}) > 1 and recipe.how is How.INTERLEAVE:
+            what = " and ".join(str(list(part.shape)) for part in parts)
+            raise ShapeError("models.read_weights", f"tensor {name!r} is made of {what}")
+        order = None
+        if recipe.how is How.UNPERMUTE:
+            order = self._unpermute(parts[0].shape[0])
+        elif recipe.how is How.INTERLEAVE:
+            order = interleave_rows(parts[0].shape[0], len(parts))
         for tensor in recipe.tensors:
             self._ledger.mark(tensor)
-        return _stack(matrices, is_in_turn=recipe.how is How.INTERLEAVE)
+        rows = tuple((part.kind, part.matrix) for part in parts)
+        return BlockMatrix(wanted, parts[0].shape[-1], rows, order)
 
     def skip(self, prefix: str) -> None:
         """Mark tensors as used; see ``WeightReader``."""
@@ -230,15 +239,10 @@ class _Stored:
         return _Stored(self.kind, self.shape[1:], self.raw[index * size : (index + 1) * size])
 
     @property
-    def rows(self) -> NDArray[np.uint8]:
-        """Return blocks [N, blocks, bytes]."""
+    def matrix(self) -> NDArray[np.uint8]:
+        """The bytes of each row, [N, bytes]."""
         block, size = BLOCK_SIZES[self.kind]
-        return self.raw.reshape(-1, self.shape[-1] // block, size)
-
-    def unpack(self, order: NDArray[np.int64] | None) -> QuantizedMatrix:
-        """Return the codes, with rows in another order."""
-        rows = self.rows
-        return unpack(self.kind, rows if order is None else rows[order])
+        return self.raw.reshape(-1, self.shape[-1] // block * size)
 
     def copy_into(self, out: Tensor) -> None:
         """Write the values to ``out``, of this shape and of any strides."""
@@ -251,13 +255,17 @@ class _Stored:
             for i, part in enumerate(out):
                 self.select(i).copy_into(part)
             return
-        rows = self.rows
+        rows = self.matrix
         step = max(1, CHUNK_WEIGHTS // self.shape[-1])
         target = out if out.ndim == 2 else out.view(1, -1)
+        if target.is_contiguous() and target.dtype in (torch.float32, torch.bfloat16):
+            decode_blocks(None, ([(self.kind, rows)], None), target)
+            return
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
-            values = dequantize(self.kind, some.reshape(-1, some.shape[-1]))
-            target[first : first + step] = torch.from_numpy(values).view(len(some), -1)
+            values = torch.empty(len(some), self.shape[-1])
+            decode_blocks(None, ([(self.kind, some)], None), values)
+            target[first : first + step] = values
 
 
 def _list_harmless(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, str]]:
@@ -321,22 +329,3 @@ def _fill_kv(name: str, parts: list[_Stored], out: Tensor) -> None:
     both = out.view(heads, key + value, latent)
     keys.copy_into(both[:, :key].transpose(1, 2))
     values.copy_into(both[:, key:])
-
-
-def _stack(matrices: list[QuantizedMatrix], *, is_in_turn: bool) -> QuantizedMatrix:
-    """Return matrices of one format as one: outputs after outputs, or in turn."""
-    if len(matrices) == 1:
-        return matrices[0]
-
-    def join(arrays: list[NDArray[np.generic]]) -> NDArray[np.generic]:
-        if not is_in_turn:
-            return np.concatenate(arrays)
-        return np.stack(arrays, axis=1).reshape(-1, arrays[0].shape[1])
-
-    minima = [matrix.minima for matrix in matrices if matrix.minima is not None]
-    return QuantizedMatrix(
-        matrices[0].weight_format,
-        join([matrix.codes for matrix in matrices]),  # type: ignore[arg-type]
-        join([matrix.scales for matrix in matrices]),  # type: ignore[arg-type]
-        join(minima) if minima else None,  # type: ignore[arg-type]
-    )

@@ -25,7 +25,8 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.blocks import CodedMatrix
+from tandem.kernels.formats import WeightFormat
 from tandem.models.codecs.choice import UNUSED_TENSORS, make_codec
 from tandem.models.codecs.codec import Codec
 from tandem.models.families import read_json
@@ -273,7 +274,7 @@ class SafetensorsSource:
         codec = self._find_codec(name)
         return None if codec is None else codec.find_format(self, name)
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> QuantizedMatrix:
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
         """Return a weight's codes; see ``WeightReader``."""
         codec = self._find_codec(name)
         if codec is None:

@@ -290,6 +290,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "tandem"
     root: str
+    parent: str | None = None
+    """Of an adapter: the model that it belongs to."""
     max_model_len: int | None
 
 

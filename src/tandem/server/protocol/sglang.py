@@ -58,6 +58,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     rid: fields.Name | Annotated[list[fields.Name], _Many] | None = None
     model: fields.Name | None = None
+    lora_path: fields.Name | Annotated[list[fields.Name | None], _Many] | None = None
+    """Name of an adapter; in a list, the same for all prompts."""
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     extra_key: fields.Name | None = None

@@ -1,0 +1,66 @@
+"""LoRA adapters as the server and its instances speak of them.
+
+A client names an adapter; requests between processes carry its ``digest``, so that two contents of
+one name are never taken for each other.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["AdapterInfo", "AdapterSource", "UnloadAdapter", "read_sources"]
+
+
+class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Load an adapter."""
+
+    name: str
+    """What clients call it."""
+    folder: str
+    """Absolute; in PEFT's format."""
+    digest: str = ""
+    """What its content must be, as ``AdapterInfo.digest``; empty is whatever it is now."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that an instance has loaded."""
+
+    name: str
+    folder: str
+    digest: str
+    """SHA-256 over its weights and scales, hex: what requests carry."""
+    system_fingerprint: str
+    """See ``KvIdentity.system_fingerprint``: that of the model with this adapter."""
+    rank: Annotated[int, Meta(ge=1)]
+    """The largest of its matrices."""
+    num_modules: Annotated[int, Meta(ge=1)]
+    """Linear modules that it changes."""
+    size_bytes: Annotated[int, Meta(ge=0)]
+    """In memory."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Take no further requests for an adapter, and free it when those that run have ended."""
+
+    digest: str
+
+
+def read_sources(settings: Sequence[str]) -> tuple[AdapterSource, ...]:
+    """Read settings of the form NAME=FOLDER.
+
+    Raises: ConfigError (another form, or a name twice).
+    """
+    sources: dict[str, AdapterSource] = {}
+    for setting in settings:
+        name, _, folder = setting.partition("=")
+        if not (name and folder) or name in sources:
+            why = "is there twice" if name in sources else "is not NAME=FOLDER"
+            what = f"{setting!r} {why}: give --adapter NAME=FOLDER for each adapter"
+            raise ConfigError("core.read_adapters", what, field="model.adapter")
+        sources[name] = AdapterSource(name=name, folder=str(Path(folder).absolute()))
+    return tuple(sources.values())

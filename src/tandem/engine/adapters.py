@@ -1,0 +1,100 @@
+"""The LoRA adapters of an instance: loaded into the model, known to the engine, freed when unused.
+
+The engine counts who uses an adapter, the model holds its weights; this keeps the two in step. What
+is slow, reading the files, is done outside of the lock, so that no step waits for it.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.errors import NotFoundError, TandemError
+from tandem.core.spec import KvIdentity
+from tandem.engine.engine import Engine
+from tandem.models.adapters import ModelAdapters
+
+__all__ = ["AdapterTable"]
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterTable:
+    """Adapters of one engine. Any thread.
+
+    Args:
+        model: holds the weights. Owned.
+        engine: borrowed.
+        identity: of the model's KV without adapters.
+        folder: where adapters that are loaded while serving must lie; None: anywhere.
+    """
+
+    def __init__(
+        self, model: ModelAdapters, engine: Engine, identity: KvIdentity, folder: Path | None
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._identity = identity
+        self._folder = folder
+        self._lock = threading.Lock()
+        """Before the engine's."""
+        engine.on_adapter_unused = self._free
+
+    def load_first(
+        self, sources: Sequence[AdapterSource]
+    ) -> tuple[list[AdapterInfo], dict[str, str]]:
+        """Load what an instance begins with; return what is there, and why the others are not."""
+        loaded: list[AdapterInfo] = []
+        failures: dict[str, str] = {}
+        for source in sources:
+            try:
+                loaded.append(self.load(source))
+            except TandemError as error:
+                logger.exception("event=adapter_refused name=%r", source.name)
+                failures[source.name] = error.what
+        return loaded, failures
+
+    def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
+        """Load an adapter; once loaded, it is only looked up.
+
+        Args:
+            source: where it is.
+            is_confined: it must lie in the folder.
+
+        Raises: as ``ModelAdapters.read`` and ``install``.
+        """
+        within = self._folder if is_confined else None
+        files = self._model.read(Path(source.folder), digest=source.digest, within=within)
+        identity = msgspec.structs.replace(self._identity, adapter=files.digest)
+        with self._lock:
+            loaded = self._model.install(files)
+            self._engine.add_adapter(files.digest, identity.digest)
+        logger.info("event=adapter_loaded name=%r digest=%s", source.name, files.digest)
+        return AdapterInfo(
+            name=source.name,
+            folder=source.folder,
+            digest=files.digest,
+            system_fingerprint=identity.system_fingerprint,
+            rank=loaded.rank,
+            num_modules=loaded.num_modules,
+            size_bytes=loaded.size_bytes,
+        )
+
+    def unload(self, digest: str) -> None:
+        """Refuse further requests for an adapter, and free it when the last one has ended.
+
+        Raises: NotFoundError.
+        """
+        if not self._engine.remove_adapter(digest):
+            raise NotFoundError("engine.unload_adapter", f"no adapter {digest[:12]} is loaded")
+        logger.info("event=adapter_unloaded digest=%s", digest)
+        self._free(digest)
+
+    def _free(self, digest: str) -> None:
+        with self._lock:
+            # It may have been loaded again since.
+            if self._engine.forget_adapter(digest):
+                self._model.uninstall(digest)

@@ -1,0 +1,215 @@
+"""The LoRA adapters of a cluster: one table of names, and every instance brought in line with it.
+
+An adapter is served once every instance that serves has loaded the same content. An instance that
+starts anew is told of the adapters before it starts; what changed while it did is made up for when
+it serves. Requests that run keep the adapter that they began with. One event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.errors import ConflictError, NotFoundError, PeerLostError, TandemError
+from tandem.core.wire import AddRequest, InstanceInfo
+
+__all__ = ["AdapterMember", "ClusterAdapters"]
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterMember(Protocol):
+    """An instance, over all its restarts."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the cluster."""
+        ...
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None while it does not serve."""
+        ...
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Say what it begins with when it is started next."""
+        ...
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter, or look up one that is loaded."""
+        ...
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Let it free an adapter."""
+        ...
+
+
+class ClusterAdapters:
+    """See above.
+
+    Args:
+        members: all instances; borrowed.
+        count_live: requests that have not ended, by the digest of their adapter.
+    """
+
+    def __init__(self, members: Sequence[AdapterMember], count_live: Callable[[str], int]) -> None:
+        self._members = members
+        self._count_live = count_live
+        self._table: dict[str, AdapterInfo] = {}
+        self._leaving: set[str] = set()
+        """Digests without a name whose requests have not all ended."""
+        self._has_begun = False
+        self._lock = asyncio.Lock()
+        """Of changes, one at a time."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def table(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that requests may ask for, by name."""
+        return self._table
+
+    def begin(self, sources: Sequence[AdapterSource]) -> None:
+        """Take in what the instances have loaded at their start.
+
+        Raises: PeerLostError (one of ``sources`` could not be loaded, or not the same everywhere).
+        """
+        for source in sources:
+            found: dict[str, AdapterInfo] = {}
+            for member in self._members:
+                info = member.info
+                if info is None:
+                    continue  # Lost again; it is told when it comes back.
+                if source.name in info.adapter_failures:
+                    what = f"adapter {source.name}: {info.adapter_failures[source.name]}"
+                    raise PeerLostError("engine.start", what)
+                found |= {a.digest: a for a in info.adapters if a.name == source.name}
+            if len(found) > 1:
+                what = f"adapter {source.name}: {source.folder} changed while it was read"
+                raise PeerLostError("engine.start", what)
+            for adapter in found.values():
+                self._table[source.name] = adapter
+        self._has_begun = True
+        self._tell_members()
+
+    async def load(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter on every instance and serve it under its name.
+
+        Raises: ConflictError (the name is taken; the file changed meanwhile); PeerLostError (no
+            instance serves); what the instances raise.
+        """
+        async with self._lock:
+            if source.name in self._table:
+                what = f"an adapter {source.name!r} is loaded: unload it first"
+                raise ConflictError("engine.load_adapter", what, field="lora_name")
+            members = [member for member in self._members if member.info is not None]
+            if not members:
+                raise PeerLostError("engine.load_adapter", "no instance serves: try again")
+            answers = await asyncio.gather(
+                *(member.load_adapter(source) for member in members), return_exceptions=True
+            )
+            loaded = {a.digest: a for a in answers if isinstance(a, AdapterInfo)}
+            failures = [answer for answer in answers if isinstance(answer, BaseException)]
+            if failures or len(loaded) != 1:
+                for digest in loaded:
+                    await self._release(digest)
+                if failures:
+                    raise failures[0]
+                what = f"{source.folder} changed while it was read: try again"
+                raise ConflictError("engine.load_adapter", what)
+            info = next(iter(loaded.values()))
+            self._leaving.discard(info.digest)
+            self._table[source.name] = info
+            self._tell_members()
+            return info
+
+    async def unload(self, name: str) -> AdapterInfo:
+        """Take no further requests for a name; those that run go on.
+
+        Raises: NotFoundError.
+        """
+        async with self._lock:
+            info = self._table.pop(name, None)
+            if info is None:
+                what = f"no adapter {name[:200]!r} is loaded"
+                raise NotFoundError("engine.unload_adapter", what, field="lora_name")
+            self._tell_members()
+            await self._release(info.digest)
+            return info
+
+    def note_serving(self, member: AdapterMember) -> None:
+        """Take in that an instance serves: make up for what changed while it started."""
+        if self._has_begun:
+            self._run(self._bring_in_line(member))
+
+    def note_end(self, request: AddRequest) -> None:
+        """Take in that a request has ended."""
+        digest = request.adapter
+        if digest in self._leaving and not self._count_live(digest):
+            self._run(self._unload(digest))
+
+    async def close(self) -> None:
+        """End what is under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _tell_members(self) -> None:
+        sources = [
+            AdapterSource(name=name, folder=info.folder, digest=info.digest)
+            for name, info in self._table.items()
+        ]
+        for member in self._members:
+            member.set_adapters(sources)
+
+    def _is_wanted(self, digest: str) -> bool:
+        return any(info.digest == digest for info in self._table.values())
+
+    async def _release(self, digest: str) -> None:
+        """Let the instances free an adapter, now or when its last request has ended."""
+        if self._is_wanted(digest):
+            return
+        if self._count_live(digest):
+            # A request may yet go on elsewhere, which has to have it then.
+            self._leaving.add(digest)
+        else:
+            await self._unload_everywhere(digest)
+
+    async def _unload(self, digest: str) -> None:
+        async with self._lock:
+            is_idle = not self._count_live(digest)
+            if digest in self._leaving and is_idle and not self._is_wanted(digest):
+                await self._unload_everywhere(digest)
+
+    async def _unload_everywhere(self, digest: str) -> None:
+        self._leaving.discard(digest)
+        for member in self._members:
+            if member.info is not None:
+                await self._try(member, member.unload_adapter(digest))
+
+    async def _bring_in_line(self, member: AdapterMember) -> None:
+        async with self._lock:
+            info = member.info
+            if info is None:
+                return
+            has = {adapter.digest for adapter in info.adapters}
+            for name, wanted in self._table.items():
+                if wanted.digest not in has:
+                    source = AdapterSource(name=name, folder=wanted.folder, digest=wanted.digest)
+                    await self._try(member, member.load_adapter(source))
+            for digest in has:
+                if not self._is_wanted(digest) and digest not in self._leaving:
+                    await self._try(member, member.unload_adapter(digest))
+
+    async def _try(self, member: AdapterMember, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except TandemError as error:
+            # Requests for it are refused there by name; the next start is told again.
+            logger.warning("event=adapter_failed instance=%s error=%s", member.name, error)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

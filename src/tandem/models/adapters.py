@@ -1,0 +1,174 @@
+"""The LoRA adapters of a loaded model: which there are, and how they get into its operators.
+
+Adapters are kept by digest, in the model's dtype, in slots that all matrices number alike. Loading
+and unloading may happen on any thread while steps run, as a step sees only adapters that its rows
+name; the caller sees to it that nobody runs with one that is being unloaded.
+"""
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tandem.core.errors import CapacityError, ConflictError, CorruptionError, UnsupportedError
+from tandem.kernels.head_matrix import HeadMatrix
+from tandem.kernels.lora import AdaptedHeads, AdaptedMatrix, AdaptedPart, StepAdapters
+from tandem.kernels.matrix import Matrix
+from tandem.kernels.operator import Operator
+from tandem.models.adapter_files import AdapterFiles, read_adapter_files
+
+__all__ = ["LoadedAdapter", "ModelAdapters"]
+
+WHERE = "models.load_adapter"
+_REASONS = (
+    (re.compile(r"\.experts(\.|$)"), "routed experts are not served with adapters"),
+    (re.compile(r"(^|\.)lm_head$"), "the head is not served with adapters"),
+    (re.compile(r"(^|\.)embed_tokens$"), "the embedding is not served with adapters"),
+    (re.compile(r"\.(gate|router)$"), "routers are not served with adapters"),
+)
+"""Why a module that the model has may not be adapted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter in memory."""
+
+    digest: str
+    """See ``AdapterFiles.digest``."""
+    slot: int
+    rank: int
+    """The largest of its modules."""
+    num_modules: int
+    size_bytes: int
+
+
+class ModelAdapters:
+    """The adapters of one model.
+
+    Args:
+        skeleton: its loaded modules; their operators are made to take adapters here, once.
+        dtype: of the model, to which adapters are rounded.
+        device: of the model.
+        max_adapters: that are loaded at a time.
+    """
+
+    def __init__(
+        self, skeleton: nn.Module, dtype: torch.dtype, device: torch.device, max_adapters: int
+    ) -> None:
+        self._step = StepAdapters()
+        self._dtype = dtype
+        self._device = device
+        self._matrices: list[AdaptedMatrix | AdaptedHeads] = []
+        self._parts: dict[str, AdaptedPart] = {}
+        for name, module in skeleton.named_modules():
+            if isinstance(module, Operator):
+                self._parts |= module.adapt(self, name)
+        self._plain = {n for n, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._free_slots = list(range(max_adapters))
+        self._lock = threading.Lock()
+        """Of the table and the slots; loading holds it."""
+
+    def wrap_matrix(self, matrix: Matrix) -> AdaptedMatrix:
+        """See ``MatrixWrapper``."""
+        wrapped = AdaptedMatrix(matrix, self._step)
+        self._matrices.append(wrapped)
+        return wrapped
+
+    def wrap_heads(self, matrix: HeadMatrix) -> AdaptedHeads:
+        """See ``MatrixWrapper``."""
+        wrapped = AdaptedHeads(matrix, self._step)
+        self._matrices.append(wrapped)
+        return wrapped
+
+    @property
+    def modules(self) -> Mapping[str, AdaptedPart]:
+        """The linear modules that may be adapted, by dotted name."""
+        return self._parts
+
+    def read(self, folder: Path, *, digest: str = "", within: Path | None = None) -> AdapterFiles:
+        """Read an adapter of this model, and change nothing.
+
+        Args:
+            folder: in PEFT's format.
+            digest: that its content must have; empty is any.
+            within: see ``read_adapter_files``.
+
+        Raises: as ``read_adapter_files``; ConflictError (another digest).
+        """
+        files = read_adapter_files(folder, self._find_shape, within=within)
+        if digest and files.digest != digest:
+            what = f"{folder} has changed since it was loaded: load it again under its name"
+            raise ConflictError(WHERE, what)
+        return files
+
+    def install(self, files: AdapterFiles) -> LoadedAdapter:
+        """Give an adapter a slot; one of equal content that has one is returned.
+
+        Raises: CapacityError (no slot); CorruptionError (weights too large for the dtype).
+        """
+        with self._lock:
+            found = self._loaded.get(files.digest)
+            if found is not None:
+                return found
+            if not self._free_slots:
+                what = f"{len(self._loaded)} adapters are loaded, the most that max_adapters allows"
+                raise CapacityError(WHERE, f"{what}: unload one")
+            slot = self._free_slots.pop()
+            try:
+                made = self._install(slot, files)
+            except BaseException:
+                self._clear(slot)
+                raise
+            self._loaded[files.digest] = made
+            return made
+
+    def uninstall(self, digest: str) -> None:
+        """Free an adapter, which no step uses any more; unknown ones are ignored."""
+        with self._lock:
+            found = self._loaded.pop(digest, None)
+            if found is not None:
+                self._clear(found.slot)
+
+    def begin_step(self, num_rows: int, rows: Mapping[str, Sequence[int]]) -> None:
+        """Say which rows of a step belong to which adapter, by digest; ``end_step`` ends it."""
+        self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._step.end()
+
+    def _find_shape(self, name: str) -> tuple[int, int]:
+        part = self._parts.get(name)
+        if part is not None:
+            return part.out_features, part.in_features
+        reason = next((why for pattern, why in _REASONS if pattern.search(name)), None)
+        if reason is None and name in self._plain:
+            reason = "a placement rule left it to transformers, which takes no adapters here"
+        if reason is None:
+            reason = "the model has no such linear module"
+        raise UnsupportedError(WHERE, f"{name[:200]}: {reason}")
+
+    def _install(self, slot: int, files: AdapterFiles) -> LoadedAdapter:
+        rank = size_bytes = 0
+        for name, weights in files.modules.items():
+            a, b = (
+                t.to(dtype=self._dtype, device=self._device).contiguous()
+                for t in (weights.a_RK, weights.b_NR)
+            )
+            if not bool(a.isfinite().all() and b.isfinite().all()):
+                what = f"{name} has weights that are too large for {self._dtype}"
+                raise CorruptionError(WHERE, what)
+            self._parts[name].set_delta(slot, a, b, weights.scale)
+            rank = max(rank, len(a))
+            size_bytes += a.nbytes + b.nbytes
+        return LoadedAdapter(files.digest, slot, rank, len(files.modules), size_bytes)
+
+    def _clear(self, slot: int) -> None:
+        for matrix in self._matrices:
+            matrix.remove_parts(slot)
+        self._free_slots.append(slot)

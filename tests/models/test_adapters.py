@@ -1,0 +1,84 @@
+"""Goal: a step with LoRA adapters computes what PEFT computes, bitwise free of its company.
+
+Method: random tiny checkpoints and adapters, both written by their own libraries. PEFT's unmerged
+model in float32 is the oracle; in bfloat16, where every product is rounded, rows of several
+adapters and of the model alone run by themselves, in company, in chunks and one by one.
+"""
+
+import pytest
+import torch
+from loading import load_checkpoint
+from lora import make_adapter
+
+from tandem._native import ThreadPool
+
+PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
+FAMILIES = {
+    "llama": {},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {"n_shared_experts": 2},
+}
+
+
+@pytest.fixture
+def load(make_config, save_model, tmp_path):
+    """Return (our model with adapters enabled, transformers' own)."""
+
+    def load_one(family, *, threads=2, **options):
+        changes = FAMILIES.get(family, {})
+        config = make_config(family.split("-")[0], **changes)
+        folder = tmp_path / family
+        theirs = save_model(config, folder)
+        ours = load_checkpoint(folder, pool=ThreadPool(threads), **options)
+        ours.enable_adapters(8)
+        return ours, theirs
+
+    return load_one
+
+
+def install(model, folder):
+    return model.adapters.install(model.adapters.read(folder)).digest
+
+
+def run(model, open_session, prompt, adapter="", sizes=None):
+    session = open_session(model, adapter=adapter)
+    pieces = torch.tensor(prompt).split(sizes or len(prompt))
+    return torch.cat([session.run(piece.tolist()) for piece in pieces])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_pefts_model(family, load, open_session, tmp_path, monkeypatch):
+    """Every module that may be adapted is, in fused layers and in the skeleton's forward."""
+    ours, theirs = load(family, dtype="float32")
+    tuned = make_adapter(theirs, tmp_path / "adapter", monkeypatch)
+    digest = install(ours, tmp_path / "adapter")
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        want = tuned(ids).logits[0]
+        base = theirs(ids).logits[0]
+    assert float((want - base).norm() / base.norm()) > 0.1, "the adapter changes nothing"
+    got = run(ours, open_session, PROMPT, digest)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+    assert float((run(ours, open_session, PROMPT) - base).norm() / base.norm()) < 1e-5
+    ours._fused = None
+    unfused = run(ours, open_session, PROMPT, digest)
+    assert float((unfused - want).norm() / want.norm()) < 1e-5
+
+
+def test_the_model_alone_is_untouched(load, open_session, monkeypatch, tmp_path):
+    """Enabled adapters, loaded and unloaded, change no bit of the model's own answers."""
+    ours, theirs = load("qwen3_moe", dtype="bfloat16", linear_format="bf16")
+    plain = load_checkpoint(tmp_path / "qwen3_moe", dtype="bfloat16", linear_format="bf16")
+    want = run(plain, open_session, PROMPT)
+    make_adapter(theirs, tmp_path / "adapter", monkeypatch)
+    digest = install(ours, tmp_path / "adapter")
+    assert torch.equal(run(ours, open_session, PROMPT), want)
+    assert not torch.equal(run(ours, open_session, PROMPT, digest), want)
+    ours.adapters.uninstall(digest)
+    assert torch.equal(run(ours, open_session, PROMPT), want)
+    with pytest.raises(KeyError):
+        run(ours, open_session, PROMPT, digest)
