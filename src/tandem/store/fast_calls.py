@@ -193,7 +193,6 @@ class CallWay:
         self._client = client
         self._encoder = msgspec.msgpack.Encoder()
         self._body: tuple[object, bytes] | None = None
-        self._is_closed = False
 
     def takes(self, request: object) -> bool:
         """See ``OrderWay``."""
@@ -211,14 +210,14 @@ class CallWay:
         try:
             answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
         except (NotFoundError, CancelledError) as error:
-            if self._is_closed:  # No answer of the host's: there is nobody to ask.
+            if self._engine.is_closed or not self._engine.has_segment(self._segment):
+                # No answer of the host's: there is nobody to ask.
                 raise PeerLostError("store.order", error.what) from None
             raise
         return _decode(answer, response_type)
 
     def close(self) -> None:
         """Let go of the peer; calls that are under way end with PeerLostError."""
-        self._is_closed = True
         close_peer(self._segment)
 
 
