@@ -516,7 +516,7 @@ REFUSED = {
     ),
     "layers without rotation": (
         {
-            "model_type": "gemma3_text",
+            "model_type": "qwen3",
             "rope_parameters": {
                 "full_attention": None,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
