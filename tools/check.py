@@ -11,6 +11,7 @@ CHECKS = {
     "lint": ["ruff", "check", "."],
     "types": ["pyright"],
     "contracts": ["lint-imports"],
+    "circles": ["python", "tools/import_circles.py"],
     "names": ["python", "tools/names.py"],
 }
 

@@ -244,11 +244,11 @@ async def leave_on_a_disk(count: int) -> tuple[int, int]:
         await client.put(f"k{i}", bytes(1000), PutOptions(replicas=2))
     master = world.master
     for i in range(count):
-        row = master.directory.find(f"k{i}")
+        row = master.state.directory.find(f"k{i}")
         async with asyncio.timeout(60):
-            while not master.directory.disks(row):
+            while not master.state.directory.disks(row):
                 await asyncio.sleep(0.1)
-        assert master.evict_row(row)
+        assert master.departures.evict_row(row)
     status = await client.status()
     return status.num_under_replicated, status.num_objects
 

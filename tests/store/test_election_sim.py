@@ -42,7 +42,7 @@ class ElectionRun(Run):
         leader = self.world.leader
         if leader is None:
             return 0
-        hosts = leader.seat.master.hosts.values()
+        hosts = leader.seat.master.state.hosts.values()
         joined = [host for host in hosts if host.caller is not None and host.is_known]
         return leader.seat.master.epoch if len(joined) == len(HOSTS) else 0
 
@@ -268,9 +268,9 @@ async def test_a_host_with_a_higher_epoch_makes_a_leader_resign_not_rise():
 
     master = StoreMaster(CONFIG, clock=MonotonicClock(), epoch=7, draw=lambda n: 0, term=Running())
     with pytest.raises(PeerLostError, match="9 was obeyed"):
-        master.outbid(9)
+        master.state.versions.outbid(9)
     assert resigned == [9]
-    assert master.order_epoch() == 7
+    assert master.state.versions.order_epoch() == 7
     single = StoreMaster(CONFIG, clock=MonotonicClock(), epoch=7, draw=lambda n: 0)
     single.outbid(9)
     assert single.order_epoch() == 10
@@ -289,6 +289,6 @@ async def test_no_order_is_made_after_the_term():
         master = StoreMaster(CONFIG, clock=MonotonicClock(), epoch=7, draw=lambda n: 0, term=term)
         if is_refused:
             with pytest.raises(PeerLostError, match="term of epoch 7 has ended"):
-                master.order_epoch()
+                master.state.versions.order_epoch()
         else:
-            assert master.order_epoch() == 7
+            assert master.state.versions.order_epoch() == 7

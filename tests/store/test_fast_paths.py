@@ -193,8 +193,8 @@ def test_a_late_copy_of_a_change_changes_nothing(method, request_of, answer_type
             with pytest.raises(ConflictError, match="after its answer"):
                 await call(method, request, answer_type)
             assert await client.get("key") == b"second"
-            row = store._master.directory.find("key")
-            assert not store._master.directory.is_hard_pinned(row)
+            row = store._master.state.directory.find("key")
+            assert not store._master.state.directory.is_hard_pinned(row)
 
     asyncio.run(run())
 

@@ -42,9 +42,10 @@ from tandem.store.formats.headers import (
 from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
 from tandem.store.host.segment import Segment
-from tandem.store.master.master import MAX_EPOCH_JUMP, StoreMaster
+from tandem.store.master.master import StoreMaster
+from tandem.store.master.state.versions import MAX_EPOCH_JUMP
 from tandem.store.messages import ExtentRecords, HostStage
-from tandem.store.service import next_epoch
+from tandem.store.services.master import next_epoch
 
 MAGIC = b"TANDTST\0"
 FIELDS = bytes(range(1, 37))
@@ -382,7 +383,7 @@ async def join_with_epoch(epoch: int, *, on_disk: bool) -> tuple[int, str, list]
     _, client = world.start_client("c")
     results = [await client.put(f"k{i}", b"value") for i in range(5)]
     results.append(await client.exists("nothing"))
-    bad = [host.stage for host in world.master.hosts.values() if host.name == "bad"]
+    bad = [host.stage for host in world.master.state.hosts.values() if host.name == "bad"]
     return world.master.epoch, bad, results
 
 
@@ -411,15 +412,15 @@ def test_no_epoch_is_beyond_what_a_version_holds():
             segment.epoch = epoch
     assert segment.epoch == MAX_EPOCH
     master = StoreMaster(StoreConfig(), clock=_Still(), epoch=MAX_EPOCH - 3, draw=lambda _: 0)
-    master.outbid(MAX_EPOCH - 1)
+    master.state.versions.outbid(MAX_EPOCH - 1)
     assert master.epoch == MAX_EPOCH
-    assert 0 < master.next_version() < 2**63
+    assert 0 < master.state.versions.take() < 2**63
     with pytest.raises(ConflictError):
-        master.outbid(MAX_EPOCH)
+        master.state.versions.outbid(MAX_EPOCH)
     low = StoreMaster(StoreConfig(), clock=_Still(), epoch=1, draw=lambda _: 0)
-    low.outbid(MAX_EPOCH_JUMP + 1)
+    low.state.versions.outbid(MAX_EPOCH_JUMP + 1)
     with pytest.raises(ConflictError, match="remove the files"):
-        low.outbid(low.epoch + MAX_EPOCH_JUMP + 1)
+        low.state.versions.outbid(low.epoch + MAX_EPOCH_JUMP + 1)
 
 
 class _Still:

@@ -38,7 +38,7 @@ from tandem.store.client.location_cache import KnownPlaces
 from tandem.store.formats import layout
 from tandem.store.host.host import StoreHost
 from tandem.store.local import LocalStore
-from tandem.store.master.removals import Removals
+from tandem.store.master.departures import Departures
 from tandem.store.master.state.space import HostSpace
 from tandem.store.messages import Endpoint
 from tandem.transfer import SharedLoop
@@ -56,7 +56,7 @@ def count_known(client, keys) -> int:
 @pytest.mark.asyncio
 async def test_a_second_get_asks_nobody_and_sees_all_that_changes(size):
     async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**25)) as store:
-        client, counters = store.client, store._master.counters
+        client, counters = store.client, store._master.state.counters
         keys = [f"key-{i}" * (1 + 20 * i) for i in range(6)]
         values = [bytes([i]) * size for i in range(6)]
         await client.put_many(keys, values)
@@ -168,11 +168,11 @@ async def test_a_place_is_not_used_at_the_end_of_its_lease():
         client._calls.clock = clock
         await client.put("key", b"value")
         assert await client.get("key") == b"value"
-        hits = store._master.counters.hits
+        hits = store._master.state.counters.hits
         for now_s, expected in ((0.7, 0), (0.85, 1), (0.9, 1)):
             clock.advance(now_s - clock.now_s())
             assert await client.get("key") == b"value"
-            assert store._master.counters.hits == hits + expected
+            assert store._master.state.counters.hits == hits + expected
 
 
 def test_the_hosts_of_a_session_are_forgotten_with_it():
@@ -282,7 +282,7 @@ def test_no_change_is_acknowledged_while_a_lost_host_may_still_be_read(kind):
 def test_without_the_rule_an_old_value_is_read(kind, rule, monkeypatch):
     if rule == "leases of lost hosts":
         monkeypatch.setattr(HostSpace, "_finish_unwiped", HostSpace._finish)
-        monkeypatch.setattr(Removals, "note_leaving", lambda *_: None)
+        monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
     else:
         monkeypatch.setattr(bulk_reading_module, "LEASE_SHARE", 10)
     after, _, _ = run_virtual(lambda: change_under_a_reader(kind))
@@ -329,7 +329,7 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
 @pytest.mark.parametrize("is_held", [True, False])
 def test_nobody_is_told_of_a_new_value_while_the_old_one_may_be_read(is_held, monkeypatch):
     if not is_held:
-        monkeypatch.setattr(Removals, "note_leaving", lambda *_: None)
+        monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
     first, second, last = run_virtual(read_during_a_wipe)
     assert second == b"old"
     assert last == b"new"

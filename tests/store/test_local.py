@@ -352,7 +352,7 @@ def test_a_put_that_ends_before_it_writes_gives_its_space_back(how):
             async with asyncio.timeout(10):
                 while master.puts.num_unfinished:
                     await asyncio.sleep(0)
-            (host,) = master.hosts.values()
+            (host,) = master.state.hosts.values()
             assert host.quarantined_bytes == host.used_bytes == 0
 
     asyncio.run(run())
@@ -391,14 +391,14 @@ def test_repair_goes_on_after_a_burst_of_orders_that_failed_at_once():
         client = AsyncStoreClient(channel, MemoryPort(peers), clock=clock, config=config)
         keys = [f"key-{i}" for i in range(600)]
         await client.put_many(keys, [b"x"] * len(keys), PutOptions(replicas=2))
-        assert master.directory.count_under_replicated() == len(keys)
+        assert master.state.directory.count_under_replicated() == len(keys)
         term.is_held = False
         hosts.append(await add_host("b"))
         await asyncio.sleep(0.5)
-        assert master.directory.count_under_replicated() == len(keys)
+        assert master.state.directory.count_under_replicated() == len(keys)
         term.is_held = True
         async with asyncio.timeout(20):
-            while master.directory.count_under_replicated():
+            while master.state.directory.count_under_replicated():
                 await asyncio.sleep(0.01)
         await client.aclose()
         for host in hosts:

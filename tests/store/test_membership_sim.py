@@ -17,8 +17,8 @@ from tandem.sim import Faults, run_virtual
 from tandem.store.client.writing import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.election.roster import MemoryRosterStore, Tombstones
-from tandem.store.master.master import StoreMaster
 from tandem.store.master.membership import Membership
+from tandem.store.master.state.awaited import Awaited
 from tandem.store.messages import HostStage
 
 HOSTS = ("h0", "h1", "h2")
@@ -50,7 +50,7 @@ def stall(world: StoreWorld, name: str, seconds: float) -> None:
 
 async def joined(world: StoreWorld, count: int) -> None:
     async with asyncio.timeout(60):
-        while sum(host.is_settled for host in world.master.hosts.values()) < count:
+        while sum(host.is_settled for host in world.master.state.hosts.values()) < count:
             await asyncio.sleep(0.001)
 
 
@@ -182,7 +182,7 @@ async def lose_a_host(seed: int) -> None:
     change_master(world)
     await joined(world, 2)
     await asyncio.sleep(9)
-    assert world.master.is_learning
+    assert world.master.state.awaited.is_learning
     assert await client.put("key", b"second", on("h0")) is PutResult.CREATED
     assert {host.name for host in (await client.status()).hosts} == set(HOSTS)
     loop = asyncio.get_running_loop()
@@ -265,7 +265,7 @@ async def add_a_slow_host(seed: int) -> None:
         async with asyncio.timeout(10):
             while not any(
                 host.name == name and host.stage is HostStage.JOINING
-                for host in world.master.hosts.values()
+                for host in world.master.state.hosts.values()
             ):
                 await asyncio.sleep(0.0002)
         stall(world, name, 5)
@@ -638,8 +638,7 @@ def test_leaders_that_change_make_nothing_absent_and_undo_no_removal(kind):
 
 async def forget_members(self) -> None:
     await LOAD(self)
-    for number in list(self._awaited):
-        del self._awaited[number]
+    self._awaited.until_ms.clear()
 
 
 async def bury_nothing(self, tombstones, num_lost) -> None:
@@ -650,7 +649,7 @@ LOAD = Membership.load
 MUTANTS = {
     "a new master waits for nobody": (Membership, "load", forget_members, ask_a_new_master, ()),
     "puts do not wait": (
-        StoreMaster,
+        Awaited,
         "is_learning",
         property(lambda self: False),
         put_twice,

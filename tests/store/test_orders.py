@@ -172,7 +172,7 @@ def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
         tmp_path.chmod(0o700)
         async with MasterService(config) as master, HostService(config) as host:
             await host.host.is_joined.wait()
-            space = master.seat.master.hosts[0]
+            space = master.seat.master.state.hosts[0]
             while space.line.fast is None:
                 await asyncio.sleep(0.01)
             assert await space.order("wipe", WipeExtents, Ack, offsets=[0]) == Ack()

@@ -42,7 +42,7 @@ async def begin_anew(seed: int, replicas: int):
 async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
     """Remove or pin at a master that has not yet heard of the object; returns the keys left."""
     world, client = await begin_anew(seed, replicas=2)
-    while not world.master.hosts:  # The first one joins.
+    while not world.master.state.hosts:  # The first one joins.
         await asyncio.sleep(0.001)
     removals = world.master.removals
     if kind == "prefix":
@@ -51,7 +51,7 @@ async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
         flags = await removals._remove_keys(["key", "another"], removals._begin())
         assert flags == b"\x01\x00"
     else:
-        pinned = await world.master._pin_objects(PinObjects(keys=["key"], hard=True))
+        pinned = await world.master.pins._pin_all(PinObjects(keys=["key"], hard=True))
         assert pinned.flags == b"\x01"
     await asyncio.sleep(5)
     return (await client.list_keys()).keys
@@ -66,7 +66,7 @@ def test_a_new_master_hears_its_hosts_before_it_says_that_nothing_is_there(kind,
 async def kill_a_master_that_has_removed(seed: int) -> tuple[bool, list[str]]:
     """Remove what one of two hosts has told of; return whether that was so, and the keys left."""
     world, client = await begin_anew(seed, replicas=3)
-    directory = world.master.directory
+    directory = world.master.state.directory
     while (row := directory.find("key")) == NO_ROW:
         await asyncio.sleep(0.0005)
     was_early = len(directory.replicas(row)) < 3
@@ -94,13 +94,13 @@ async def give_up_a_removal(seed: int, kind: str) -> bytes:
     world.start_host("h0", CAPACITY)
     _, client = world.start_client("c")
     await asyncio.sleep(0.3)
-    assert world.master.is_learning
+    assert world.master.state.awaited.is_learning
     removal = client.remove("key") if kind == "key" else client.remove_prefix("k")
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(removal, 0.1)
     # An upsert waits for nobody; nor does it claim that there was no other.
     assert await client.put("key", b"value", PutOptions(upsert=True)) is PutResult.REPLACED
-    assert world.master.is_learning
+    assert world.master.state.awaited.is_learning
     await asyncio.sleep(3)
     return await client.get("key")
 
@@ -156,11 +156,11 @@ def test_a_recovery_that_ends_while_it_is_looked_at_is_not_the_last():
             roster = MemoryRosterStore()
             master = StoreMaster(config, clock=Ticking(), epoch=1, draw=lambda _: 0, roster=roster)
             await master.membership.load()
-            await master.recover()
+            await master.state.awaited.recover()
             await roster.save(Roster(members={"h0": Member("id")}))
             await master.membership.load()
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(master.recover(), 1)
+                await asyncio.wait_for(master.state.awaited.recover(), 1)
             await master.aclose()
 
     run_virtual(main)
@@ -176,10 +176,10 @@ async def remove_beside_a_host_that_comes_back(seed: int) -> bool:
     await client.put("key", b"value")
     world.kill_host("h0")
     world.start_host("h0", CAPACITY)
-    (host,) = world.master.hosts.values()
+    (host,) = world.master.state.hosts.values()
     while host.stage is not HostStage.JOINING:
         await asyncio.sleep(0.0005)
-    removal = world.master.removals._remove_keys(["key"], world.master.newest_version)
+    removal = world.master.removals._remove_keys(["key"], world.master.state.versions.newest)
     assert await removal == b"\x01"
     was_joining = host.stage is HostStage.JOINING
     await asyncio.sleep(3)

@@ -16,7 +16,8 @@ from tandem.store.client.writing import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
 from tandem.store.client.writing import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.master.policies import HostView, rank_replicas
-from tandem.store.master.state.space import MIN_PATIENCE_S, ORDER_TIMEOUT_S
+from tandem.store.master.state.answering import MIN_PATIENCE_S
+from tandem.store.master.state.space import ORDER_TIMEOUT_S
 from tandem.store.patience import UsualTime
 
 STOP_S = 9.0
@@ -69,14 +70,14 @@ async def put_beside_a_stopped_host(
         took_s.append(loop.time() - begin_s)
         count += 1
         await asyncio.sleep(0.05)
-    assert not [host for host in world.master.hosts.values() if host.caller is None]
+    assert not [host for host in world.master.state.hosts.values() if host.caller is None]
     await asyncio.sleep(5)
-    silent = [host.name for host in world.master.hosts.values() if host.is_silent]
+    silent = [host.name for host in world.master.state.hosts.values() if host.is_silent]
     for i in range(count):
         assert await client.get(f"k{i}") == bytes(size)
     for i in range(20):
         await client.put(f"after{i}", bytes(size), options)
-    used = {host.name for host in world.master.hosts.values() if host.used_bytes}
+    used = {host.name for host in world.master.state.hosts.values() if host.used_bytes}
     assert used == {"h0", "h1", "h2"}
     return took_s, silent, world
 

@@ -13,7 +13,8 @@ from tandem.rpc import make_identity, make_runtime_dir
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
 from tandem.store.damage import DamageList
 from tandem.store.metrics import METRICS
-from tandem.store.service import check_version, next_epoch
+from tandem.store.services.connect import check_version
+from tandem.store.services.master import next_epoch
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "metrics_store.md"
 

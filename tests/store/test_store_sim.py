@@ -22,8 +22,10 @@ from tandem.store.client.writing import MAX_INLINE_BATCH_BYTES, PutOptions, PutR
 from tandem.store.config import StoreConfig
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
-from tandem.store.master.commits import Commits
+from tandem.store.master.sealing import Sealing
+from tandem.store.master.state.ledger import Event
 from tandem.store.master.state.space import HostSpace
+from tandem.store.master.state.writers import Writers
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(
@@ -404,11 +406,11 @@ class Run:
     def has_room(self, key: str) -> bool:
         """Whether an object on a disk could be read: pinned ones may leave no room in memory."""
         master = self.world.master
-        row = master.directory.find(key)
-        length = master.extent_of(row, 0).length
+        row = master.state.directory.find(key)
+        length = master.state.extent_of(row, 0).length
         return any(
-            master.hosts[host].allocator.find_largest_free_bytes() >= length
-            for host in master.directory.disks(row)
+            master.state.hosts[host].ledger.allocator.find_largest_free_bytes() >= length
+            for host in master.state.directory.disks(row)
         )
 
     async def check_disk(self, name: str) -> None:
@@ -562,7 +564,7 @@ def play_scenario(
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_crash_at_a_sample_of_steps(victim, inline):
     whole = play_scenario(victim, -1, inline=inline)
-    counters, num_steps = whole.world.master.counters, whole.num_steps
+    counters, num_steps = whole.world.master.state.counters, whole.num_steps
     assert (whole.world.num_answers["put_inline"] > 0) is inline
     assert (whole.world.num_answers["commit_put"] > 0) is not inline
     assert num_steps > 150
@@ -576,7 +578,7 @@ def test_a_crash_at_a_sample_of_steps(victim, inline):
 def test_a_crash_at_a_sample_of_steps_with_disks(victim):
     """Steps of disks are steps: between an eviction and the write behind, in loads, in removals."""
     whole = play_scenario(victim, -1, has_disks=True)
-    counters, num_steps = whole.world.master.counters, whole.num_steps
+    counters, num_steps = whole.world.master.state.counters, whole.num_steps
     assert counters.objects_demoted > 0
     assert counters.objects_promoted > 0
     for step in range(1, num_steps, 29):
@@ -593,10 +595,11 @@ def test_a_crash_at_every_step(victim, has_disks, inline):
         play_scenario(victim, step, inline=inline, has_disks=has_disks)
 
 
-def free_without_proof(space: HostSpace, client: str) -> None:
-    writer = space.writers.pop(client, None)
-    for offsets, lengths in writer.held.values() if writer is not None else ():
-        space.release(offsets, lengths)
+def free_without_proof(writers: Writers, client: str) -> None:
+    writer = writers._writers.pop(client, None)
+    for offsets in writer.held.values() if writer is not None else ():
+        writers._ledger.move(Event.GIVE_BACK, offsets)
+        writers._on_space()
 
 
 async def accept_all(reader, batch, scratch, buffer, num_bytes) -> None:
@@ -607,7 +610,7 @@ def accept_unseen(reader, batch, scratch) -> None:
     return None
 
 
-async def seal_nowhere(commits: Commits, records, blobs, is_values) -> set[int]:
+async def seal_nowhere(sealing: Sealing, records, blobs, is_values) -> set[int]:
     return set(records)
 
 
@@ -624,9 +627,9 @@ def forget_nothing(space: HostSpace, key: str, version: int, *, after=None) -> a
 MUTANTS = {
     "what is removed stays on the disk": [(DiskTier, "_bury", bury_nothing)],
     "hosts are not told to forget what is on the disk": [(HostSpace, "forget", forget_nothing)],
-    "space is free before its writer is proven gone": [(HostSpace, "fence", free_without_proof)],
+    "space is free before its writer is proven gone": [(Writers, "fence", free_without_proof)],
     "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],
-    "puts are acknowledged unsealed": [(Commits, "_seal_on_hosts", seal_nowhere)],
+    "puts are acknowledged unsealed": [(Sealing, "_seal_on_hosts", seal_nowhere)],
     "remembered places are read without their headers": [
         (BulkReader, "_check_headers", accept_unseen)
     ],

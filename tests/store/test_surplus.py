@@ -25,14 +25,14 @@ CONFIG = StoreConfig(
 
 
 def count_copies(world: StoreWorld) -> int:
-    directory = world.master.directory
+    directory = world.master.state.directory
     return sum(len(directory.replicas(directory.find(key))) for key in directory.list_keys())
 
 
 async def copied(world: StoreWorld, count: int) -> None:
     """Wait for repair to have made so many copies."""
     async with asyncio.timeout(60):
-        while world.master.counters.replicas_copied < count:
+        while world.master.state.counters.replicas_copied < count:
             await asyncio.sleep(0.1)
 
 
@@ -47,12 +47,12 @@ async def make_surplus(options: PutOptions):
     for i in range(NUM_OBJECTS):
         await client.put(f"key{i}", bytes([i]) * SIZE, options)
     for name in ("h2", "h1"):
-        (host,) = [host for host in world.master.hosts.values() if host.name == name]
-        directory = world.master.directory
+        (host,) = [host for host in world.master.state.hosts.values() if host.name == name]
+        directory = world.master.state.directory
         missing = sum(
             directory.num_in_memory(row) == 2 for row in directory.rows_on_host(host.number)
         )
-        before = world.master.counters.replicas_copied
+        before = world.master.state.counters.replicas_copied
         world.kill_host(name)
         await copied(world, before + missing)
         world.start_host(name, CAPACITY)
@@ -62,7 +62,7 @@ async def make_surplus(options: PutOptions):
 
 async def need_space(options: PutOptions) -> None:
     world, client = await make_surplus(options)
-    counters = world.master.counters
+    counters = world.master.state.counters
     num_copies = count_copies(world)
     assert num_copies > 2.5 * NUM_OBJECTS
     # What fits below the watermark once the surplus is gone, and not before.
@@ -74,7 +74,7 @@ async def need_space(options: PutOptions) -> None:
     await asyncio.sleep(2)
     assert counters.replicas_dropped > 0
     assert counters.objects_evicted == 0
-    directory = world.master.directory
+    directory = world.master.state.directory
     assert len(directory) == NUM_OBJECTS + num_new
     for i in range(NUM_OBJECTS):
         assert len(directory.replicas(directory.find(f"key{i}"))) >= 2
@@ -97,7 +97,7 @@ async def stay_without_need() -> None:
     num_copies = count_copies(world)
     await asyncio.sleep(30)
     assert count_copies(world) == num_copies
-    assert world.master.counters.replicas_dropped == 0
+    assert world.master.state.counters.replicas_dropped == 0
 
 
 def test_surplus_copies_stay_while_there_is_room():
@@ -136,8 +136,8 @@ async def report_twice() -> None:
     _, end = segment.span(header)
     segment.data[offset + end - 1] ^= 1
     master = world.master
-    (bad,) = [number for number, host in master.hosts.items() if host.name == "h0"]
-    host, in_turn, all_know = master.hosts[bad], asyncio.Lock(), asyncio.Barrier(3)
+    (bad,) = [number for number, host in master.state.hosts.items() if host.name == "h0"]
+    host, in_turn, all_know = master.state.hosts[bad], asyncio.Lock(), asyncio.Barrier(3)
     send = host.order
 
     async def order(*arguments, **options):
@@ -147,13 +147,13 @@ async def report_twice() -> None:
         return verdict
 
     with patch.object(host, "order", order):
-        version = master.directory.version(master.directory.find("key"))
-        reports = (master.verify_replica("key", version, bad) for _ in range(3))
+        version = master.state.directory.version(master.state.directory.find("key"))
+        reports = (master.departures.verify_replica("key", version, bad) for _ in range(3))
         assert await asyncio.gather(*reports) == [False] * 3
-    assert master.counters.replicas_corrupt == 1
+    assert master.state.counters.replicas_corrupt == 1
     assert await client.get("key") == value
     await copied(world, 1)
-    assert len(master.directory.replicas(master.directory.find("key"))) == 2
+    assert len(master.state.directory.replicas(master.state.directory.find("key"))) == 2
 
 
 def test_a_bad_copy_that_is_reported_twice_costs_one_copy():

@@ -17,8 +17,8 @@ from tandem.core.errors import UnsupportedError
 from tandem.rpc import Auth, RpcServer, make_identity, make_runtime_dir
 from tandem.store import ClientService, HostService, MasterService, StoreConfig, StoreMaster
 from tandem.store import messages as messages_module
-from tandem.store import service as service_module
 from tandem.store.messages import StoreStatus
+from tandem.store.services import connect as service_module
 
 OURS = service_module.STORE_VERSION
 

@@ -18,7 +18,7 @@ from tandem.engine.child_process import end_child, start_child
 from tandem.rpc import RpcConfig, make_runtime_dir
 from tandem.store.config import StoreConfig
 from tandem.store.process import StoreProcessSpec
-from tandem.store.service import watch_master
+from tandem.store.services.connect import watch_master
 
 __all__ = ["StoreChild"]
 

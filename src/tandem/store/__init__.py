@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from tandem.store.config import StoreConfig
     from tandem.store.host import StoreHost
     from tandem.store.master.master import StoreMaster
-    from tandem.store.service import ClientService, HostService, MasterService
+    from tandem.store.services.client import ClientService
+    from tandem.store.services.host import HostService
+    from tandem.store.services.master import MasterService
     from tandem.store.sync_client import StoreClient
 
 __all__ = [
@@ -38,9 +40,9 @@ _HOMES = {
     "StoreConfig": "config",
     "StoreHost": "host",
     "StoreMaster": "master.master",
-    "ClientService": "service",
-    "HostService": "service",
-    "MasterService": "service",
+    "ClientService": "services.client",
+    "HostService": "services.host",
+    "MasterService": "services.master",
     "StoreClient": "sync_client",
 }
 

@@ -28,7 +28,7 @@ from tandem.core.errors import (
 )
 from tandem.rpc import Peer
 from tandem.rpc.frames import DECODE_ERRORS
-from tandem.store.client.edges import MasterChannel
+from tandem.store.edges import MasterChannel
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
 from tandem.transfer import Call, PendingCall, Segment, SharedLoop, TransferEngine

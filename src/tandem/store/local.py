@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import NotFoundError, UnsupportedError
-from tandem.store.client import AsyncStoreClient, Piece
+from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
+from tandem.store.edges import Piece
 from tandem.store.host import Segment, StoreHost
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import Endpoint

@@ -171,6 +171,8 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """The checksums of their chunks, one after the other, which hosts write."""
     failed_hosts: list[int] = []
     """Hosts to which a write did not succeed."""
+    settled_below: int = 0
+    """As in ``PutInline``."""
 
 
 class FindObjects(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ from tandem.core.descriptors import raise_limit
 from tandem.core.logs import configure_logging
 from tandem.rpc import RpcConfig
 from tandem.store.config import StoreConfig
-from tandem.store.service import HostService, MasterService
+from tandem.store.services.host import HostService
+from tandem.store.services.master import MasterService
 from tandem.transfer import SharedLoop
 
 __all__ = ["StoreProcessSpec", "main"]

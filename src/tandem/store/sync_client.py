@@ -21,7 +21,7 @@ from tandem.store.client import (
 from tandem.store.config import StoreConfig
 from tandem.store.local import LocalStore
 from tandem.store.messages import KeyPage, StoreStatus
-from tandem.store.service import ClientService
+from tandem.store.services.client import ClientService
 
 __all__ = ["StoreClient"]
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from tandem.core.errors import InternalError, PeerLostError, TandemError
 from tandem.store.client.client import AsyncStoreClient
-from tandem.store.client.edges import Piece
 from tandem.store.client.master_calls import MasterCalls
+from tandem.store.edges import Piece
 from tandem.store.fast_calls import FastChannel
 from tandem.store.messages import Endpoint
 from tandem.transfer import Buffer, Op, Segment, TransferEngine

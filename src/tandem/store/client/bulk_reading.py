@@ -16,10 +16,10 @@ from typing import Any
 from tandem._native import BatchRead
 from tandem.core.errors import NotFoundError, PeerLostError, TandemError
 from tandem.store.client.buffers import Part, Result, ResultPool, ScratchPool, StoreBuffer
-from tandem.store.client.edges import ClientPort, Piece
 from tandem.store.client.location_cache import KnownPlaces
 from tandem.store.client.master_calls import MIN_TIMEOUT_S, MasterCalls
 from tandem.store.client.reading import LEASE_SHARE, OFF_LOOP_BYTES
+from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.messages import Located, LocateObjects
 

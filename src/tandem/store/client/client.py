@@ -21,7 +21,6 @@ from tandem.store.client.buffers import (
     measure_parts,
 )
 from tandem.store.client.bulk_reading import BulkReader
-from tandem.store.client.edges import ClientPort, MasterChannel
 from tandem.store.client.location_cache import KnownPlaces
 from tandem.store.client.master_calls import RETRY_S, MasterCalls
 from tandem.store.client.reading import ObjectRead, ObjectReader, not_found
@@ -34,6 +33,7 @@ from tandem.store.client.writing import (
     is_inline,
 )
 from tandem.store.config import StoreConfig
+from tandem.store.edges import ClientPort, MasterChannel
 from tandem.store.messages import (
     Ack,
     DrainHost,

@@ -11,8 +11,8 @@ import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
-from tandem.store.client.edges import MasterChannel
 from tandem.store.config import StoreConfig
+from tandem.store.edges import MasterChannel
 from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
 
 __all__ = ["MasterCalls", "RequestIds"]
@@ -37,15 +37,8 @@ class RequestIds:
         self._next = 1
         self._asked: set[int] = set()
 
-    def take(self, count: int) -> int:
-        """Return the first of so many new ones."""
-        with self._lock:
-            first = self._next
-            self._next += count
-            return first
-
     def ask(self, count: int) -> tuple[int, int]:
-        """As ``take``, to be settled later; and the lowest that is not settled yet."""
+        """Return the first of so many new ones, and the lowest that is not settled yet."""
         with self._lock:
             first = self._next
             self._next += count

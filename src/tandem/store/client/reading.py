@@ -17,8 +17,8 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.store.client.buffers import Part
-from tandem.store.client.edges import ClientPort, Piece
 from tandem.store.client.master_calls import MIN_TIMEOUT_S, RETRY_S, MasterCalls
+from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import check_value, checksum_table, make_table
 from tandem.store.messages import Ack, Endpoint, FoundObjects, ReportBadReplica

@@ -21,9 +21,9 @@ from tandem.core.errors import (
 )
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
 from tandem.store.client.buffers import Part
-from tandem.store.client.edges import ClientPort, Piece
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.config import StoreConfig
+from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.messages import (
@@ -294,7 +294,26 @@ class ObjectWriter:
         attempt: int,
     ) -> None:
         """Try the objects ``left``; those without a result may be tried again."""
-        first_id = self._calls.ids.take(len(left))
+        ids = self._calls.ids.ask(len(left))
+        try:
+            await self._put_numbered(
+                items, sources, left, options, results, deadline_s, attempt, ids
+            )
+        finally:
+            self._calls.ids.settle(ids[0])
+
+    async def _put_numbered(
+        self,
+        items: Items,
+        sources: Sources,
+        left: Sequence[int],
+        options: PutOptions,
+        results: "list[PutResult | TandemError | None]",
+        deadline_s: float,
+        attempt: int,
+        ids: tuple[int, int],
+    ) -> None:
+        first_id, settled_below = ids
         wait_ms = self._wait_ms(options)
         request = StartPut(
             first_put_id=first_id,
@@ -324,7 +343,11 @@ class ObjectWriter:
             return
         checksums, tables = sources.take(items.sizes, granted)
         commit = CommitPut(
-            first_put_id=first_id, grant=started.grant, checksums=checksums, tables=tables
+            first_put_id=first_id,
+            grant=started.grant,
+            checksums=checksums,
+            tables=tables,
+            settled_below=settled_below,
         )
         try:
             failed = await self._write(items, sources, left, started, deadline_s, attempt)

@@ -132,6 +132,7 @@ class StoreHost:
         if disk is not None:
             disk.on_change = self._disk_changed.set
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._growing: set[asyncio.Task[None]] = set()
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
@@ -183,7 +184,9 @@ class StoreHost:
         if self.master is None or not self.is_joined.is_set():
             return  # The join will tell.
         message = self._describe_growth()
-        self._growing = asyncio.get_running_loop().create_task(self._tell_grown(message))
+        task = asyncio.get_running_loop().create_task(self._tell_grown(message))
+        self._growing.add(task)
+        task.add_done_callback(self._growing.discard)
 
     def _describe_growth(self) -> SegmentGrown:
         return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
@@ -199,8 +202,9 @@ class StoreHost:
             logger.info("event=leave_untold host=%s reason=%s", self.name, error)
 
     async def aclose(self) -> None:
-        """Stop joining, pulling and reporting."""
-        running = (self._joining, self._reporting, *self._pulls.values(), *self._forgetting)
+        """Stop joining, pulling, reporting and telling of growth."""
+        behind = (*self._pulls.values(), *self._forgetting, *self._growing)
+        running = (self._joining, self._reporting, *behind)
         tasks = [task for task in running if task is not None]
         self.on_master_lost()
         for task in tasks:

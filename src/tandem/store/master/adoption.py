@@ -1,15 +1,12 @@
 """What hosts bring to a master: fitted into the directory, or wiped where it is dead or stale."""
 
-from typing import TYPE_CHECKING
-
 from tandem.store.election import Tombstones
 from tandem.store.formats import layout
 from tandem.store.formats.headers import ExtentHeader
+from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica
 from tandem.store.master.state.space import Extent, HostSpace
-
-if TYPE_CHECKING:
-    from tandem.store.master.master import StoreMaster
+from tandem.store.master.state.state import StoreState
 
 __all__ = ["Adoption"]
 
@@ -18,12 +15,14 @@ class Adoption:
     """Takes the inventories of hosts.
 
     Args:
-        master: whose directory it is.
+        state: of the master.
+        departures: takes what is dead or stale.
         tombstones: what is dead; borrowed.
     """
 
-    def __init__(self, master: "StoreMaster", tombstones: Tombstones) -> None:
-        self._master = master
+    def __init__(self, state: StoreState, departures: Departures, tombstones: Tombstones) -> None:
+        self._state = state
+        self._departures = departures
         self._tombstones = tombstones
 
     def take_page(
@@ -39,7 +38,7 @@ class Adoption:
 
     def _find_dead(self, key: str, floor: int) -> int:
         """Return the version up to which objects of ``key`` must not come back."""
-        dropped = self._master.dropped_versions.get(key, -1)
+        dropped = self._state.dropped_versions.get(key, -1)
         return max(dropped, self._tombstones.find(key), floor)
 
     def _adopt_new(
@@ -48,7 +47,7 @@ class Adoption:
         """Insert what the directory does not know, nearly all after a restart; return the rest."""
         if host.is_known:
             return listed
-        find, find_dead, floor = self._master.directory.find, self._find_dead, host.dead_below
+        find, find_dead, floor = self._state.directory.find, self._find_dead, host.dead_below
         new: dict[str, tuple[int, ExtentHeader]] = {}
         rest: list[tuple[int, ExtentHeader]] = []
         for item in listed:
@@ -64,7 +63,7 @@ class Adoption:
         headers = [header for _, header in new.values()]
         lengths = [layout.extent_bytes(len(h.key.encode()), h.size) for h in headers]
         offsets = [offset for offset, _ in new.values()]
-        rows = self._master.directory.insert_many(
+        rows = self._state.directory.insert_many(
             list(new),
             sizes=[header.size for header in headers],
             checksums=[header.checksum for header in headers],
@@ -73,14 +72,14 @@ class Adoption:
             host=host.number,
             offsets=offsets,
             # A reader that an earlier master sent there may still be reading.
-            lease_until_ms=self._master.now_ms() + self._master.config.lease_ms,
+            lease_until_ms=self._state.now_ms() + self._state.config.lease_ms,
         )
         host.confirmed.update(zip(rows, map(Extent, offsets, lengths), strict=True))
         return rest
 
     def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
         """Fit an object that a host reports into the directory, or have it wiped."""
-        directory = self._master.directory
+        directory = self._state.directory
         row = directory.find(header.key)
         listed = None
         if row != NO_ROW:
@@ -101,19 +100,19 @@ class Adoption:
         if (is_newer and not host.is_known) or (is_alive and is_same and listed is None):
             self._insert(host, offset, header, row if is_same else NO_ROW)
             return
-        free_at_ms = self._master.now_ms() + self._master.config.lease_ms
+        free_at_ms = self._state.now_ms() + self._state.config.lease_ms
         extent = Extent(offset, length)
-        host.purging += self._master.wipe_copy(header.key, host, extent, free_at_ms)
+        host.purging += self._departures.wipe_copy(header.key, host, extent, free_at_ms)
 
     def _insert(self, host: HostSpace, offset: int, header: ExtentHeader, row: int) -> None:
         """Add a copy to the object of ``row``, or a new object in place of any that is there."""
-        directory, replica = self._master.directory, Replica(host.number, offset)
+        directory, replica = self._state.directory, Replica(host.number, offset)
         if row != NO_ROW:
             directory.add_replica(row, replica)
         else:
             older = directory.find(header.key)
             if older != NO_ROW:
-                self._master.drop_row(older)
+                self._departures.drop_row(older)
             row = directory.insert(
                 header.key,
                 size=header.size,
@@ -124,18 +123,18 @@ class Adoption:
             )
             self._set_pins(row, header)
         # A reader that an earlier master sent there may still be reading.
-        directory.extend_lease(row, self._master.now_ms() + self._master.config.lease_ms)
+        directory.extend_lease(row, self._state.now_ms() + self._state.config.lease_ms)
         length = layout.extent_bytes(len(header.key.encode()), header.size)
         host.confirmed[row] = Extent(offset, length)
 
     def _set_pins(self, row: int, header: ExtentHeader) -> None:
         if header.hard_pin or header.soft_pin_ms:
-            soft = self._master.now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
-            self._master.directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
+            soft = self._state.now_ms() + header.soft_pin_ms if header.soft_pin_ms else 0
+            self._state.directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
 
     def _adopt_disk(self, host: HostSpace, header: ExtentHeader) -> None:
         """Fit an object that a host has on its disk into the directory, or have it forgotten."""
-        directory = self._master.directory
+        directory = self._state.directory
         row = directory.find(header.key)
         is_alive = header.version > self._find_dead(header.key, host.disk_dead_below)
         is_same = row != NO_ROW and directory.version(row) == header.version
@@ -145,7 +144,7 @@ class Adoption:
                 directory.add_disk(row, host.number)
         elif is_alive and is_newer and not host.is_disk_known:
             if row != NO_ROW:
-                self._master.drop_row(row)
+                self._departures.drop_row(row)
             row = directory.insert(
                 header.key,
                 size=header.size,
@@ -158,7 +157,7 @@ class Adoption:
             self._set_pins(row, header)
         else:
             forgotten = host.forget(header.key, header.version)
-            self._master.removals.note_going(header.key, [forgotten])
+            self._departures.note_going(header.key, [forgotten])
             host.purging.append(forgotten)
             return
         host.confirmed_disk[row] = header.version

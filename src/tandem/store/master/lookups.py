@@ -3,10 +3,12 @@
 import asyncio
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from tandem.store.master.departures import Departures
 from tandem.store.master.policies import rank_replicas
 from tandem.store.master.state.index import NO_ROW, Replica
+from tandem.store.master.state.state import StoreState
+from tandem.store.master.upkeep import Upkeep
 from tandem.store.messages import (
     FindObjects,
     FoundObjects,
@@ -19,9 +21,6 @@ from tandem.store.messages import (
     StageObjects,
 )
 from tandem.store.sessions import Caller, check_present
-
-if TYPE_CHECKING:
-    from tandem.store.master.master import StoreMaster
 
 __all__ = ["SCAN_KEYS", "Lookups"]
 
@@ -38,13 +37,15 @@ SCAN_KEYS = 5_000
 class Lookups:
     """What one master answers without changing more than leases and loads."""
 
-    def __init__(self, master: "StoreMaster") -> None:
-        self._master = master
+    def __init__(self, state: StoreState, departures: Departures, upkeep: Upkeep) -> None:
+        self._state = state
+        self._departures = departures
+        self._upkeep = upkeep
 
     def find(self, _: Caller, request: FindObjects) -> FoundObjects:
         """Say where objects are, and lease them if asked to."""
-        directory, lease_ms = self._master.directory, self._master.config.lease_ms
-        leaving = self._master.removals.leaving
+        directory, lease_ms = self._state.directory, self._state.config.lease_ms
+        leaving = self._departures.leaving
         if leaving and any(key in leaving for key in request.keys):
             return FoundObjects(
                 sizes=[],
@@ -55,7 +56,7 @@ class Lookups:
                 lease_ms=lease_ms,
                 is_recovering=True,
             )
-        until_ms = self._master.now_ms() + lease_ms
+        until_ms = self._state.now_ms() + lease_ms
         found = FoundObjects(
             sizes=[], versions=[], checksums=[], places=[], endpoints=[], lease_ms=lease_ms
         )
@@ -82,20 +83,20 @@ class Lookups:
                 places = self._rank(directory.replicas(row), request.machine)
                 used.update(host for host, _ in places)
                 if places:
-                    self._master.hosts[places[0][0]].note_read(size)
+                    self._state.hosts[places[0][0]].note_read(size)
                 elif size and directory.num_live(row):
-                    on_disk[i] = self._master.upkeep.load(row) is not None
+                    on_disk[i] = self._upkeep.load(row) is not None
             found.places.append(places)
-        self._master.counters.hits += len(request.keys) - num_missing
-        self._master.counters.misses += num_missing
+        self._state.counters.hits += len(request.keys) - num_missing
+        self._state.counters.misses += num_missing
         return FoundObjects(
             sizes=found.sizes,
             versions=found.versions,
             checksums=found.checksums,
             places=found.places,
-            endpoints=[self._master.hosts[host].endpoint() for host in sorted(used)],
+            endpoints=[self._state.hosts[host].endpoint() for host in sorted(used)],
             lease_ms=lease_ms,
-            is_recovering=num_missing > 0 and self._master.is_learning,
+            is_recovering=num_missing > 0 and self._state.awaited.is_learning,
             on_disk=bytes(on_disk) if any(on_disk) else b"",
         )
 
@@ -104,25 +105,25 @@ class Lookups:
         if len(request.keys) == 1:
             return self._locate_one(request.keys[0], request.machine)
         directory, hosts, lease_ms = (
-            self._master.directory,
-            self._master.hosts,
-            self._master.config.lease_ms,
+            self._state.directory,
+            self._state.hosts,
+            self._state.config.lease_ms,
         )
         # Hosts are numbered in the order in which they came.
         is_here = bytes(host.caller is not None for host in hosts.values())
-        until_ms = self._master.now_ms() + lease_ms
+        until_ms = self._state.now_ms() + lease_ms
         rows, (columns, versions, undecided, reads) = directory.locate_many(
             request.keys,
             is_here,
             until_ms,
-            hidden=self._master.removals.leaving,
+            hidden=self._departures.leaving,
         )
         if undecided:
             columns = self._decide(rows, columns, undecided, reads, request.machine)
         for number, num_bytes, count in reads:
             hosts[number].note_read(num_bytes)
             # What is left out is asked for again, and counted then.
-            self._master.counters.hits += count
+            self._state.counters.hits += count
         endpoints = [hosts[number].endpoint() for number in dict.fromkeys(n for n, *_ in reads)]
         return Located(columns, endpoints, lease_ms, versions)
 
@@ -137,29 +138,29 @@ class Lookups:
         """Choose a host for each row that has several; returns the columns with them."""
         decided, count = bytearray(columns), len(rows)
         for i in undecided:
-            ranked = self._rank(self._master.directory.replicas(rows[i]), machine)
+            ranked = self._rank(self._state.directory.replicas(rows[i]), machine)
             if ranked:
                 host, offset = ranked[0]
                 NUMBER.pack_into(decided, 8 * (2 * count + i), host)
                 NUMBER.pack_into(decided, 8 * (3 * count + i), offset)
-                reads.append((host, self._master.directory.size(rows[i]), 1))
+                reads.append((host, self._state.directory.size(rows[i]), 1))
         return bytes(decided)
 
     def _locate_one(self, key: str, machine: str) -> Located:
         """As ``locate``: columns of one cost more than they save."""
-        directory, lease_ms = self._master.directory, self._master.config.lease_ms
+        directory, lease_ms = self._state.directory, self._state.config.lease_ms
         row = directory.find(key)
-        if row == NO_ROW or key in self._master.removals.leaving:
+        if row == NO_ROW or key in self._departures.leaving:
             return Located(LOCATED_ONE.pack(-1, -1, -1, -1), [], lease_ms)
         directory.touch(row)
-        directory.extend_lease(row, self._master.now_ms() + lease_ms)
+        directory.extend_lease(row, self._state.now_ms() + lease_ms)
         size, checksum = directory.size(row), directory.checksum(row)
         ranked = self._rank(directory.replicas(row), machine) if size else []
         if not ranked:
             return Located(LOCATED_ONE.pack(size, checksum, -1, -1), [], lease_ms)
-        host = self._master.hosts[ranked[0][0]]
+        host = self._state.hosts[ranked[0][0]]
         host.note_read(size)
-        self._master.counters.hits += 1
+        self._state.counters.hits += 1
         return Located(
             LOCATED_ONE.pack(size, checksum, *ranked[0]),
             [host.endpoint()],
@@ -170,9 +171,9 @@ class Lookups:
     async def stage(self, caller: Caller, request: StageObjects) -> FoundObjects:
         """As ``find``, after waiting for objects that are read from disks, not for long."""
         check_present(caller)
-        directory, clock = self._master.directory, self._master.clock
+        directory, clock = self._state.directory, self._state.clock
         # What is read by then is leased anew, and most of that lease is left to the reader.
-        most_ms = min(request.wait_ms, self._master.config.lease_ms // STAGE_SHARE)
+        most_ms = min(request.wait_ms, self._state.config.lease_ms // STAGE_SHARE)
         end_s = clock.now_s() + most_ms / 1e3
         while (left_s := end_s - clock.now_s()) > 0:
             rows = [directory.find(key) for key in dict.fromkeys(request.keys)]
@@ -182,7 +183,7 @@ class Lookups:
                 if row != NO_ROW
                 and not directory.num_in_memory(row)
                 and directory.size(row)
-                and (load := self._master.upkeep.load(row)) is not None
+                and (load := self._upkeep.load(row)) is not None
             ]
             if not loads:
                 break
@@ -191,62 +192,45 @@ class Lookups:
 
     def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:
         here = [
-            replica for replica in replicas if self._master.hosts[replica.host].caller is not None
+            replica for replica in replicas if self._state.hosts[replica.host].caller is not None
         ]
         if len(here) <= 1:
             return [(host, offset) for host, offset in here]
         offsets = {replica.host: replica.offset for replica in here}
-        ranked = rank_replicas([self._master.hosts[host].view() for host in offsets], machine)
+        ranked = rank_replicas([self._state.hosts[host].view() for host in offsets], machine)
         return [(host, offsets[host]) for host in ranked]
 
     def exists(self, _: Caller, request: KeyList) -> KeyBytes:
         """Say which objects are there and readable."""
-        flags = self._master.directory.exists_many(request.keys)
+        flags = self._state.directory.exists_many(request.keys)
         if 0 not in flags:
             return KeyBytes(flags)
         # What is not there may yet be seen by somebody.
-        leaving = self._master.removals.leaving
+        leaving = self._departures.leaving
         missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
-        is_unsure = self.is_unsure(missing) or any(key in leaving for key in missing if leaving)
-        return KeyBytes(flags, is_unsure)
-
-    @property
-    def can_be_unsure(self) -> bool:
-        """Whether ``is_unsure`` is so of any keys; nearly always not."""
-        return self._master.directory.num_unreadable > 0 or self._master.is_learning
-
-    def is_unsure(self, keys: Sequence[str]) -> bool:
-        """Whether one of the keys, none of which can be read, may have an object all the same."""
-        if self._master.is_learning:
-            return True
-        directory, is_awaited = self._master.directory, self._master.membership.is_awaited
-        if not directory.num_unreadable:
-            return False
-        rows = [row for key in keys if (row := directory.find(key)) != NO_ROW]
-        return any(
-            any(is_awaited(replica.host) for replica in directory.replicas(row))
-            or any(map(is_awaited, directory.disks(row)))
-            for row in rows
+        is_unsure = self._state.is_unsure(missing) or any(
+            key in leaving for key in missing if leaving
         )
+        return KeyBytes(flags, is_unsure)
 
     async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
         """Return a page of keys."""
         matches = await self.match_prefix(request.prefix)
         matches = sorted(key for key in matches if key > request.after or not request.after)
-        limit = max(1, min(request.limit, self._master.config.max_batch))
+        limit = max(1, min(request.limit, self._state.config.max_batch))
         page = KeyPage([], [], [], is_last=len(matches) <= limit)
         for key in matches[:limit]:
-            row = self._master.directory.find(key)
+            row = self._state.directory.find(key)
             if row != NO_ROW:
                 page.keys.append(key)
-                page.sizes.append(self._master.directory.size(row))
-                page.num_replicas.append(self._master.directory.num_live(row))
+                page.sizes.append(self._state.directory.size(row))
+                page.num_replicas.append(self._state.directory.num_live(row))
         return page
 
     async def match_prefix(self, prefix: str) -> list[str]:
         """Return the keys that begin so, in slices that let others be answered."""
-        await self._master.recover()
-        keys = self._master.directory.list_keys()
+        await self._state.awaited.recover()
+        keys = self._state.directory.list_keys()
         matches: list[str] = []
         for begin in range(0, len(keys), SCAN_KEYS):
             matches += [key for key in keys[begin : begin + SCAN_KEYS] if key.startswith(prefix)]

@@ -2,13 +2,12 @@
 
 Which hosts there are is kept outside (``roster``), so that a new master knows whom to wait for. A
 host is *awaited* from when it went away, or from when this master began, until it has told what it
-has or is declared lost; while one is, that this master never told of an object means nothing.
+has or is declared lost: see ``state/awaited.py``.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.core.errors import (
     CapacityError,
@@ -28,9 +27,13 @@ from tandem.store.election import (
 from tandem.store.formats import layout
 from tandem.store.formats.records import iterate_records
 from tandem.store.master.adoption import Adoption
+from tandem.store.master.departures import Departures
+from tandem.store.master.eviction import Eviction
+from tandem.store.master.puts import Puts
 from tandem.store.master.state.index import NO_ROW
-from tandem.store.master.state.orders import OrderLine
+from tandem.store.master.state.orders import OrderLine, OrderWay
 from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     Ack,
     DiskReport,
@@ -47,13 +50,11 @@ from tandem.store.messages import (
 )
 from tandem.store.sessions import Caller, check_present
 
-if TYPE_CHECKING:
-    from tandem.store.master.master import OpenWay, StoreMaster
-
-__all__ = ["Membership"]
+__all__ = ["Membership", "OpenWay"]
 
 logger = logging.getLogger(__name__)
 
+OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 LOAD_RETRY_S = 0.25
 MAX_MEMBERS = 4_096
 """Hosts of a store; one more takes the place of one that is lost."""
@@ -67,26 +68,39 @@ class Membership:
     """The hosts of one master, over all their sessions.
 
     Args:
-        master: whose they are.
+        state: of the master.
+        departures: takes what hosts no longer have, or should not have.
+        eviction: told when there may be more copies than wanted.
+        puts: told which hosts are lost.
         store: keeps the membership; borrowed.
+        open_way: opens a fast way for orders to a host that takes them; None for none.
     """
 
-    def __init__(self, master: "StoreMaster", store: RosterStore) -> None:
-        self._master = master
+    def __init__(
+        self,
+        state: StoreState,
+        departures: Departures,
+        eviction: Eviction,
+        puts: Puts,
+        *,
+        store: RosterStore,
+        open_way: OpenWay | None,
+    ) -> None:
+        self._state = state
+        self._departures = departures
+        self._eviction = eviction
+        self._puts = puts
         self._store = store
+        self._open_way = open_way
+        self._awaited = state.awaited
         self._roster = Roster()
-        self._writer = RosterWriter(store, self._roster, master.schedule)
+        self._writer = RosterWriter(store, self._roster, state.tasks.schedule)
         self.tombstones = Tombstones()
-        self._adoption = Adoption(master, self.tombstones)
+        self._adoption = Adoption(state, departures, self.tombstones)
         self._names: dict[str, HostSpace] = {}
         self._by_session: dict[int, HostSpace] = {}
         self._num_sessions = 0
         self._num_lost = 0
-        self._loaded = asyncio.Event()
-        self._window_until_ms = 0
-        """No roster was found: until then hosts may come that nobody knows of."""
-        self._awaited: dict[int, int] = {}
-        """By number: until when a host is waited for."""
         self._declaring: set[int] = set()
 
     # The roster.
@@ -100,10 +114,10 @@ class Membership:
             except TandemError as error:
                 logger.warning("event=roster_unread reason=%s", error)
                 await asyncio.sleep(LOAD_RETRY_S)
-        config, now_ms = self._master.config, self._master.now_ms()
+        config, now_ms = self._state.config, self._state.now_ms()
         if saved.roster is None:
             window_ms = config.recovery_ms if saved.is_new else config.member_lease_ms
-            self._window_until_ms = now_ms + window_ms
+            self._awaited.open_window(now_ms + window_ms)
         else:
             self._roster.members.update(saved.roster.members)
             self._roster.retired.update(saved.roster.retired)
@@ -114,45 +128,18 @@ class Membership:
             host = self._make_host(name)
             host.segment_id, host.disk_id = member.segment_id, member.disk_id
             if not member.is_lost:
-                self._awaited[host.number] = now_ms + config.member_lease_ms
-        self._loaded.set()
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether a host may have what this master has never heard of: not one that comes back."""
-        if not self._loaded.is_set():
-            return True
-        if self._is_window_open:
-            return True
-        hosts = self._master.hosts
-        return any(not hosts[number].is_all_known for number in self._awaited)
-
-    @property
-    def _is_window_open(self) -> bool:
-        """Whether hosts may come that no roster knows of."""
-        if self._window_until_ms and self._master.now_ms() >= self._window_until_ms:
-            self._window_until_ms = 0
-        return self._window_until_ms > 0
-
-    @property
-    def is_adopting(self) -> bool:
-        """Whether objects are coming in that this master may not have heard of."""
-        stages = (host.stage for host in self._master.hosts.values())
-        return self.is_learning or HostStage.JOINING in stages
-
-    def is_awaited(self, host: int) -> bool:
-        """Whether it is away, or still tells what it has, and is not declared lost."""
-        return host in self._awaited
+                self._awaited.until_ms[host.number] = now_ms + config.member_lease_ms
+        self._awaited.is_loaded.set()
 
     def step(self, now_ms: int) -> None:
         """Declare lost whose lease has ended; note who has confirmed tombstones."""
         # A master that reaches no host at all may be what is cut off.
-        can_tell = any(host.is_settled for host in self._master.hosts.values())
-        for number, until_ms in list(self._awaited.items()):
+        can_tell = any(host.is_settled for host in self._state.hosts.values())
+        for number, until_ms in list(self._awaited.until_ms.items()):
             if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
-                self._master.schedule(self._declare_lost(self._master.hosts[number]))
-        for host in self._master.hosts.values():
+                self._state.tasks.schedule(self._declare_lost(self._state.hosts[number]))
+        for host in self._state.hosts.values():
             if host.is_settled and host.unconfirmed_from != ALL_CONFIRMED:
                 host.purging = [future for future in host.purging if not future.done()]
                 if not host.purging:
@@ -170,7 +157,7 @@ class Membership:
                 await self._writer.save()
                 if self._roster.members.get(host.name) is not lost:
                     return  # It has come back, or was retired, meanwhile.
-            if self._awaited.pop(host.number, None) is not None:
+            if self._awaited.until_ms.pop(host.number, None) is not None:
                 logger.warning("event=host_declared_lost host=%s", host.name)
         finally:
             self._declaring.discard(host.number)
@@ -186,7 +173,7 @@ class Membership:
                 # Under its name there is only what is there now.
                 for old, new in zip(_storage_of(member), _storage_of(wanted), strict=True):
                     if old != new:
-                        self._roster.retire(old, self._master.newest_version)
+                        self._roster.retire(old, self._state.versions.newest)
             self._roster.members[host.name] = wanted
             await self._writer.save()
         else:
@@ -203,7 +190,7 @@ class Membership:
 
     async def retire(self, _: Caller, request: RetireHost) -> Ack:
         """Give a host up. Raises: NotFoundError; ConflictError if it is there."""
-        await self._loaded.wait()
+        await self._awaited.is_loaded.wait()
         host = self._names.get(request.name)
         if host is None or host.is_retired:
             raise NotFoundError("store.retire", f"no host {request.name!r}", field="name")
@@ -227,13 +214,13 @@ class Membership:
         member = self._roster.members.pop(host.name, None)
         if member is not None:
             for storage_id in _storage_of(member):
-                self._roster.retire(storage_id, self._master.newest_version)
-        self._awaited.pop(host.number, None)
+                self._roster.retire(storage_id, self._state.versions.newest)
+        self._awaited.until_ms.pop(host.number, None)
         host.is_retired = True
         logger.warning("event=host_retired host=%s", host.name)
         self._forget_segment(host)
-        for row in self._master.directory.rows_on_disk(host.number):
-            self._master.lose_disk(row, host.number)
+        for row in self._state.directory.rows_on_disk(host.number):
+            self._departures.lose_disk(row, host.number)
         host.is_disk_known = False
 
     # Tombstones.
@@ -265,7 +252,7 @@ class Membership:
     @property
     def _is_whole(self) -> bool:
         """Whether all hosts are there and have told what they have."""
-        return all(host.is_settled or host.is_retired for host in self._master.hosts.values())
+        return all(host.is_settled or host.is_retired for host in self._state.hosts.values())
 
     def _retire_lost(self) -> None:
         for name, member in list(self._roster.members.items()):
@@ -286,9 +273,9 @@ class Membership:
         host.dead_below = host.disk_dead_below = -1
 
     def _release_tombstones(self) -> None:
-        if self.is_learning:
+        if self._awaited.is_learning:
             return  # Hosts may come that are no members yet.
-        hosts = [host for host in self._master.hosts.values() if not host.is_retired]
+        hosts = [host for host in self._state.hosts.values() if not host.is_retired]
         below = min((host.unconfirmed_from for host in hosts), default=ALL_CONFIRMED)
         if self.tombstones.release(min(below, self._writer.number)):
             self._writer.drop(min(below, self._writer.number))
@@ -307,19 +294,20 @@ class Membership:
 
     async def join(self, caller: Caller, request: JoinHost) -> Joined:
         """Begin a session with a host. Raises: ConflictError if its name is taken."""
-        await self._loaded.wait()
+        await self._awaited.is_loaded.wait()
         check_present(caller)
         host = self._names.get(request.name)
         if host is not None and host.caller is caller and request.attempt <= host.attempt:
-            return Joined(self._master.epoch, host.number, host.session)  # It came late, or twice.
+            # It came late, or twice.
+            return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
                 raise ConflictError(
                     "store.join", f"a host {request.name!r} is there already", field="name"
                 )
             self.lose_host(host)  # The same one, by a new connection.
-        if request.epoch_seen > self._master.epoch:
-            self._master.outbid(request.epoch_seen)
+        if request.epoch_seen > self._state.versions.epoch:
+            self._state.versions.outbid(request.epoch_seen)
         if host is None:
             host = self._make_host(request.name)
         elif host.segment_id != request.segment_id:
@@ -328,21 +316,21 @@ class Membership:
         self._by_session[self._num_sessions] = host
         self._begin_session(host, caller, request)
         logger.info("event=host_joining host=%s session=%d", host.name, host.session)
-        if request.call_token and self._master.open_way is not None and host.line is not None:
-            host.spawn(self._open_way(host.line, self._master.open_way, request))
-        return Joined(self._master.epoch, host.number, host.session)
+        if request.call_token and self._open_way is not None and host.line is not None:
+            host.spawn(_speed_up(host.line, self._open_way, request))
+        return Joined(self._state.versions.epoch, host.number, host.session)
 
     def _make_host(self, name: str) -> HostSpace:
-        master = self._master
+        state = self._state
         host = HostSpace(
-            len(master.hosts),
+            len(state.hosts),
             name,
-            master.clock,
-            master.order_epoch,
-            master.space_freed.set,
-            master.config.lease_ms,
+            state.clock,
+            state.versions.order_epoch,
+            state.space_freed.set,
+            state.config.lease_ms,
         )
-        master.hosts[host.number] = self._names[name] = host
+        state.hosts[host.number] = self._names[name] = host
         return host
 
     def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
@@ -351,23 +339,18 @@ class Membership:
         retired = self._roster.retired
         host.dead_below = retired.get(request.segment_id, -1)
         host.disk_dead_below = retired.get(request.disk_id, -1) if request.disk_id else -1
-        if self._is_window_open and host.name not in self._roster.members:
+        if self._awaited.is_window_open and host.name not in self._roster.members:
             self._await_host(host)  # It may be one of before, that no roster knows of.
-        self._master.directory.find_host(host.number)
+        self._state.directory.find_host(host.number)
 
     def _await_host(self, host: HostSpace) -> None:
-        self._awaited[host.number] = self._master.now_ms() + self._master.config.member_lease_ms
-
-    async def _open_way(self, line: OrderLine, open_way: "OpenWay", request: JoinHost) -> None:
-        """Let orders of this session go a faster way as soon as there is one."""
-        try:
-            line.use(await open_way(request))
-        except TandemError as error:
-            logger.info("event=fast_orders_off reason=%s", error)
+        self._awaited.until_ms[host.number] = (
+            self._state.now_ms() + self._state.config.member_lease_ms
+        )
 
     def _forget_segment(self, host: HostSpace) -> None:
-        for row in self._master.directory.rows_on_host(host.number):
-            self._master.drop_replica(row, host.number)
+        for row in self._state.directory.rows_on_host(host.number):
+            self._departures.drop_replica(row, host.number)
         host.is_known = False
 
     def _joining(self, caller: Caller, session: int) -> HostSpace:
@@ -384,16 +367,16 @@ class Membership:
         if page.page > host.num_pages:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
         newest = max(page.records.versions, default=0)
-        if newest > self._master.newest_version:
+        if newest > self._state.versions.newest:
             # By a master of our number that we know nothing of: its note of it was lost with the
             # machine, the disk was not. No version must be given twice.
             try:
-                self._master.outbid(newest >> layout.VERSION_BITS)
+                self._state.versions.outbid(newest >> layout.VERSION_BITS)
             except ConflictError:
                 # Nobody waits for the rest of what it would tell, unless it is a member.
                 self.lose_host(host)
                 if host.name not in self._roster.members:
-                    self._awaited.pop(host.number, None)
+                    self._awaited.until_ms.pop(host.number, None)
                 raise
         host.num_pages += 1
         if host.number in self._awaited:
@@ -404,7 +387,7 @@ class Membership:
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
         """Take news of a host's disk; answers which of the objects stored there it should keep."""
         host = self._joining(caller, report.session)
-        directory = self._master.directory
+        directory = self._state.directory
         if host.stage is HostStage.JOINING or report.number < host.disk_number:
             raise ConflictError("store.disk", f"report {report.number} comes early, or late")
         if report.number > host.disk_number:
@@ -413,7 +396,7 @@ class Membership:
                 row = directory.find(key)
                 is_same = row != NO_ROW and directory.version(row) == version
                 if is_same and host.number in directory.disks(row):
-                    self._master.lose_disk(row, host.number)
+                    self._departures.lose_disk(row, host.number)
         flags = bytearray(len(report.stored))
         for i, (key, version) in enumerate(report.stored.items()):
             row = directory.find(key)
@@ -439,40 +422,40 @@ class Membership:
             self._settle(host)
         if request.can_write and host.stage is HostStage.READ_ONLY:
             host.stage = HostStage.DRAINING if host.is_leaving else HostStage.ACTIVE
-            self._master.space_freed.set()
+            self._state.space_freed.set()
         return Ack()
 
     def _settle(self, host: HostSpace) -> None:
         """The inventory is complete: what it does not have is not there; the rest is free."""
         extents: list[Extent] = []
-        for row in self._master.directory.rows_on_host(host.number):
+        for row in self._state.directory.rows_on_host(host.number):
             extent = host.confirmed.get(row)
             if extent is None:
                 self._forget_replica(row, host.number)
             else:
                 extents.append(extent)
-        for row in self._master.directory.rows_on_disk(host.number):
-            if host.confirmed_disk.get(row) != self._master.directory.version(row):
-                self._master.lose_disk(row, host.number)
+        for row in self._state.directory.rows_on_disk(host.number):
+            if host.confirmed_disk.get(row) != self._state.directory.version(row):
+                self._departures.lose_disk(row, host.number)
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
         host.rebuild(extents)
-        if not any(other.is_settled for other in self._master.hosts.values()):
+        if not any(other.is_settled for other in self._state.hosts.values()):
             # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
-            for number in self._awaited:
-                self._await_host(self._master.hosts[number])
+            for number in self._awaited.until_ms:
+                self._await_host(self._state.hosts[number])
         host.is_known = True
         host.confirmed.clear()
         host.stage = HostStage.READ_ONLY
-        self._awaited.pop(host.number, None)
-        self._master.eviction.note_surplus()
+        self._awaited.until_ms.pop(host.number, None)
+        self._eviction.note_surplus()
         logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
 
     def _forget_replica(self, row: int, host: int) -> None:
         """The copy is not there; nothing to wipe."""
-        self._master.directory.drop_replica(row, host)
-        if not self._master.directory.replicas(row) and not self._master.directory.disks(row):
-            self._master.directory.remove(row)
+        self._state.directory.drop_replica(row, host)
+        if not self._state.directory.replicas(row) and not self._state.directory.disks(row):
+            self._state.directory.remove(row)
 
     async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
         """More of a host's segment is usable."""
@@ -488,12 +471,20 @@ class Membership:
             host.unconfirmed_from = self._writer.number
         if host.is_settled:
             self._await_host(host)
-        self._master.puts.forget_host(host.number)
+        self._puts.forget_host(host.number)
         self._by_session.pop(host.session, None)
         host.end_session()
-        self._master.directory.lose_host(host.number)
-        self._master.counters.hosts_lost += 1
+        self._state.directory.lose_host(host.number)
+        self._state.counters.hosts_lost += 1
 
 
 def _storage_of(member: Member) -> tuple[str, str]:
     return member.segment_id, member.disk_id
+
+
+async def _speed_up(line: OrderLine, open_way: OpenWay, request: JoinHost) -> None:
+    """Let orders of this session go a faster way as soon as there is one."""
+    try:
+        line.use(await open_way(request))
+    except TandemError as error:
+        logger.info("event=fast_orders_off reason=%s", error)

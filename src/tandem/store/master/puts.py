@@ -1,99 +1,108 @@
-"""Unfinished puts of a master: space taken for them, and given back when they end badly."""
+"""Puts of a master: a client gets space, writes, and commits; small values come with the request.
+
+However they come, values are put by the same steps: space is taken, hosts seal what is there, and
+the directory shows it. The client's own writes are what takes more: it is let in on each host, and
+shut out where it fails, where it goes away, or where it takes too long.
+"""
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from tandem._native import measure_extents
-from tandem.core.direct import DirectTask
-from tandem.core.errors import CapacityError, ConfigError, DeadlineError, TandemError
-from tandem.store.arguments import MAX_SOFT_PIN_MS, check_replicas
-from tandem.store.config import StoreConfig
+from tandem.core.errors import ConfigError, DeadlineError, TandemError
+from tandem.store.formats import layout
+from tandem.store.master.allocation import Allocation, PutBatch
+from tandem.store.master.sealing import Blob, Sealing
+from tandem.store.master.state.results import Results
 from tandem.store.master.state.space import HostSpace
-from tandem.store.messages import HostExtents, StartedPut, StartPut, StartStatus
+from tandem.store.master.state.state import StoreState
+from tandem.store.messages import (
+    CommitPut,
+    CommitStatus,
+    HostExtents,
+    KeyBytes,
+    PutInline,
+    StartedPut,
+    StartPut,
+    StartStatus,
+)
 from tandem.store.sessions import Caller, check_present
 
-if TYPE_CHECKING:
-    from tandem.store.master.master import StoreMaster
-
-__all__ = ["PutBatch", "Puts", "check_pin"]
+__all__ = ["Puts"]
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 16_384
-"""Results of commits kept for requests that come twice."""
-MIN_WAIT_S = 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class PutBatch:
-    """The objects of a request that are new, and the space that their client may write to.
-
-    An object is a number here: its place among these keys.
-    """
-
-    client: str
-    grant: int
-    positions: Sequence[int]
-    """Of the objects, in the request."""
-    keys: list[str]
-    sizes: list[int]
-    lengths: Sequence[int]
-    """Of their extents."""
-    request: StartPut
-    """What else was asked for."""
-    expires_ms: int
-    places: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By host, by object: the offset of its extent."""
-    sessions: dict[int, int] = field(default_factory=dict)
-    """Of the hosts, when the space was taken: in a later one it means nothing."""
-
-    def list_extents(self, host: int) -> tuple[list[int], list[int]]:
-        """Return offsets and lengths of the space on a host."""
-        places = self.places[host]
-        return list(places.values()), [self.lengths[i] for i in places]
-
 
 class Puts:
-    """The unfinished puts of one master, and the results of those that ended."""
+    """The puts of one master."""
 
-    def __init__(self, master: "StoreMaster") -> None:
-        self._master = master
+    def __init__(
+        self, state: StoreState, allocation: Allocation, sealing: Sealing, results: Results
+    ) -> None:
+        self._state = state
+        self._allocation = allocation
+        self._sealing = sealing
+        self._results = results
         self.unfinished: OrderedDict[tuple[str, int], PutBatch] = OrderedDict()
-        """By client and the first id of the request, oldest first."""
-        self.results: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        """What commits were answered."""
-        self.num_waiting = 0
-        """Requests that wait for space."""
+        """What clients may write now, by client and the first id of the request, oldest first."""
 
     @property
     def num_unfinished(self) -> int:
         """Objects whose put has begun and not ended."""
         return sum(len(batch.keys) for batch in self.unfinished.values())
 
-    # Beginning.
+    # Values that come with the request: nobody writes to a segment from outside, so there is no
+    # grant, nothing to fence and nothing to expire.
+
+    async def put_inline(self, caller: Caller, request: PutInline) -> KeyBytes:
+        """Put a batch; one ``CommitStatus`` each. Raises: CapacityError, ConfigError."""
+        check_present(caller)
+        lengths = self._allocation.check_batch(request)
+        if len(request.checksums) != len(request.keys) or sum(request.sizes) != len(request.blob):
+            raise ConfigError("store.put", "checksums or values do not fit the keys")
+        client = caller.instance_id
+        answer = await self._results.run(
+            caller,
+            request.first_put_id,
+            request.settled_below,
+            lambda: self._put_values(client, request, lengths),
+        )
+        return KeyBytes(answer)
+
+    async def _put_values(self, client: str, request: PutInline, lengths: list[int]) -> bytes:
+        statuses = bytearray([CommitStatus.EXISTS]) * len(request.keys)
+        taken = self._allocation.find_taken(request)
+        wanted = [i for i, is_taken in enumerate(taken) if not is_taken]
+        if wanted:
+            batch = await self._allocation.take_space(client, request, wanted, lengths)
+            values = Blob(request.blob, request.sizes, is_values=True).pick(wanted)
+            checksums = [request.checksums[i] for i in wanted]
+            sealed = await self._sealing.seal(batch, checksums, values)
+            for i, status in zip(wanted, sealed, strict=True):
+                statuses[i] = status
+        return bytes(statuses)
+
+    # Values that the client writes.
 
     async def start(self, caller: Caller, request: StartPut) -> StartedPut:
         """Take space for a batch, all or nothing, and say where to write."""
         check_present(caller)
-        lengths = self.check_batch(request)
+        lengths = self._allocation.check_batch(request)
         client, count = caller.instance_id, len(request.keys)
         name = (client, request.first_put_id)
         batch = self.unfinished.get(name)
-        if batch is None and name not in self.results:
-            taken = self.find_taken(request)
+        if batch is None and not self._results.has(*name):
+            taken = self._allocation.find_taken(request)
             if all(taken):
                 return StartedPut(statuses=taken, grant=0, places=[], endpoints=[])
             wanted = [i for i in range(count) if not taken[i]] if any(taken) else range(count)
-            batch = await self.take_space(client, request, wanted, lengths)
+            batch = await self._allocation.take_space(client, request, wanted, lengths)
             if caller.is_lost:
-                self.release(batch)
+                self._allocation.release(batch)
                 check_present(caller)
-            if name in self.unfinished or name in self.results:  # It came twice, and both waited.
-                self.release(batch)
+            # It came twice, and both waited.
+            if name in self.unfinished or self._results.has(*name):
+                self._allocation.release(batch)
                 batch = self.unfinished.get(name)
         if batch is None:
             done = bytes([StartStatus.DONE]) * count
@@ -101,14 +110,16 @@ class Puts:
         if name not in self.unfinished:
             self.unfinished[name] = batch
             for number in batch.places:
-                self._master.hosts[number].hold(client, batch.grant, *batch.list_extents(number))
+                self._state.hosts[number].writers.hold(
+                    client, batch.grant, batch.list_offsets(number)
+                )
         return await self._describe(client, batch, count)
 
     async def _describe(self, client: str, batch: PutBatch, count: int) -> StartedPut:
         bases = await self._open_writers(client, batch)
         # What the client is not told of it cannot write, and must not be taken for written.
         for number in [number for number in batch.places if number not in bases]:
-            self.fence(self._master.hosts[number], client)
+            self.fence(self._state.hosts[number], client)
         positions = batch.positions
         is_whole = len(positions) == count
         statuses = bytearray([StartStatus.GRANTED if is_whole else StartStatus.EXISTS]) * count
@@ -128,202 +139,13 @@ class Puts:
             statuses=bytes(statuses),
             grant=batch.grant,
             places=places,
-            endpoints=[self._master.hosts[p.host].endpoint(bases[p.host]) for p in places],
-        )
-
-    def check_batch(self, request: StartPut) -> list[int]:
-        """Return the lengths of the extents. Raises: ConfigError if it is beyond a limit."""
-        keys, sizes, config = request.keys, request.sizes, self._master.config
-        if len(keys) != len(sizes) or len(keys) > config.max_batch:
-            raise ConfigError(
-                "store.put", f"{len(keys)} keys, {len(sizes)} sizes: as many, up to max_batch"
-            )
-        if len(set(keys)) != len(keys):
-            raise ConfigError("store.put", "a key is twice in the batch", field="keys")
-        check_replicas(request.replicas)
-        check_pin(request.soft_pin_ms)
-        lengths = [*map(len, keys)] or [1]
-        if not (min(lengths) > 0 and max(lengths) <= config.max_key_bytes) or not all(
-            map(str.isascii, keys)
-        ):
-            for key in keys:
-                _check_key(key, config)
-        if keys and not (min(sizes) >= 0 and max(sizes) <= config.max_value_bytes):
-            wrong = next(i for i, n in enumerate(sizes) if not 0 <= n <= config.max_value_bytes)
-            raise ConfigError(
-                "store.put",
-                f"value of {sizes[wrong]} bytes under {keys[wrong]!r}, limit "
-                f"{config.max_value_bytes} (store.max_value_bytes)",
-                field="size",
-            )
-        return measure_extents(keys, sizes)
-
-    def find_taken(self, request: StartPut) -> bytes:
-        """Return a ``StartStatus`` for each object: it is new, or there already and stays."""
-        if request.upsert:
-            return bytes(len(request.keys))
-        return self._master.directory.exists_many(request.keys)
-
-    async def take_space(
-        self, client: str, request: StartPut, wanted: Sequence[int], lengths: Sequence[int]
-    ) -> PutBatch:
-        """Allocate for all of them or raise; what waits holds nothing meanwhile.
-
-        Args:
-            client: who asks.
-            request: and what for.
-            wanted: objects of the request, one at least.
-            lengths: of the extents of all its objects.
-
-        Returns: a batch that is as yet nobody's. Raises: CapacityError.
-        """
-        is_whole = len(wanted) == len(request.keys)
-        batch = PutBatch(
-            client=client,
-            grant=0,
-            positions=wanted,
-            keys=request.keys if is_whole else [request.keys[i] for i in wanted],
-            sizes=request.sizes if is_whole else [request.sizes[i] for i in wanted],
-            lengths=lengths if is_whole else [lengths[i] for i in wanted],
-            request=request,
-            expires_ms=0,
-        )
-        wait_ms = min(request.wait_ms, self._master.config.put_wait_ms)
-        deadline_s = self._master.clock.now_s() + wait_ms / 1e3
-        if not any(host.caller is not None for host in self._master.hosts.values()):
-            # Nothing to wait for but a host.
-            await self._wait_in_line(max(0.0, deadline_s - self._master.clock.now_s()))
-        is_last = False
-        while not self._allocate(batch, is_last=is_last):
-            left_s = deadline_s - self._master.clock.now_s()
-            if is_last:
-                raise self._describe_full(batch)
-            if left_s > 0:
-                await self._wait_in_line(left_s)
-            is_last = deadline_s - self._master.clock.now_s() <= 0
-        batch.grant = self._master.next_version()
-        batch.expires_ms = self._master.now_ms() + self._master.config.put_timeout_ms
-        return batch
-
-    async def _wait_in_line(self, timeout_s: float) -> None:
-        """Wait for space, if not too many do. Raises: CapacityError."""
-        if self.num_waiting >= self._master.config.max_waiting_puts:
-            raise CapacityError("store.put", f"{self.num_waiting} puts wait for space, the limit")
-        self._master.counters.puts_waited += 1
-        self.num_waiting += 1
-        try:
-            await self._wait_freed(timeout_s)
-        finally:
-            self.num_waiting -= 1
-
-    async def _wait_freed(self, timeout_s: float) -> None:
-        self._master.space_freed.clear()
-        # The loop's timer and the master's clock need not agree: what is left may be too little for
-        # the one to go on by, and be something to the other for ever.
-        timeout_s = max(timeout_s, MIN_WAIT_S)
-        freed = DirectTask(self._master.space_freed.wait(), asyncio.get_running_loop())
-        try:
-            await asyncio.wait([freed], timeout=timeout_s)
-        finally:
-            freed.cancel()
-
-    def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
-        """Take space for all objects, or none; the last attempt is content with one copy of each.
-
-        Where a host is full, objects are evicted there, and their space is there a moment later.
-
-        Raises: CapacityError if it would never be enough. Nothing is evicted then, nor while only
-            a host that may come would be.
-        """
-        hosts = self._master.answering_hosts()
-        if len(hosts) == 1:
-            placed = self._allocate_on(hosts[0], batch)
-            full = None if placed else (hosts, sum(batch.lengths))
-        else:
-            full = self._allocate_each(batch, is_last=is_last)
-        if full is None:
-            batch.sessions = {n: self._master.hosts[n].session for n in batch.places}
-            return True
-        for number in batch.places:
-            self._master.hosts[number].untake(*batch.list_extents(number))
-        batch.places.clear()
-        if self._is_possible(batch):
-            for host in full[0]:
-                self._master.eviction.evict_for(host, full[1])
-        return False
-
-    def _allocate_on(self, host: HostSpace, batch: PutBatch) -> bool:
-        offsets = host.allocate_many(batch.lengths)
-        if offsets is None:
-            return False
-        batch.places[host.number] = dict(enumerate(offsets))
-        return True
-
-    def _allocate_each(
-        self, batch: PutBatch, *, is_last: bool
-    ) -> "tuple[list[HostSpace], int] | None":
-        """Take space on as many hosts as wanted and there are, for each object by itself.
-
-        Returns: None, or the hosts that are full and how much one of the objects needs there.
-        """
-        request = batch.request
-        for i, length in enumerate(batch.lengths):
-            order = self._master.choose_hosts(preferred=request.preferred, machine=request.machine)
-            goal, count = min(request.replicas, len(order)), 0
-            for number in order:
-                extent = self._master.hosts[number].allocate(length)
-                if extent is not None:
-                    batch.places.setdefault(number, {})[i] = extent.offset
-                    count += 1
-                    if count == goal:
-                        break
-            if count == 0 or (count < goal and not is_last):
-                return [self._master.hosts[number] for number in order], length
-        return None
-
-    def _is_possible(self, batch: PutBatch) -> bool:
-        """Whether the hosts that are active now could hold it, were they empty.
-
-        Raises: CapacityError if not even those could that may be soon.
-        """
-        hosts = self._master.writable_hosts()
-        if not hosts or _can_hold([host.capacity_bytes for host in hosts], batch.lengths):
-            return True
-        able = [host.final_bytes for host in self._master.hosts.values() if not host.is_leaving]
-        if not self._master.is_learning and not _can_hold(able, batch.lengths):
-            raise self._describe_full(batch)
-        return False
-
-    def _describe_full(self, batch: PutBatch) -> CapacityError:
-        hosts = self._master.writable_hosts()
-        need = sum(batch.sizes)
-        if not hosts:
-            return CapacityError(
-                "store.put",
-                f"no host takes {need} bytes: {len(self._master.hosts)} known, none active: "
-                "start one (`tandem store host`)",
-            )
-        free = sum(host.view().free_bytes for host in hosts)
-        quarantined = sum(host.quarantined_bytes for host in hosts)
-        leased = sum(host.leased_bytes for host in hosts)
-        unfinished = sum(
-            sum(other.list_extents(number)[1])
-            for other in self.unfinished.values()
-            for number in other.places
-        )
-        return CapacityError(
-            "store.put",
-            f"no space for {len(batch.keys)} objects of {need} bytes on {len(hosts)} hosts within "
-            f"{min(batch.request.wait_ms, self._master.config.put_wait_ms)} ms: {free} bytes free "
-            f"(scattered), {unfinished} in unfinished puts, {leased} dropped but leased, "
-            f"{quarantined} held until their writer is gone, the rest leased or pinned: unpin "
-            "objects, put smaller batches, wait longer, or add a host",
+            endpoints=[self._state.hosts[p.host].endpoint(bases[p.host]) for p in places],
         )
 
     async def _open_writers(self, client: str, batch: PutBatch) -> dict[int, int]:
         """Return where the client may write, for each host that lets it."""
-        hosts = [self._master.hosts[number] for number in sorted(batch.places)]
-        bases = {host.number: base for host in hosts if (base := host.find_writer(client)) >= 0}
+        hosts = [self._state.hosts[number] for number in sorted(batch.places)]
+        bases = {host.number: base for host in hosts if (base := host.writers.find(client)) >= 0}
         asked = [host for host in hosts if host.number not in bases]
         if not asked:
             return bases
@@ -340,33 +162,60 @@ class Puts:
     async def _open_writer(self, host: HostSpace, client: str) -> int:
         # The host is asked until it answers; it is only this put that goes on without it.
         try:
-            async with asyncio.timeout(self._master.patience_s(host)):
-                return await host.open_writer(client)
+            async with asyncio.timeout(self._state.patience_s(host)):
+                return await host.writers.open(client)
         except TimeoutError:
             host.doubt()
             raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
-    # Ending.
+    async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
+        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
+        client = caller.instance_id
+        # A caller that leaves must not leave objects half sealed.
+        answer = await self._results.run(
+            caller,
+            request.first_put_id,
+            request.settled_below,
+            lambda: self._commit(client, request),
+            can_be_late=False,  # What was granted tells.
+        )
+        return KeyBytes(answer)
 
-    def remember(self, name: tuple[str, int], answer: bytes) -> None:
-        """Keep an answer for a request that comes twice."""
-        self.results[name] = answer
-        if len(self.results) > MAX_REMEMBERED:
-            self.results.popitem(last=False)
+    async def _commit(self, client: str, request: CommitPut) -> bytes:
+        name = (client, request.first_put_id)
+        batch = self.unfinished.get(name)
+        if batch is None or batch.grant != request.grant:
+            # With another grant, a late copy of the request took space that nobody has written.
+            return bytes([CommitStatus.EXPIRED]) * len(request.checksums)
+        if request.checksums and len(request.checksums) != len(batch.keys):
+            raise ConfigError("store.commit", "as many checksums as objects, or none")
+        del self.unfinished[name]
+        return await self._commit_once(batch, request)
 
-    def forget_lost(self, batch: PutBatch) -> None:
-        """Forget space on hosts that have gone, or come back: the inventory has settled it."""
-        for number in list(batch.places):
-            if self._master.hosts[number].session != batch.sessions[number]:
-                del batch.places[number]
+    async def _commit_once(self, batch: PutBatch, request: CommitPut) -> bytes:
+        hosts = self._state.hosts
+        # A host to which the write failed may still get late bytes: what was held there stays
+        # the writer's until that is shut out.
+        failed = sorted(set(request.failed_hosts) & set(batch.places))
+        for number in failed:
+            del batch.places[number]
+        for number in batch.places:
+            was_held = hosts[number].writers.unhold(batch.client, batch.grant)
+            assert was_held, "a fence takes space from puts"
+        for number in failed:
+            hosts[number].doubt()
+            self.fence(hosts[number], batch.client)
+        if not request.checksums:
+            self._allocation.release(batch)
+            return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
+        table_sizes = [4 * count for count in layout.count_chunks_each(batch.sizes)]
+        if sum(table_sizes) != len(request.tables):
+            self._allocation.release(batch)
+            raise ConfigError("store.commit", "tables that do not fit the values")
+        blob = Blob(request.tables, table_sizes, is_values=False)
+        return await self._sealing.seal(batch, request.checksums, blob)
 
-    def release(self, batch: PutBatch, objects: Iterable[int] | None = None) -> None:
-        """Free the space of objects (all if None) that nobody writes and that were not sealed."""
-        chosen = None if objects is None else set(objects)
-        for number, places in batch.places.items():
-            gone = [i for i in places if chosen is None or i in chosen]
-            offsets = [places.pop(i) for i in gone]
-            self._master.hosts[number].release(offsets, [batch.lengths[i] for i in gone])
+    # Clients that fail.
 
     def forget_host(self, number: int) -> None:
         """It is gone: no put has space there."""
@@ -378,12 +227,12 @@ class Puts:
         for batch in self.unfinished.values():
             if batch.client == client:
                 batch.places.pop(host.number, None)
-        self._master.counters.fences += 1
-        host.fence(client)
+        self._state.counters.fences += 1
+        host.writers.fence(client)
 
     def end_client(self, client: str) -> None:
         """Its session has ended: shut it out everywhere."""
-        for host in self._master.hosts.values():
+        for host in self._state.hosts.values():
             if client in host.writers:
                 self.fence(host, client)
         for name in [name for name in self.unfinished if name[0] == client]:
@@ -401,41 +250,7 @@ class Puts:
                 len(batch.keys),
                 batch.keys[0],
             )
-            self._master.counters.puts_expired += len(batch.keys)
+            self._state.counters.puts_expired += len(batch.keys)
             for number in list(batch.places):
-                self.fence(self._master.hosts[number], batch.client)
+                self.fence(self._state.hosts[number], batch.client)
             del self.unfinished[name]
-
-
-def _can_hold(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether empty hosts could have room for extents; no means that they never will."""
-    return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
-
-
-def check_pin(soft_pin_ms: int) -> None:
-    """Refuse a soft pin that no header can hold.
-
-    Raises: ConfigError.
-    """
-    if not 0 <= soft_pin_ms <= MAX_SOFT_PIN_MS:
-        raise ConfigError(
-            "store.pin", f"a soft pin of {soft_pin_ms} ms: give 0 to 2^32 - 1", field="soft_s"
-        )
-
-
-def _check_key(key: str, config: StoreConfig) -> None:
-    """Refuse a key that no store takes.
-
-    Raises: ConfigError.
-    """
-    try:
-        size_bytes = len(key.encode())
-    except UnicodeEncodeError:
-        raise ConfigError("store.key", f"{key!r} is not valid text", field="key") from None
-    if not 0 < size_bytes <= config.max_key_bytes:
-        raise ConfigError(
-            "store.key",
-            f"key of {size_bytes} bytes, limit {config.max_key_bytes} (store.max_key_bytes), "
-            "at least 1",
-            field="key",
-        )

@@ -7,16 +7,15 @@ import itertools
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
+from tandem.store.master.departures import Departures
+from tandem.store.master.eviction import Eviction
 from tandem.store.master.policies import rank_replicas
 from tandem.store.master.state.index import Replica
-from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.space import HostSpace
+from tandem.store.master.state.state import CopyUnderWay, StoreState
 from tandem.store.messages import Ack, HostStage, LoadObject, PullObject
-
-if TYPE_CHECKING:
-    from tandem.store.master.master import StoreMaster
 
 __all__ = ["Upkeep"]
 
@@ -37,16 +36,6 @@ LOAD_WAIT_MS = 10_000
 LOAD_TIMEOUT_S = 30.0
 
 
-@dataclass(slots=True)
-class _Copy:
-    target: HostSpace
-    session: int
-    extent: Extent
-    is_load: bool = False
-    """Read from the target's own disk."""
-    is_abandoned: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     row: int
@@ -57,11 +46,13 @@ class _Load:
 class Upkeep:
     """Repair, drain and loads of one master; at most ``max_repairs`` copies between hosts."""
 
-    def __init__(self, master: "StoreMaster") -> None:
-        self._master = master
+    def __init__(self, state: StoreState, departures: Departures, eviction: Eviction) -> None:
+        self._state = state
+        self._departures = departures
+        self._eviction = eviction
         self._queue: deque[tuple[str, int]] = deque()
         """Objects to copy, with their rows when they were found; the next scan begins it anew."""
-        self._copying: dict[str, _Copy] = {}
+        self._copying = state.copies
         self._not_before_ms: dict[str, int] = {}
         self._next_ms = 0
         self._loads: OrderedDict[str, _Load] = OrderedDict()
@@ -72,15 +63,15 @@ class Upkeep:
 
         Returns: done when that has ended, well or not; None if no host that is there can.
         """
-        master = self._master
-        if not any(master.hosts[n].caller is not None for n in master.directory.disks(row)):
+        state = self._state
+        if not any(state.hosts[n].caller is not None for n in state.directory.disks(row)):
             return None
-        key = master.directory.key(row)
+        key = state.directory.key(row)
         load = self._loads.get(key)
         if load is None:
             if len(self._loads) >= MAX_WAITING_LOADS:
                 return None
-            until_ms = master.now_ms() + LOAD_WAIT_MS
+            until_ms = state.now_ms() + LOAD_WAIT_MS
             load = _Load(row, until_ms, asyncio.get_running_loop().create_future())
             self._loads[key] = load
             self._try_load(key, load)
@@ -97,7 +88,7 @@ class Upkeep:
                 self._try_load(key, load)
 
     def _try_load(self, key: str, load: _Load) -> None:
-        master, directory = self._master, self._master.directory
+        state, directory = self._state, self._state.directory
         if directory.find(key) != load.row or directory.num_in_memory(load.row):
             self._end_load(key)  # It is gone, or in memory already.
             return
@@ -106,24 +97,24 @@ class Upkeep:
         able = [
             host
             for number in directory.disks(load.row)
-            if (host := master.hosts[number]).caller is not None
+            if (host := state.hosts[number]).caller is not None
         ]
         if not able:
             self._end_load(key)
             return
-        length = master.extent_of(load.row, 0).length
+        length = state.extent_of(load.row, 0).length
         for number in rank_replicas([host.view() for host in able], ""):
-            target = master.hosts[number]
+            target = state.hosts[number]
             if self._count_loads(target) >= MAX_LOADS:
                 continue
             extent = target.allocate(length, is_load=True)
             if extent is not None:
-                copy = _Copy(target, target.session, extent, is_load=True)
+                copy = CopyUnderWay(target, target.session, extent, is_load=True)
                 self._copying[key] = copy
-                master.schedule(self._copy(load.row, key, copy))
+                state.tasks.schedule(self._copy(load.row, key, copy))
                 return
             if target.is_writable:
-                master.eviction.evict_for(target, length)
+                self._eviction.evict_for(target, length)
 
     def _count_loads(self, target: HostSpace) -> int:
         return sum(copy.is_load and copy.target is target for copy in self._copying.values())
@@ -140,25 +131,25 @@ class Upkeep:
         self._next_ms = now_ms + REPAIR_PERIOD_MS
         self._not_before_ms = {k: at for k, at in self._not_before_ms.items() if at > now_ms}
         self._queue.clear()
-        for host in list(self._master.hosts.values()):
+        for host in list(self._state.hosts.values()):
             if host.stage is HostStage.DRAINING:
                 self._drain(host)
-        if len(self._master.writable_hosts()) > 1:
+        if len(self._state.writable_hosts()) > 1:
             limit = QUEUE_LENGTH + len(self._copying) + len(self._not_before_ms)
-            for row in self._master.directory.list_under_replicated(limit):
-                self._queue.append((self._master.directory.key(row), row))
+            for row in self._state.directory.list_under_replicated(limit):
+                self._queue.append((self._state.directory.key(row), row))
         self._begin_copies()
 
     def _begin_copies(self) -> None:
         num_pulls = sum(not copy.is_load for copy in self._copying.values())
-        while self._queue and num_pulls < self._master.config.max_repairs:
+        while self._queue and num_pulls < self._state.config.max_repairs:
             num_pulls += 1
             key, row = self._queue.popleft()
-            if self._master.directory.find(key) == row:
+            if self._state.directory.find(key) == row:
                 self._begin_copy(row)
 
     def _drain(self, host: HostSpace) -> None:
-        directory = self._master.directory
+        directory = self._state.directory
         rows = directory.rows_on_host(host.number)
         on_disk = directory.rows_on_disk(host.number)
         if not rows and not on_disk and not host.dropped_bytes and not host.quarantined_bytes:
@@ -169,24 +160,24 @@ class Upkeep:
             others = [
                 replica
                 for replica in directory.replicas(row)
-                if self._master.hosts[replica.host].is_writable
+                if self._state.hosts[replica.host].is_writable
             ]
-            possible = len(self._master.writable_hosts())
+            possible = len(self._state.writable_hosts())
             if others and len(others) >= min(directory.wanted(row), possible):
-                self._master.drop_replica(row, host.number)
+                self._departures.drop_replica(row, host.number)
             else:
                 self._queue.append((directory.key(row), row))
         self._drain_disk(host, on_disk)
 
     def _drain_disk(self, host: HostSpace, rows: list[int]) -> None:
         """Give up copies on a disk that others have; bring the others to memory, to be copied."""
-        master, directory = self._master, self._master.directory
+        state, directory = self._state, self._state.directory
         for row in rows[:QUEUE_LENGTH]:
             holders = {replica.host for replica in directory.replicas(row)} | set(
                 directory.disks(row)
             )
-            others = [number for number in holders if master.hosts[number].is_writable]
-            possible = len(master.writable_hosts())
+            others = [number for number in holders if state.hosts[number].is_writable]
+            possible = len(state.writable_hosts())
             if others and len(others) >= min(directory.wanted(row), possible):
                 directory.drop_disk(row, host.number)
                 host.forget(directory.key(row), directory.version(row))
@@ -196,40 +187,26 @@ class Upkeep:
                 self._queue.append((directory.key(row), row))
 
     def _begin_copy(self, row: int) -> None:
-        master, key = self._master, self._master.directory.key(row)
+        state, key = self._state, self._state.directory.key(row)
         if key in self._copying or key in self._not_before_ms:
             return
-        holders = {replica.host for replica in master.directory.replicas(row)}
-        length = master.extent_of(row, 0).length
-        for number in master.choose_hosts():
+        holders = {replica.host for replica in state.directory.replicas(row)}
+        length = state.extent_of(row, 0).length
+        for number in state.choose_hosts():
             if number in holders:
                 continue
-            extent = master.hosts[number].allocate(length)
+            extent = state.hosts[number].allocate(length)
             if extent is not None:
-                target = master.hosts[number]
-                copy = _Copy(target, target.session, extent)
+                target = state.hosts[number]
+                copy = CopyUnderWay(target, target.session, extent)
                 self._copying[key] = copy
-                master.schedule(self._copy(row, key, copy))
+                state.tasks.schedule(self._copy(row, key, copy))
                 return
-        self._not_before_ms[key] = master.now_ms() + RETRY_AFTER_MS  # No room anywhere.
+        self._not_before_ms[key] = state.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 
-    def abandon(self, key: str, version: int, *, wait: bool) -> "list[asyncio.Future[None]]":
-        """The object goes: end the copying of it, and wipe what may have come of that.
-
-        Returns: if ``wait`` and there is a copy, what is done when nothing of it is left.
-        """
-        copy = self._copying.get(key)
-        if copy is None or copy.is_abandoned or copy.target.session != copy.session:
-            return []
-        copy.is_abandoned = True
-        done = copy.target.drop(copy.extent, 0, wait=wait)
-        if done is None:
-            return []
-        return [done, copy.target.forget(key, version, after=done)]
-
-    async def _copy(self, row: int, key: str, copy: _Copy) -> None:
+    async def _copy(self, row: int, key: str, copy: CopyUnderWay) -> None:
         """Have the target bring a copy of the object into the extent taken there."""
-        directory, target = self._master.directory, copy.target
+        directory, target = self._state.directory, copy.target
         is_same = directory.find(key) == row and not copy.is_abandoned
         if is_same and copy.is_load:
             has_source = target.number in directory.disks(row)
@@ -238,7 +215,7 @@ class Upkeep:
         if not has_source or target.session != copy.session:
             self._end_copy(key)
             if target.session == copy.session and not copy.is_abandoned:
-                target.release([copy.extent.offset], [copy.extent.length])
+                target.release([copy.extent.offset])
             return
         version = directory.version(row)
         try:
@@ -247,37 +224,38 @@ class Upkeep:
             del self._copying[key]
             raise
         if not is_done:
-            self._not_before_ms[key] = self._master.now_ms() + RETRY_AFTER_MS
+            self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
         if copy.is_abandoned or target.session != copy.session:
             pass  # Whoever let the object go has it wiped; or the next inventory settles it.
         elif is_done and is_same and not self._is_on(row, target):
+            target.seal([copy.extent.offset])
             directory.add_replica(row, Replica(target.number, copy.extent.offset))
             if directory.num_in_memory(row) > directory.wanted(row):
-                self._master.eviction.note_surplus()
+                self._eviction.note_surplus()
             if copy.is_load:
-                self._master.counters.objects_promoted += 1
+                self._state.counters.objects_promoted += 1
             else:
-                self._master.counters.replicas_copied += 1
+                self._state.counters.replicas_copied += 1
         else:
             # Sealed or not; also ends one that is still under way. What was loaded is on the disk.
             on_way = None if copy.is_load else version
-            self._master.wipe_copy(key, target, copy.extent, version=on_way)
+            self._departures.wipe_copy(key, target, copy.extent, version=on_way)
         self._end_copy(key)
 
     def _end_copy(self, key: str) -> None:
         copy = self._copying.pop(key)
         self._end_load(key)
         if copy.is_load:
-            self.begin_loads(self._master.now_ms())
+            self.begin_loads(self._state.now_ms())
         else:
             self._begin_copies()
 
-    async def _load(self, row: int, copy: _Copy) -> bool:
+    async def _load(self, row: int, copy: CopyUnderWay) -> bool:
         """Have the target read its disk; what that has no more is given up."""
-        master, directory = self._master, self._master.directory
+        state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)
-        records = master.record_of(row, copy.extent.offset)
+        records = state.record_of(row, copy.extent.offset)
         try:
             await copy.target.order(
                 "load", LoadObject, Ack, timeout_s=LOAD_TIMEOUT_S, records=records
@@ -289,10 +267,10 @@ class Upkeep:
             is_same = directory.find(key) == row and directory.version(row) == version
             if is_same and not copy.is_abandoned and copy.target.session == copy.session:
                 if isinstance(error, CorruptionError):
-                    master.counters.replicas_corrupt += 1
+                    state.counters.replicas_corrupt += 1
                 copy.is_abandoned = True
                 copy.target.drop(copy.extent, 0)
-                master.lose_disk(row, copy.target.number)
+                self._departures.lose_disk(row, copy.target.number)
         except TandemError as error:
             logger.warning(
                 "event=load_failed key=%s host=%s reason=%s", key, copy.target.name, error
@@ -301,10 +279,10 @@ class Upkeep:
             return True
         return False
 
-    async def _pull(self, row: int, key: str, copy: _Copy) -> bool:
+    async def _pull(self, row: int, key: str, copy: CopyUnderWay) -> bool:
         """Have the target read another host's memory."""
-        master, target = self._master, copy.target
-        version = master.directory.version(row)
+        state, target = self._state, copy.target
+        version = state.directory.version(row)
         source, source_offset = self._choose_source(row)
         source.guarded.add(source_offset)
         try:
@@ -315,7 +293,7 @@ class Upkeep:
                 timeout_s=1.5 * PULL_TIMEOUT_MS / 1e3,
                 source=source.endpoint(),
                 source_offset=source_offset,
-                records=master.record_of(row, copy.extent.offset),
+                records=state.record_of(row, copy.extent.offset),
                 timeout_ms=PULL_TIMEOUT_MS,
             )
         except CorruptionError:
@@ -330,19 +308,19 @@ class Upkeep:
         return False
 
     def _choose_source(self, row: int) -> tuple[HostSpace, int]:
-        hosts = self._master.hosts
+        hosts = self._state.hosts
         return next(
             (hosts[host], offset)
-            for host, offset in self._master.directory.replicas(row)
+            for host, offset in self._state.directory.replicas(row)
             if hosts[host].caller is not None
         )
 
     def _is_on(self, row: int, host: HostSpace) -> bool:
-        return any(r.host == host.number for r in self._master.directory.replicas(row))
+        return any(r.host == host.number for r in self._state.directory.replicas(row))
 
     async def _verify_all(self, row: int, key: str, version: int) -> None:
-        for replica in self._master.directory.replicas(row):
+        for replica in self._state.directory.replicas(row):
             try:
-                await self._master.verify_replica(key, version, replica.host)
+                await self._departures.verify_replica(key, version, replica.host)
             except TandemError as error:
                 logger.warning("event=verify_failed key=%s reason=%s", key, error)

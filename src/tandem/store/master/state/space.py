@@ -1,18 +1,14 @@
-"""One host as its master sees it: its orders, its free space, and what must happen before space is
-free again.
+"""One host as its master sees it: its orders, its space, and what must be done to free that.
 
-Space has one of these states: free; held by an unfinished put; holding a sealed object; being wiped
-(an object was dropped, its header must go first); leased (wiped, but a reader may still rely on the
-bytes); quarantined (an unfinished put ended, its writer is not yet proven gone). Only the allocator
-knows free from taken; this module decides when something is handed back to it.
+What space is used for is the ledger's (``ledger.py``); here are the orders that change it, and the
+futures of those who wait for them.
 """
 
 import asyncio
-import heapq
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,24 +17,23 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, DeadlineError, PeerLostError, TandemError
 from tandem.store.formats import layout
 from tandem.store.master.policies import HostView
+from tandem.store.master.state.answering import Answering
+from tandem.store.master.state.ledger import Event, Extent, Space, SpaceLedger
 from tandem.store.master.state.orders import OrderLine
+from tandem.store.master.state.writers import Writers
 from tandem.store.messages import (
     Ack,
-    CloseWriter,
     DiskStatus,
     Endpoint,
     ForgetObjects,
     HostStage,
     JoinHost,
-    Opened,
-    OpenWriter,
     Order,
     WipeExtents,
 )
-from tandem.store.patience import UsualTime
 from tandem.store.sessions import Caller
 
-__all__ = ["ORDER_TIMEOUT_S", "Extent", "HostSpace", "Writer"]
+__all__ = ["ORDER_TIMEOUT_S", "Extent", "HostSpace"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,33 +41,9 @@ T = TypeVar("T")
 ORDER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 WIPE_BATCH = 5_000
-GUARD_MS = 100
-"""How soon a guarded extent is looked at again."""
 LOAD_HALF_LIFE_S = 1.0
 QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
 """Those that wait for nothing but the host's own thread."""
-PATIENCE_FACTOR = 4.0
-"""So many times what a host usually takes are waited for it, where another would do as well."""
-MIN_PATIENCE_S = 0.25
-"""A process that has to share its core may be away for a tenth of a second."""
-OBJECT_PATIENCE_S = 50e-6
-"""For each object of an order; sealing one takes some 2 us."""
-
-
-class Extent(NamedTuple):
-    """A range of a segment."""
-
-    offset: int
-    length: int
-
-
-@dataclass(slots=True, eq=False)
-class Writer:
-    """A client's right to write to a host: asked for, or given (``base``)."""
-
-    base: asyncio.Future[int]
-    held: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
-    """By grant, of its unfinished puts: offsets and lengths of the extents."""
 
 
 @dataclass(slots=True)
@@ -151,14 +122,13 @@ class HostSpace:
         """Versions by row: what the inventory under way has shown to be on the disk."""
         self.confirmed: dict[int, Extent] = {}
         """By row: what the inventory under way has shown to be there."""
-        self.allocator: SegmentAllocator | None = None
-        self.quarantined_bytes = 0
-        self.writers: dict[str, Writer] = {}
+        self.ledger = SpaceLedger()
         self.guarded: set[int] = set()
         """Offsets that another host copies from: not free before that has ended."""
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
+        self.writers = Writers(name, self.ledger, self.order, self.spawn, on_space)
         self._lease_ms = lease_ms
         self._read_until_ms = 0
         """While it is away: when the leases end of those who may still read what it has."""
@@ -166,30 +136,21 @@ class HostSpace:
         """What could not be wiped, and when it is as good as wiped."""
         self._drops: dict[int, _Drop] = {}
         """By offset: dropped objects whose space is not free yet."""
-        self._dropped_bytes = 0
-        self._leased_bytes = 0
         self._to_wipe: list[_Drop] = []
-        self._leased: list[tuple[int, int]] = []
-        """Heap of (free_at_ms, offset): wiped, waiting for readers."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_wiping = False
         self._to_forget: list[_Forget] = []
         self._is_forgetting = False
         self._load_bytes = 0.0
         self._load_at_s = 0.0
-        self._usual = UsualTime()
-        """Of its quick orders."""
-        self._unanswered: dict[object, float] = {}
-        """Quick orders under way: when each was sent, oldest first."""
-        self._doubted_s: float | None = None
-        """When it let somebody down; None once it has answered an order sent since."""
+        self._answering = Answering(ORDER_TIMEOUT_S)
 
     # Views.
 
     @property
     def is_writable(self) -> bool:
         """Whether new objects may go there."""
-        return self.stage is HostStage.ACTIVE and self.allocator is not None
+        return self.stage is HostStage.ACTIVE and self.ledger.allocator is not None
 
     @property
     def is_settled(self) -> bool:
@@ -204,17 +165,28 @@ class HostSpace:
     @property
     def used_bytes(self) -> int:
         """Bytes that are not free, whatever they are."""
-        return self.capacity_bytes if self.allocator is None else self.allocator.used_bytes
+        allocator = self.ledger.allocator
+        return self.capacity_bytes if allocator is None else allocator.used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of these, what is being written or copied."""
+        return self.ledger.count_bytes(Space.HELD)
 
     @property
     def dropped_bytes(self) -> int:
         """Bytes of dropped objects that will be free, some only when their readers' leases end."""
-        return self._dropped_bytes
+        return self.ledger.count_bytes(Space.WIPING) + self.leased_bytes
 
     @property
     def leased_bytes(self) -> int:
         """Of these, what is wiped and waits for readers."""
-        return self._leased_bytes
+        return self.ledger.count_bytes(Space.LEASED)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes that are held until their writers are proven gone."""
+        return self.ledger.count_bytes(Space.QUARANTINED)
 
     def view(self) -> HostView:
         """Return what the policies see."""
@@ -272,26 +244,23 @@ class HostSpace:
             self.line.end()
             self.line = None
         self.stage = HostStage.LOST
-        self.allocator = None
-        self.quarantined_bytes = 0
         for task in list(self._tasks):
             task.cancel()
-        self._unanswered.clear()
-        self._doubted_s = None
+        self._answering.reset()
         self.purging.clear()
         self._is_wiping = False
-        for writer in self.writers.values():
-            writer.base.cancel()
-        self.writers.clear()
+        self.writers.end()
         self._to_wipe.clear()
         self._is_forgetting = False
         for forget in self._to_forget:
             _settle(forget.done)
         self._to_forget.clear()
         # A reader's lease outlives the session; what was not wiped is found by the next inventory.
-        leased = {offset for _, offset in self._leased}
-        for offset in [offset for offset in self._drops if offset not in leased]:
-            self._finish_unwiped(self._forget(offset))
+        self.ledger.close()
+        for offset, dropped in list(self._drops.items()):
+            if not dropped.is_wiped:
+                del self._drops[offset]
+                self._finish_unwiped(dropped)
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
         """Make the allocator, with these taken, and what readers may still rely on.
@@ -299,26 +268,25 @@ class HostSpace:
         Raises: CorruptionError if they overlap.
         """
         taken = sorted(extents)
-        held = sorted(drop.extent for drop in self._drops.values())
         known = {extent.offset for extent in taken}
-        merged = sorted([*taken, *(extent for extent in held if extent.offset not in known)])
+        dropped = self.ledger.list_extents(Space.WIPING, Space.LEASED)
+        carried = [extent for extent in dropped if extent.offset not in known]
         allocator = SegmentAllocator(self.capacity_bytes, granule_bytes=layout.GRANULE_BYTES)
         try:
-            _fill(allocator, merged)
+            _fill(allocator, sorted([*taken, *carried]))
         except CorruptionError:
             _fill(allocator, taken)
-            self._leased.clear()
-            self._drops.clear()
-            self._dropped_bytes = self._leased_bytes = 0
-        self.allocator = allocator
+            carried = []
+        kept = {extent.offset for extent in carried}
+        self._drops = {offset: drop for offset, drop in self._drops.items() if offset in kept}
+        self.ledger.open(allocator, carried)
         self._on_space()
 
     def grow(self, capacity_bytes: int, final_bytes: int) -> None:
         """More of the segment is usable, or it is known how much ever will be (0: it is not)."""
         self.final_bytes = final_bytes or max(self.final_bytes, capacity_bytes)
         if capacity_bytes > self.capacity_bytes:
-            if self.allocator is not None:
-                self.allocator.grow(capacity_bytes)
+            self.ledger.grow(capacity_bytes)
             self.capacity_bytes = capacity_bytes
         self._on_space()  # Also for who waits for what will not come.
 
@@ -337,7 +305,7 @@ class HostSpace:
         if method not in QUICK_ORDERS:
             return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
         sent_s, number, session = self._clock.now_s(), object(), self.session
-        self._unanswered[number] = sent_s
+        self._answering.note_sent(number, sent_s)
         try:
             answer = await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
         except DeadlineError:
@@ -345,8 +313,10 @@ class HostSpace:
                 self.doubt()
             raise
         finally:
-            self._unanswered.pop(number, None)
-        self._note_answer(sent_s)
+            self._answering.note_ended(number)
+        if self._answering.note_answer(sent_s, self._clock.now_s()):
+            logger.info("event=host_answers host=%s", self.name)
+            self._on_space()
         return answer
 
     # Whether it answers.
@@ -354,42 +324,27 @@ class HostSpace:
     @property
     def is_silent(self) -> bool:
         """Whether it keeps others waiting for much longer than usual: better ask another."""
-        if self._doubted_s is not None:
-            return True
-        oldest_s = next(iter(self._unanswered.values()), None)
-        return oldest_s is not None and self._clock.now_s() - oldest_s > self.patience_s()
+        return self._answering.is_silent(self._clock.now_s())
 
     def patience_s(self, num_objects: int = 0) -> float:
         """Return how long to wait for a quick order about so many objects, if others can do it."""
-        usual_s = self._usual.multiply(
-            PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=ORDER_TIMEOUT_S
-        )
-        return min(usual_s + num_objects * OBJECT_PATIENCE_S, ORDER_TIMEOUT_S)
+        return self._answering.patience_s(num_objects)
 
     def doubt(self) -> None:
         """It did not answer, or bytes did not arrive there: it is silent until it answers anew."""
         if self.caller is None:
             return
-        is_new = self._doubted_s is None
-        self._doubted_s = self._clock.now_s()
-        if is_new:
+        if self._answering.doubt(self._clock.now_s()):
             logger.warning("event=host_silent host=%s", self.name)
             self.spawn(self._probe())
 
     async def _probe(self) -> None:
-        while self._doubted_s is not None:
+        while self._answering.is_doubted:
             try:
                 await self.order("wipe", WipeExtents, Ack, offsets=[])
             except TandemError as error:
                 logger.debug("event=probe_failed host=%s reason=%s", self.name, error)
                 await asyncio.sleep(RETRY_S)
-
-    def _note_answer(self, sent_s: float) -> None:
-        self._usual.note(self._clock.now_s() - sent_s)
-        if self._doubted_s is not None and sent_s >= self._doubted_s:
-            logger.info("event=host_answers host=%s", self.name)
-            self._doubted_s = None
-            self._on_space()
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine that ends with this session."""
@@ -405,27 +360,26 @@ class HostSpace:
             is_load and self.stage is HostStage.DRAINING
         ):
             return None
-        if self.allocator is None:
-            return None
-        offsets = self.allocator.allocate([length])
+        offsets = self.ledger.take([length])
         return None if offsets is None else Extent(offsets[0], length)
 
     def allocate_many(self, lengths: Sequence[int]) -> list[int] | None:
         """Take ranges for new objects, all or none; returns their offsets."""
-        if self.stage is not HostStage.ACTIVE or self.allocator is None:
-            return None
-        return self.allocator.allocate(lengths)
+        return self.ledger.take(lengths) if self.stage is HostStage.ACTIVE else None
 
-    def release(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    def seal(self, offsets: Sequence[int]) -> None:
+        """What was written to ranges is shown from now on."""
+        self.ledger.move(Event.SEAL, offsets)
+
+    def release(self, offsets: Sequence[int]) -> None:
         """Hand back ranges that nobody writes or reads."""
-        if self.allocator is not None and offsets:
-            self.untake(offsets, lengths)
+        if offsets:
+            self.untake(offsets)
             self._on_space()
 
-    def untake(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    def untake(self, offsets: Sequence[int]) -> None:
         """Hand back what was just allocated. No news to those who wait: it was free before."""
-        assert self.allocator is not None
-        self.allocator.release_many(offsets, lengths)
+        self.ledger.move(Event.GIVE_BACK, offsets)
 
     # Objects that go.
 
@@ -442,9 +396,8 @@ class HostSpace:
         if self.caller is None:
             self._finish_unwiped(dropped)
             return done
-        assert extent.offset not in self._drops, extent
+        self.ledger.drop(extent)
         self._drops[extent.offset] = dropped
-        self._dropped_bytes += extent.length
         self._to_wipe.append(dropped)
         if not self._is_wiping:
             self._is_wiping = True
@@ -518,14 +471,11 @@ class HostSpace:
             for _, done in [item for item in self._unwiped if item[0] <= now_ms]:
                 _settle(done)
             self._unwiped = [item for item in self._unwiped if item[0] > now_ms]
-        while self._leased and self._leased[0][0] <= now_ms:
-            _, offset = heapq.heappop(self._leased)
-            if offset in self.guarded:
-                heapq.heappush(self._leased, (now_ms + GUARD_MS, offset))
-                continue
-            dropped = self._forget(offset)
-            self._leased_bytes -= dropped.extent.length
-            self._release_one(dropped.extent)
+        freed = self.ledger.end_leases(now_ms, self.guarded)
+        for offset in freed:
+            del self._drops[offset]
+        if freed:
+            self._on_space()
 
     async def _wipe(self) -> None:
         while self._to_wipe:
@@ -542,22 +492,17 @@ class HostSpace:
             now_ms = self._now_ms()
             for dropped in batch:
                 dropped.is_wiped = True
-                if dropped.free_at_ms > now_ms or dropped.extent.offset in self.guarded:
-                    heapq.heappush(self._leased, (dropped.free_at_ms, dropped.extent.offset))
-                    self._leased_bytes += dropped.extent.length
-                else:
-                    self._forget(dropped.extent.offset)
-                    self._release_one(dropped.extent)
+                offset = dropped.extent.offset
+                if self._drops.get(offset) is dropped and self.ledger.wipe(
+                    offset,
+                    until_ms=dropped.free_at_ms,
+                    now_ms=now_ms,
+                    is_guarded=offset in self.guarded,
+                ):
+                    del self._drops[offset]
+                    self._on_space()
                 self._finish(dropped)
         self._is_wiping = False
-
-    def _release_one(self, extent: Extent) -> None:
-        self.release([extent.offset], [extent.length])
-
-    def _forget(self, offset: int) -> _Drop:
-        dropped = self._drops.pop(offset)
-        self._dropped_bytes -= dropped.extent.length
-        return dropped
 
     def _finish_unwiped(self, dropped: _Drop) -> None:
         """The host is away: a client that reaches it all the same may still find the header."""
@@ -574,91 +519,6 @@ class HostSpace:
         if dropped.done is not None:
             _settle(dropped.done)
 
-    # Writers.
-
-    async def open_writer(self, client: str) -> int:
-        """Return where the segment begins for that client's writes, asking the host once.
-
-        Raises: PeerLostError, DeadlineError.
-        """
-        writer = self._writer(client)
-        try:
-            return await asyncio.shield(writer.base)
-        except asyncio.CancelledError:
-            if writer.base.cancelled():  # Not we: the session ended, or the client was fenced.
-                raise PeerLostError(
-                    "store.write", f"host {self.name} was lost, or the client was shut out"
-                ) from None
-            raise
-
-    def find_writer(self, client: str) -> int:
-        """Return what ``open_writer`` would, if that is known already; else -1."""
-        writer = self.writers.get(client)
-        if writer is None or not writer.base.done() or writer.base.cancelled():
-            return -1
-        return -1 if writer.base.exception() is not None else writer.base.result()
-
-    def hold(self, client: str, grant: int, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Note that an unfinished put of ``client`` may write there."""
-        self._writer(client).held[grant] = (offsets, lengths)
-
-    def unhold(self, client: str, grant: int) -> bool:
-        """The client says that it writes there no more. False: it was shut out before."""
-        writer = self.writers.get(client)
-        return writer is not None and writer.held.pop(grant, None) is not None
-
-    def fence(self, client: str) -> None:
-        """Shut a client out; what it held is free once it is proven to write no more."""
-        writer = self.writers.pop(client, None)
-        if writer is None:
-            return
-        self.quarantined_bytes += sum(sum(lengths) for _, lengths in writer.held.values())
-        self.spawn(self._prove_gone(client, writer))
-
-    def _writer(self, client: str) -> Writer:
-        writer = self.writers.get(client)
-        if writer is None:
-            writer = Writer(asyncio.get_running_loop().create_future())
-            writer.base.add_done_callback(_retrieve)
-            self.writers[client] = writer
-            self.spawn(self._ask_writer(client, writer))
-        return writer
-
-    async def _ask_writer(self, client: str, writer: Writer) -> None:
-        # Not given up on a time-out: the host may have opened one, and only its base can close it.
-        while not writer.base.done():
-            try:
-                opened = await self.order("open_writer", OpenWriter, Opened, client=client)
-            except PeerLostError as error:
-                if not writer.base.done():
-                    writer.base.set_exception(error)
-                return
-            except TandemError as error:
-                logger.debug("event=open_writer_failed host=%s reason=%s", self.name, error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            if not writer.base.done():
-                writer.base.set_result(opened.write_base)
-
-    async def _prove_gone(self, client: str, writer: Writer) -> None:
-        try:
-            base = await asyncio.shield(writer.base)
-        except (TandemError, asyncio.CancelledError):
-            return  # The session is over; the next inventory begins with closing all writers.
-        while True:
-            try:
-                closed = await self.order("close_writer", CloseWriter, Ack, write_base=base)
-            except TandemError as error:
-                logger.debug("event=close_writer_failed host=%s reason=%s", self.name, error)
-            else:
-                if closed.ok:
-                    break
-                logger.warning("event=writer_lingers host=%s client=%s", self.name, client)
-            await asyncio.sleep(RETRY_S)
-        for offsets, lengths in writer.held.values():
-            self.quarantined_bytes -= sum(lengths)
-            self.release(offsets, lengths)
-
 
 def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:
     offsets = np.array([extent.offset for extent in extents], dtype=np.uint64)
@@ -669,8 +529,3 @@ def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:
 def _settle(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _retrieve(future: "asyncio.Future[int]") -> None:
-    if not future.cancelled():
-        future.exception()  # Whoever waits sees it; nobody may.

@@ -1,33 +1,22 @@
-"""Commits of a master: what clients have written is sealed on its hosts and becomes visible."""
+"""Objects that are written become visible: hosts seal them, then the directory shows them."""
 
 import asyncio
 import itertools
 import logging
 import os
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tandem.core.direct import DirectTask, shield
-from tandem.core.errors import ConfigError, TandemError
-from tandem.store.formats import layout
-from tandem.store.master.puts import PutBatch
+from tandem.core.direct import DirectTask
+from tandem.core.errors import TandemError
+from tandem.store.master.allocation import Allocation, PutBatch
+from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica, Staged
 from tandem.store.master.state.space import Extent
-from tandem.store.messages import (
-    Ack,
-    CommitPut,
-    CommitStatus,
-    ExtentRecords,
-    KeyBytes,
-    PutInline,
-    SealExtents,
-)
-from tandem.store.sessions import Caller
+from tandem.store.master.state.state import StoreState
+from tandem.store.messages import Ack, CommitStatus, ExtentRecords, SealExtents
 
-if TYPE_CHECKING:
-    from tandem.store.master.master import StoreMaster
-
-__all__ = ["Commits"]
+__all__ = ["Blob", "Sealing"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +26,7 @@ LONG_BATCH = 8
 """Objects whose staging takes longer than their host takes to begin."""
 
 
-class _Blob:
+class Blob:
     """Bytes of a batch's objects, one after the other: values, or tables."""
 
     def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
@@ -53,116 +42,61 @@ class _Blob:
         ends = list(itertools.accumulate(sizes))
         return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
+    def pick(self, objects: Sequence[int]) -> "Blob":
+        """Return the same of some objects alone."""
+        return Blob(self.take(objects), [self._sizes[i] for i in objects], is_values=self.is_values)
 
-class Commits:
-    """The commits of one master."""
 
-    def __init__(self, master: "StoreMaster") -> None:
-        self._master = master
-        self._committing: dict[tuple[str, int], asyncio.Future[None]] = {}
+class Sealing:
+    """Seals and shows the batches of one master."""
+
+    def __init__(self, state: StoreState, departures: Departures, allocation: Allocation) -> None:
+        self._state = state
+        self._departures = departures
+        self._allocation = allocation
         self._sealing: dict[str, asyncio.Future[None]] = {}
 
-    async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
-        # A caller that leaves must not leave objects half sealed.
-        work = self._master.spawn(self._commit(caller.instance_id, request))
-        return KeyBytes(await shield(work))
-
-    async def _commit(self, client: str, request: CommitPut) -> bytes:
-        name = (client, request.first_put_id)
-        while name in self._committing:  # The request came twice.
-            await asyncio.shield(self._committing[name])
-        batch = self._master.puts.unfinished.get(name)
-        if batch is None or batch.grant != request.grant:
-            # With another grant, a late copy of the request took space that nobody has written.
-            unknown = bytes([CommitStatus.EXPIRED]) * len(request.checksums)
-            return self._master.puts.results.get(name, unknown)
-        if request.checksums and len(request.checksums) != len(batch.keys):
-            raise ConfigError("store.commit", "as many checksums as objects, or none")
-        ended = self._committing[name] = asyncio.get_running_loop().create_future()
-        try:
-            del self._master.puts.unfinished[name]
-            answer = await self._commit_once(batch, request)
-            self._master.puts.remember(name, answer)
-        finally:
-            del self._committing[name]
-            ended.set_result(None)
-        return answer
-
-    async def _commit_once(self, batch: PutBatch, request: CommitPut) -> bytes:
-        hosts = self._master.hosts
-        # A host to which the write failed may still get late bytes: what was held there stays
-        # the writer's until that is shut out.
-        failed = sorted(set(request.failed_hosts) & set(batch.places))
-        for number in failed:
-            del batch.places[number]
-        for number in batch.places:
-            was_held = hosts[number].unhold(batch.client, batch.grant)
-            assert was_held, "a fence takes space from puts"
-        for number in failed:
-            hosts[number].doubt()
-            self._master.puts.fence(hosts[number], batch.client)
-        if not request.checksums:
-            self._master.puts.release(batch)
-            return bytes([CommitStatus.EXPIRED]) * len(batch.keys)
-        table_sizes = [4 * count for count in layout.count_chunks_each(batch.sizes)]
-        if sum(table_sizes) != len(request.tables):
-            self._master.puts.release(batch)
-            raise ConfigError("store.commit", "tables that do not fit the values")
-        blob = _Blob(request.tables, table_sizes, is_values=False)
-        return await self._seal(batch, request.checksums, blob)
-
-    async def seal_values(self, batch: PutBatch, request: PutInline) -> bytes:
-        """Have hosts write the values of a batch, and seal and show them; as ``commit``."""
-        ends = list(itertools.accumulate(request.sizes))
-        data = request.blob
-        if len(batch.keys) != len(request.keys):
-            values = memoryview(data)
-            data = b"".join(values[ends[i] - request.sizes[i] : ends[i]] for i in batch.positions)
-        checksums = [request.checksums[i] for i in batch.positions]
-        return await self._seal(batch, checksums, _Blob(data, batch.sizes, is_values=True))
-
-    async def _seal(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
+    async def seal(self, batch: PutBatch, checksums: Sequence[int], blob: Blob) -> bytes:
         """Seal and show; hosts are sent of the blob what is theirs."""
-        deadline_s = self._master.clock.now_s() + self._master.config.put_timeout_ms / 1e3
+        deadline_s = self._state.clock.now_s() + self._state.config.put_timeout_ms / 1e3
         while True:
             # Meanwhile others may put the same keys; upserts do.
-            left_s = deadline_s - self._master.clock.now_s()
+            left_s = deadline_s - self._state.clock.now_s()
             if left_s > 0 and self._is_unsure(batch):
-                await self._master.wait_learnt(left_s)
+                await self._state.awaited.wait_learnt(left_s)
                 await asyncio.sleep(UNSURE_LOOK_S)
                 continue
             async with _KeysHeld(self._sealing, batch.keys):
-                if self._is_unsure(batch) and self._master.clock.now_s() < deadline_s:
+                if self._is_unsure(batch) and self._state.clock.now_s() < deadline_s:
                     continue
                 return await self._seal_held(batch, checksums, blob)
 
     def _is_unsure(self, batch: PutBatch) -> bool:
         """Whether a host that is waited for may have what the batch is not to replace."""
-        if batch.request.upsert or not self._master.lookups.can_be_unsure:
+        if batch.request.upsert or not self._state.can_be_unsure:
             return False
-        taken = self._master.directory.exists_many(batch.keys)
+        taken = self._state.directory.exists_many(batch.keys)
         if all(taken):
             return False
         missing = [key for key, is_taken in zip(batch.keys, taken, strict=True) if not is_taken]
-        return self._master.lookups.is_unsure(missing)
+        return self._state.is_unsure(missing)
 
-    async def _seal_held(self, batch: PutBatch, checksums: Sequence[int], blob: _Blob) -> bytes:
+    async def _seal_held(self, batch: PutBatch, checksums: Sequence[int], blob: Blob) -> bytes:
         """Seal and show. REQUIRES: the keys are held."""
-        puts = self._master.puts
-        puts.forget_lost(batch)
+        allocation = self._allocation
+        allocation.forget_lost(batch)
         statuses = bytearray([CommitStatus.EXPIRED]) * len(batch.keys)
         if self._is_unsure(batch):
-            puts.release(batch)  # It could not be found out in time: to be put again.
+            allocation.release(batch)  # It could not be found out in time: to be put again.
             return bytes(statuses)
         if not batch.request.upsert:
-            taken = self._master.directory.exists_many(batch.keys)
+            taken = self._state.directory.exists_many(batch.keys)
             if any(taken):
                 came_late = [i for i, is_taken in enumerate(taken) if is_taken]
-                puts.release(batch, came_late)
+                allocation.release(batch, came_late)
                 for i in came_late:
                     statuses[i] = CommitStatus.EXISTS
-        first_version = self._master.take_versions(len(batch.keys))
+        first_version = self._state.versions.take(len(batch.keys))
         records = {
             number: self._make_records(batch, number, checksums, first_version)
             for number, places in batch.places.items()
@@ -186,12 +120,12 @@ class Commits:
             raise
         except Exception:
             if staged is not None:
-                self._master.directory.unstage_many(staged)
-            puts.forget_lost(batch)
+                self._state.directory.unstage_many(staged)
+            allocation.forget_lost(batch)
             for number in batch.places:
                 self._wipe(batch, number, first_version)
             raise
-        puts.forget_lost(batch)
+        allocation.forget_lost(batch)
         for number in [number for number in batch.places if number not in sealed]:
             self._wipe(batch, number, first_version)
             del batch.places[number]
@@ -203,10 +137,10 @@ class Commits:
 
     def _wipe(self, batch: PutBatch, number: int, first_version: int) -> None:
         """Have a host wipe what it may have sealed: its answer was lost, or was no."""
-        host = self._master.hosts[number]
+        host = self._state.hosts[number]
         for i, offset in batch.places[number].items():
             extent = Extent(offset, batch.lengths[i])
-            self._master.wipe_copy(
+            self._departures.wipe_copy(
                 batch.keys[i], host, extent, version=first_version + i, was_shown=False
             )
 
@@ -233,12 +167,12 @@ class Commits:
     ) -> set[int]:
         """Return the hosts that have done it."""
         orders = {
-            number: self._master.hosts[number].order(
+            number: self._state.hosts[number].order(
                 "seal",
                 SealExtents,
                 Ack,
-                timeout_s=self._master.patience_s(
-                    self._master.hosts[number], len(records[number].keys)
+                timeout_s=self._state.patience_s(
+                    self._state.hosts[number], len(records[number].keys)
                 ),
                 records=records[number],
                 has_values=is_values,
@@ -253,7 +187,7 @@ class Commits:
                 sealed.add(number)
             elif isinstance(answer, TandemError):
                 logger.warning(
-                    "event=seal_failed host=%s reason=%s", self._master.hosts[number].name, answer
+                    "event=seal_failed host=%s reason=%s", self._state.hosts[number].name, answer
                 )
             else:
                 raise answer
@@ -262,7 +196,7 @@ class Commits:
     def _stage(self, batch: PutBatch, checksums: Sequence[int], first_version: int) -> Staged:
         """Prepare what the directory will have. REQUIRES: ``_can_stage``."""
         (places,) = filter(None, batch.places.values())
-        return self._master.directory.stage_many(
+        return self._state.directory.stage_many(
             batch.keys,
             sizes=batch.sizes,
             checksums=checksums,
@@ -280,12 +214,14 @@ class Commits:
         staged: Staged | None,
     ) -> "list[asyncio.Future[Any]]":
         """Show what is sealed somewhere; returns what is done when old versions are gone."""
-        directory, request = self._master.directory, batch.request
+        directory, request = self._state.directory, batch.request
         replaced: list[asyncio.Future[Any]] = []
         # An upsert does not wait for who may have had an object.
-        is_unsure = request.upsert and self._master.is_learning
+        is_unsure = request.upsert and self._state.awaited.is_learning
         created = CommitStatus.REPLACED if is_unsure else CommitStatus.CREATED
         placed = [number for number, places in batch.places.items() if places]
+        for number in placed:
+            self._state.hosts[number].seal(batch.list_offsets(number))
         shown: Sequence[int] = range(len(batch.keys))
         keys = batch.keys
         if not any(len(batch.places[number]) == len(shown) for number in placed):
@@ -295,16 +231,16 @@ class Commits:
                 statuses[i] = created
         else:
             statuses[:] = bytes([created]) * len(statuses)
-        removals = self._master.removals
-        if removals.has_going or directory.has_any(keys):
+        departures = self._departures
+        if departures.has_going or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
-                going = removals.find_replaced(key)
+                going = departures.find_replaced(key)
                 if going is not None:  # Evicted a moment ago, and maybe still read.
                     replaced.append(going)
                 row = directory.find(key)
                 if row != NO_ROW:
                     statuses[i] = CommitStatus.REPLACED
-                    replaced += self._master.drop_row(row, wait=True)
+                    replaced += self._departures.drop_row(row, wait=True)
         if staged is not None and keys is not batch.keys:
             directory.unstage_many(staged)
             staged = None
@@ -338,12 +274,10 @@ class Commits:
                 for i in shown
             ]
         if request.hard_pin or request.soft_pin_ms:
-            soft_until_ms = (
-                self._master.now_ms() + request.soft_pin_ms if request.soft_pin_ms else 0
-            )
+            soft_until_ms = self._state.now_ms() + request.soft_pin_ms if request.soft_pin_ms else 0
             for row in rows:
                 directory.set_pins(row, hard=request.hard_pin, soft_until_ms=soft_until_ms)
-        self._master.counters.objects_created += len(rows)
+        self._state.counters.objects_created += len(rows)
         return replaced
 
 

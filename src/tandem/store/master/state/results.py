@@ -1,4 +1,4 @@
-"""Requests of clients that change something: carried out once, however often and late they come.
+"""Results of requests that change something: each is carried out once, however often it comes.
 
 A client numbers them and says below which number it waits for no answer any more. A copy of a
 request that is under way, or whose answer may still be wanted, is given that answer; a copy of any
@@ -14,7 +14,7 @@ from tandem.core.errors import ConflictError
 from tandem.store.messages import Change
 from tandem.store.sessions import Caller
 
-__all__ = ["Requests"]
+__all__ = ["Results"]
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class _Client:
                 del self.work[number]
 
 
-class Requests:
-    """The numbered requests of a master's clients.
+class Results:
+    """What the numbered requests of a master's clients were answered, or will be.
 
     Args:
         spawn: runs a coroutine that its caller's going does not end.
@@ -49,6 +49,11 @@ class Requests:
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "DirectTask[Any]"]) -> None:
         self._spawn = spawn
         self._clients: OrderedDict[str, _Client] = OrderedDict()
+
+    def has(self, client: str, number: int) -> bool:
+        """Whether a client's request of this number has come and may still be asked for."""
+        known = self._clients.get(client)
+        return known is not None and number in known.work
 
     async def change(
         self, caller: Caller, request: Change, begin: Callable[[], Coroutine[Any, Any, T]]
@@ -62,6 +67,8 @@ class Requests:
         number: int,
         settled_below: int,
         begin: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        can_be_late: bool = True,
     ) -> T:
         """Carry a request out, or wait for its first copy.
 
@@ -70,6 +77,7 @@ class Requests:
             number: of the request; 0 if it has none.
             settled_below: see above.
             begin: carries it out.
+            can_be_late: else a late copy is told apart by ``begin``.
 
         Raises: ConflictError for a late copy; what carrying it out raises.
         """
@@ -83,7 +91,7 @@ class Requests:
         if len(self._clients) > MAX_CLIENTS:
             self._clients.popitem(last=False)
         client.settle(settled_below)
-        if number < client.settled_below:
+        if can_be_late and number < client.settled_below:
             raise ConflictError("store.call", f"request {number} comes after its answer")
         work = client.work.get(number)
         if work is None:

@@ -1,0 +1,261 @@
+"""Objects and copies that leave a store: what must be wiped before they are gone, and who waits.
+
+An object has left the directory at once. It is *going* until no header of it is left that a new
+master could find, and *leaving* while clients may still read it by what they remember.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tandem.store.master.state.index import NO_ROW
+from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.state import StoreState
+from tandem.store.messages import Ack, VerifyExtent
+
+__all__ = ["Departures"]
+
+logger = logging.getLogger(__name__)
+
+
+class Departures:
+    """What leaves one master's store."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._removing: dict[str, asyncio.Future[Any]] = {}
+        """Keys of objects that went and whose headers are not all gone yet."""
+        self._replacing: dict[str, asyncio.Future[Any]] = {}
+        """The same without copies that nobody was ever shown: what a put of the key waits for."""
+        self._leaving: dict[str, int] = {}
+        """Of these, the keys of what clients may still read, and how many headers there are."""
+
+    # Leaving the directory.
+
+    def drop_row(self, row: int, *, wait: bool = False) -> "list[asyncio.Future[None]]":
+        """Remove an object; its space is free once it is wiped and unleased.
+
+        Args:
+            row: of the object.
+            wait: note what is to be done before it is gone: see ``note_going``.
+
+        Returns: if ``wait``, what is done when all headers are gone.
+        """
+        state, directory = self._state, self._state.directory
+        key, version = directory.key(row), directory.version(row)
+        length = state.extent_of(row, 0).length
+        free_at_ms = directory.lease_until_ms(row)
+        if state.awaited.is_adopting:
+            state.dropped_versions[key] = version
+        # Clients may remember where it was, and take it for present while there is a header.
+        is_known = free_at_ms > state.now_ms()
+        wait = wait or is_known
+        pending = self._abandon_copy(key, version, wait=wait)
+        on_disk = set(directory.disks(row))
+        wiped: dict[int, asyncio.Future[None]] = {}
+        for replica in directory.remove(row):
+            host = state.hosts[replica.host]
+            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=wait)
+            if done is not None:
+                wiped[replica.host] = done
+                pending.append(done)
+                if host.disk is not None:
+                    on_disk.add(replica.host)  # Or it is on its way there.
+        for number in sorted(on_disk):
+            forgotten = state.hosts[number].forget(key, version, after=wiped.get(number))
+            if wait:
+                pending.append(forgotten)
+        if is_known:
+            earlier = self.find_going(key)  # Other copies, given up a moment ago.
+            headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
+            self._note_leaving(key, [*headers, *wiped.values()])
+        if pending:
+            self.note_going(key, pending)
+        return pending
+
+    def _abandon_copy(self, key: str, version: int, *, wait: bool) -> "list[asyncio.Future[None]]":
+        """The object goes: end the copying of it, and wipe what may have come of that.
+
+        Returns: if ``wait`` and there is a copy, what is done when nothing of it is left.
+        """
+        copy = self._state.copies.get(key)
+        if copy is None or copy.is_abandoned or copy.target.session != copy.session:
+            return []
+        copy.is_abandoned = True
+        done = copy.target.drop(copy.extent, 0, wait=wait)
+        if done is None:
+            return []
+        return [done, copy.target.forget(key, version, after=done)]
+
+    def evict_row(self, row: int) -> bool:
+        """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
+        state, directory = self._state, self._state.directory
+        if not any(state.hosts[number].caller is not None for number in directory.disks(row)):
+            # Its headers are still there, and it may be on its way to a disk: a removal that comes
+            # now must not be over before it could not come back.
+            self.drop_row(row, wait=True)
+            return False
+        for replica in directory.replicas(row):
+            self._drop_copy(row, replica.host)
+        return True
+
+    def drop_replica(self, row: int, host: int) -> None:
+        """Give up one copy in memory, and the object if that was the last of any kind.
+
+        A host without a copy changes nothing.
+        """
+        directory = self._state.directory
+        replicas = directory.replicas(row)
+        if all(replica.host != host for replica in replicas):
+            return
+        if len(replicas) == 1 and not directory.disks(row):
+            # A removal that comes now must not be over before it could not come back.
+            self.drop_row(row, wait=True)
+            return
+        self._drop_copy(row, host)
+
+    def _drop_copy(self, row: int, host: int) -> None:
+        """Forget a copy in memory and have its header wiped; a removal waits for that as well."""
+        state, directory = self._state, self._state.directory
+        replica = directory.drop_replica(row, host)
+        if replica is not None:
+            extent, free_at_ms = (
+                state.extent_of(row, replica.offset),
+                directory.lease_until_ms(row),
+            )
+            self.wipe_copy(directory.key(row), state.hosts[host], extent, free_at_ms)
+
+    def wipe_copy(
+        self,
+        key: str,
+        host: HostSpace,
+        extent: Extent,
+        free_at_ms: int = 0,
+        *,
+        version: int | None = None,
+        was_shown: bool = True,
+    ) -> "list[asyncio.Future[None]]":
+        """Have a copy wiped that the directory does not know (any more).
+
+        A removal of its key is not over before: a new master would find the header.
+
+        Args:
+            key: of the object.
+            host: where it is, or may be.
+            extent: there.
+            free_at_ms: as ``HostSpace.drop``.
+            version: if given, it may be on its way to the disk of the host, which is to forget it.
+            was_shown: see ``note_going``.
+
+        Returns: done when that is so, or the host is lost.
+        """
+        done = host.drop(extent, free_at_ms, wait=True)
+        assert done is not None
+        going = [done]
+        if version is not None and host.disk is not None:
+            going.append(host.forget(key, version, after=done))
+        self.note_going(key, going, was_shown=was_shown)
+        return going
+
+    def lose_disk(self, row: int, host: int) -> None:
+        """The copy on a disk is gone already, and the object if that was the last."""
+        directory = self._state.directory
+        directory.drop_disk(row, host)
+        if not directory.replicas(row) and not directory.disks(row):
+            self.drop_row(row)
+            self._state.counters.objects_evicted += 1
+
+    async def verify_replica(self, key: str, version: int, number: int) -> bool:
+        """Have a host look at its copy, and give that up if it is bad.
+
+        Returns: whether it is good, or not there.
+        Raises: PeerLostError, DeadlineError.
+        """
+        state = self._state
+        row = state.directory.find(key)
+        host = state.hosts.get(number)
+        if row == NO_ROW or state.directory.version(row) != version or host is None:
+            return True
+        offset = state.find_copy(row, number)
+        if offset < 0:
+            return True
+        # The host looks for itself: a reader's own memory may be what is bad.
+        verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
+        is_same = state.is_version(row, key, version)
+        # Of two who report a copy, the second may find a new one in its place, or none.
+        if not verdict.ok and is_same and state.find_copy(row, number) == offset:
+            logger.error("event=replica_corrupt host=%s key=%s", host.name, key)
+            state.counters.replicas_corrupt += 1
+            self.drop_replica(row, number)
+        return verdict.ok
+
+    # Going and leaving.
+
+    def note_going(
+        self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
+    ) -> None:
+        """An object is gone when these are done, and a removal of its key is not over before.
+
+        Args:
+            key: of the object.
+            going: what is to be done.
+            was_shown: it was in the directory. Else a put of the key, which has a higher version,
+                need not wait: a host that does not answer would hold it up.
+        """
+        _join(self._removing, key, going)
+        if was_shown:
+            _join(self._replacing, key, going)
+
+    def find_going(self, key: str) -> "asyncio.Future[Any] | None":
+        """Return what is done when an earlier object of this key is gone; None if none is going."""
+        return self._removing.get(key)
+
+    def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
+        """As ``find_going``, of all keys that begin so."""
+        return [gone for key, gone in self._removing.items() if key.startswith(prefix)]
+
+    def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
+        """Return what a put of this key waits for: as ``find_going``, of what was ever shown."""
+        return self._replacing.get(key)
+
+    @property
+    def has_going(self) -> bool:
+        """Whether anything is going that a put may have to wait for."""
+        return len(self._replacing) > 0
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """The keys of which nothing can be said yet; nearly always none.
+
+        Until the headers are gone, nobody is told that such an object is gone, or of another one:
+        who was told so first, and then read what it remembers, would see time go backwards.
+        """
+        return self._leaving
+
+    def _note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
+        for header in headers:
+            if not header.done():
+                self._leaving[key] = self._leaving.get(key, 0) + 1
+                header.add_done_callback(lambda _: self._note_left(key))
+
+    def _note_left(self, key: str) -> None:
+        self._leaving[key] -= 1
+        if not self._leaving[key]:
+            del self._leaving[key]
+
+
+def _join(
+    all_going: "dict[str, asyncio.Future[Any]]", key: str, going: "Sequence[asyncio.Future[None]]"
+) -> None:
+    """Have a key wait for these as well, until they are done."""
+
+    def forget(gone: "asyncio.Future[Any]") -> None:
+        if all_going.get(key) is gone:
+            del all_going[key]
+
+    earlier = all_going.get(key)
+    pending = [*going, *([] if earlier is None else [earlier])]
+    gone: asyncio.Future[Any] = pending[0] if len(pending) == 1 else asyncio.gather(*pending)
+    all_going[key] = gone
+    gone.add_done_callback(forget)

@@ -1,0 +1,57 @@
+"""Pins of objects: set in the directory, and in the headers, for a master that comes later."""
+
+import logging
+
+from tandem.core.errors import TandemError
+from tandem.store.master.allocation import check_pin
+from tandem.store.master.state.index import NO_ROW
+from tandem.store.master.state.results import Results
+from tandem.store.master.state.state import StoreState
+from tandem.store.messages import Ack, KeyBytes, PinObjects, RepinExtents
+from tandem.store.sessions import Caller
+
+__all__ = ["Pins"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pins:
+    """The pins of one master's objects."""
+
+    def __init__(self, state: StoreState, results: Results) -> None:
+        self._state = state
+        self._results = results
+
+    async def pin(self, caller: Caller, request: PinObjects) -> KeyBytes:
+        """Replace the pins of objects; a byte each: 1 for what is there."""
+        return await self._results.change(caller, request, lambda: self._pin_all(request))
+
+    async def _pin_all(self, request: PinObjects) -> KeyBytes:
+        check_pin(request.soft_ms)
+        await self._state.awaited.recover()  # Or a copy would come that does not know of the pin.
+        flags = bytearray(len(request.keys))
+        until_ms = self._state.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
+        orders: dict[int, list[int]] = {}
+        for i, key in enumerate(request.keys):
+            row = self._state.directory.find(key)
+            if row == NO_ROW:
+                continue
+            flags[i] = 1
+            self._state.directory.set_pins(row, hard=request.hard, soft_until_ms=until_ms)
+            for host, offset in self._state.directory.replicas(row):
+                if self._state.hosts[host].caller is not None:
+                    orders.setdefault(host, []).append(offset)
+        for host, offsets in sorted(orders.items()):
+            try:
+                await self._state.hosts[host].order(
+                    "repin",
+                    RepinExtents,
+                    Ack,
+                    offsets=offsets,
+                    hard=request.hard,
+                    soft_pin_ms=max(0, request.soft_ms),
+                )
+            except TandemError as error:
+                # Pinned all the same; only a restart of the master would not know of it.
+                logger.warning("event=pin_unwritten host=%s reason=%s", host, error)
+        return KeyBytes(bytes(flags))

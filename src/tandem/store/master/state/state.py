@@ -1,0 +1,156 @@
+"""What a master knows, for all its parts. It decides nothing; who changes it says so."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem._native import fill_rows, locate_rows
+from tandem.core.clock import Clock
+from tandem.store.config import StoreConfig
+from tandem.store.formats import layout
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.formats.records import append_record
+from tandem.store.master.policies import Strategy, order_hosts
+from tandem.store.master.state.awaited import Awaited
+from tandem.store.master.state.index import NO_ROW, Directory, Passes
+from tandem.store.master.state.space import ORDER_TIMEOUT_S, Extent, HostSpace
+from tandem.store.master.state.tasks import Tasks
+from tandem.store.master.state.versions import Versions
+from tandem.store.messages import ExtentRecords
+from tandem.store.metrics import StoreCounters
+
+__all__ = ["CopyUnderWay", "StoreState"]
+
+
+@dataclass(slots=True)
+class CopyUnderWay:
+    """A host brings a copy of an object into an extent of its own."""
+
+    target: HostSpace
+    session: int
+    extent: Extent
+    is_load: bool = False
+    """Read from the target's own disk."""
+    is_abandoned: bool = False
+    """The object has gone meanwhile; the extent is being wiped."""
+
+
+class StoreState:
+    """Objects, hosts, time and versions of one master.
+
+    Args:
+        config: the limits and intervals of a store.
+        clock: of leases, pins and expiry.
+        versions: of this master.
+        draw: ``draw(n)`` is a random number in ``[0, n)``.
+        counters: of what happens.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        clock: Clock,
+        versions: Versions,
+        draw: Callable[[int], int],
+        counters: StoreCounters,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.versions = versions
+        self.counters = counters
+        self.directory = Directory(Passes(fill_rows, locate_rows))
+        self.hosts: dict[int, HostSpace] = {}
+        """By number: in the order in which they came."""
+        self.tasks = Tasks()
+        self.awaited = Awaited(self.hosts, self.now_ms, self.tasks)
+        self.copies: dict[str, CopyUnderWay] = {}
+        """By key: copies that hosts are making."""
+        self.space_freed = asyncio.Event()
+        self.dropped_versions: dict[str, int] = {}
+        """While inventories are coming in: what they must not bring back."""
+        self._draw = draw
+
+    def now_ms(self) -> int:
+        """Return the time, milliseconds."""
+        return int(self.clock.now_s() * 1e3)
+
+    # Hosts.
+
+    def writable_hosts(self) -> list[HostSpace]:
+        """Return the hosts that take new objects."""
+        return [host for host in self.hosts.values() if host.is_writable]
+
+    def answering_hosts(self) -> list[HostSpace]:
+        """Return the hosts that take new objects and answer; if none does, all that take them."""
+        hosts = self.writable_hosts()
+        answering = [host for host in hosts if not host.is_silent]
+        return answering or hosts
+
+    def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
+        """Return hosts that take new objects and answer, in the order in which to try them."""
+        hosts = self.answering_hosts()
+        if len(hosts) == 1:
+            return [hosts[0].number]
+        return order_hosts(
+            [host.view() for host in hosts],
+            strategy=Strategy(self.config.strategy),
+            draw=self._draw,
+            preferred=preferred,
+            machine=machine,
+        )
+
+    def patience_s(self, host: HostSpace, num_objects: int = 0) -> float:
+        """Return how long a put waits for a host: not long where another could take its place."""
+        has_others = any(other is not host for other in self.answering_hosts())
+        return host.patience_s(num_objects) if has_others else ORDER_TIMEOUT_S
+
+    # Objects.
+
+    def extent_of(self, row: int, offset: int) -> Extent:
+        """Return the range that a replica of ``row`` takes."""
+        key_bytes = len(self.directory.key(row).encode())
+        return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size(row)))
+
+    def record_of(self, row: int, offset: int) -> ExtentRecords:
+        """Return the header that a copy of ``row`` at ``offset`` should have."""
+        soft_ms = self.directory.soft_pinned_until_ms(row) - self.now_ms()
+        header = ExtentHeader(
+            self.directory.key(row),
+            self.directory.size(row),
+            self.directory.version(row),
+            self.directory.checksum(row),
+            self.directory.wanted(row),
+            self.directory.is_hard_pinned(row),
+            max(0, soft_ms),
+        )
+        records = ExtentRecords()
+        append_record(records, offset, header)
+        return records
+
+    def is_version(self, row: int, key: str, version: int) -> bool:
+        """Whether a row still means the object that it meant, and not a newer one."""
+        return self.directory.find(key) == row and self.directory.version(row) == version
+
+    def find_copy(self, row: int, host: int) -> int:
+        """Return where the copy in the memory of a host lies there; -1 if it has none."""
+        return next((r.offset for r in self.directory.replicas(row) if r.host == host), -1)
+
+    @property
+    def can_be_unsure(self) -> bool:
+        """Whether ``is_unsure`` is so of any keys; nearly always not."""
+        return self.directory.num_unreadable > 0 or self.awaited.is_learning
+
+    def is_unsure(self, keys: Sequence[str]) -> bool:
+        """Whether one of the keys, none of which can be read, may have an object all the same."""
+        if self.awaited.is_learning:
+            return True
+        directory = self.directory
+        if not directory.num_unreadable:
+            return False
+        rows = [row for key in keys if (row := directory.find(key)) != NO_ROW]
+        return any(
+            any(replica.host in self.awaited for replica in directory.replicas(row))
+            or any(host in self.awaited for host in directory.disks(row))
+            for row in rows
+        )

@@ -1,0 +1,83 @@
+"""A client process: the API over a leader that may change."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import Self
+
+from tandem.core.clock import BootClock
+from tandem.rpc import MethodTable, Peer, RpcConfig
+from tandem.store.client import AsyncStoreClient, make_blocking_client
+from tandem.store.config import StoreConfig
+from tandem.store.election import LeaderClient
+from tandem.store.fast_calls import FastChannel
+from tandem.store.ports import TransferClientPort
+from tandem.store.services.connect import (
+    find_endpoints,
+    identify,
+    make_client_maker,
+    make_engine,
+    make_rpc_config,
+)
+
+__all__ = ["ClientService"]
+
+
+class ClientService:
+    """What a client process needs. An async context manager; inside it ``client`` is usable."""
+
+    def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
+        self._config = config
+        self._urls = find_endpoints(config)
+        self._rpc = make_rpc_config(RpcConfig() if rpc is None else rpc, config)
+        self.client: AsyncStoreClient
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as opening:
+            await self._start(opening)
+            self._open = opening.pop_all()
+        return self
+
+    async def _start(self, opening: contextlib.AsyncExitStack) -> None:
+        """Open one after the other; what is open is closed in the opposite order."""
+        config = self._config
+        name = config.name or f"{socket.gethostname()}:{os.getpid()}"
+        identity = identify(name, "store_client")
+        self._engine = make_engine(config, self._urls[0], name, ())
+        opening.push_async_callback(asyncio.to_thread, self._engine.close, deadline_s=2.0)
+        leader = LeaderClient(
+            self._urls,
+            make_client_maker(config, self._rpc, identity, MethodTable()),
+            on_peer=self._on_peer,
+            on_peer_lost=self._on_peer_lost,
+        )
+        opening.push_async_callback(leader.aclose)
+        self._channel = FastChannel(self._engine, identity.instance_id)
+        opening.push_async_callback(self._channel.aclose)
+        self._channel.slow = leader
+        self.client = AsyncStoreClient(
+            self._channel,
+            TransferClientPort(self._engine),
+            clock=BootClock(),  # Leases end while we sleep.
+            config=config,
+            machine=config.machine or socket.gethostname(),
+        )
+        opening.push_async_callback(self.client.aclose)
+        await leader.connect(self._rpc.connect_timeout_ms / 1e3)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    def _on_peer(self, peer: Peer) -> None:
+        self._channel.on_peer(peer)
+        self.client.on_master()
+
+    def _on_peer_lost(self) -> None:
+        self._channel.on_peer_lost()
+        self.client.on_master()
+
+    def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
+        """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
+        return make_blocking_client(self.client, self._channel, self._engine, loop)

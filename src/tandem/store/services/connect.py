@@ -1,0 +1,183 @@
+"""How processes of a store reach each other: addresses, secrets, versions, sessions, engines."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tandem.core.errors import TandemError, UnsupportedError
+from tandem.rpc import (
+    Auth,
+    Identity,
+    MethodTable,
+    Peer,
+    RpcClient,
+    RpcConfig,
+    generate_secret,
+    make_identity,
+    make_runtime_dir,
+    read_secret,
+    write_secret,
+)
+from tandem.rpc.endpoint import parse_endpoint
+from tandem.store.config import StoreConfig
+from tandem.store.election import PROBE_TIMEOUT_S
+from tandem.transfer import TransferConfig, TransferEngine
+
+__all__ = [
+    "auth_for",
+    "check_version",
+    "default_folder",
+    "find_endpoints",
+    "identify",
+    "make_client_maker",
+    "make_engine",
+    "make_file_name",
+    "make_rpc_config",
+    "read_transfer_secret",
+    "state_folder",
+    "watch_master",
+]
+
+STORE_VERSION = 1
+"""Of the messages. Versions one apart understand each other: a new one only adds."""
+MAX_RECONNECT_MS = 250
+"""A master that is restarted should find its hosts again at once."""
+
+
+def default_folder() -> Path:
+    """Return the folder of the store of this user on this machine: socket, secret, epoch."""
+    return Path(f"/tmp/tandem-store-{os.geteuid()}")  # noqa: S108 - made 0700 and checked
+
+
+def find_endpoints(config: StoreConfig) -> list[str]:
+    """Return where masters may be; the data path's secret is beside the first."""
+    listed = [url.strip() for url in config.master.split(",") if url.strip()]
+    listed = [url if "://" in url else f"tcp://{url}" for url in listed]
+    return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
+
+
+def state_folder(url: str) -> Path:
+    """Return where a master keeps what it must not forget: beside its socket, if it has one."""
+    path = parse_endpoint(url).path
+    return make_runtime_dir(default_folder()) if path is None else path.parent
+
+
+def auth_for(config: StoreConfig, url: str) -> Auth:
+    """Return what proves us to a master at an address."""
+    return Auth.for_endpoint(url, config.secret)
+
+
+def make_rpc_config(rpc: RpcConfig, config: StoreConfig) -> RpcConfig:
+    """Return the control channel's settings with what a store needs of them."""
+    longest = min(rpc.reconnect_max_ms, MAX_RECONNECT_MS)
+    lease_ms = rpc.lease_ms
+    if config.election.backend != "none" or "," in config.master:
+        # A leader that is stopped must be missed when another is elected, not long after.
+        lease_ms = min(lease_ms, 1000 * config.election.ttl_s)
+    return msgspec.structs.replace(
+        rpc,
+        reconnect_max_ms=longest,
+        reconnect_initial_ms=min(rpc.reconnect_initial_ms, longest),
+        lease_ms=lease_ms,
+        heartbeat_interval_ms=min(rpc.heartbeat_interval_ms, lease_ms // 4),
+    )
+
+
+def identify(name: str, role: str) -> Identity:
+    """Return what a process says of itself."""
+    return make_identity(name, role, {"store": str(STORE_VERSION)})
+
+
+def check_version(theirs: Identity, ours: Identity) -> None:
+    """Refuse a store more than one version away, and whatever is no store.
+
+    Raises: UnsupportedError naming both versions.
+    """
+    version = theirs.compat.get("store", "")
+    if not version.isdecimal() or abs(int(version) - int(ours.compat["store"])) > 1:
+        raise UnsupportedError(
+            "store.handshake",
+            f"{theirs.name} speaks store version {version or 'none'!r}, {ours.name} "
+            f"{ours.compat['store']}: they may differ by one",
+            field="compat.store",
+        )
+
+
+def read_transfer_secret(config: StoreConfig, url: str) -> str:
+    """Return the secret of the data path; on one machine the master has left one by its socket."""
+    if config.secret is not None:
+        return config.secret
+    path = state_folder(url) / "secret"
+    with contextlib.suppress(FileExistsError):
+        write_secret(path, generate_secret())
+    return read_secret(path)
+
+
+async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
+    """Stay until the session with the master is lost; return why it was.
+
+    A master that is stopped is lost when its lease ends, one that is killed at once.
+    Raises: TandemError if there is no session to lose.
+    """
+    url = find_endpoints(config)[0]
+    client = RpcClient(
+        url,
+        identity=identify("watcher", "store_watcher"),
+        auth=auth_for(config, url),
+        config=make_rpc_config(rpc, config),
+        check_compat=check_version,
+    )
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def note_lost(_: Peer, error: TandemError) -> None:
+        if not lost.done():
+            lost.set_result(error.what)
+
+    client.on_peer_lost(note_lost)
+    async with client:
+        return await lost
+
+
+def make_client_maker(
+    config: StoreConfig, rpc: RpcConfig, identity: Identity, table: MethodTable
+) -> Callable[[str], RpcClient]:
+    """Return what makes the client of one master after the other."""
+    timeout_ms = min(rpc.connect_timeout_ms, int(PROBE_TIMEOUT_S * 1e3))
+    one_try = msgspec.structs.replace(rpc, connect_timeout_ms=timeout_ms)
+
+    def make(url: str) -> RpcClient:
+        return RpcClient(
+            url,
+            identity=identity,
+            auth=auth_for(config, url),
+            config=one_try,
+            methods=table,
+            check_compat=check_version,
+        )
+
+    return make
+
+
+def make_engine(
+    config: StoreConfig, url: str, name: str, listen: tuple[str, ...]
+) -> TransferEngine:
+    """Return a process's transfer engine; the caller closes it."""
+    # A client listens as well: on one host the owner of memory asks its users to let go.
+    return TransferEngine(
+        TransferConfig(
+            name=name,
+            secret=read_transfer_secret(config, url),
+            listen=listen or ("127.0.0.1:0",),
+            transports=config.transports,
+            deadline_ms=config.deadline_ms,
+        )
+    )
+
+
+def make_file_name(name: str) -> str:
+    """Return a name as that of a file."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)

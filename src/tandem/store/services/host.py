@@ -1,0 +1,145 @@
+"""A host process: a segment and a disk, served to masters, readers and writers."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Self
+
+from tandem.core.clock import MonotonicClock
+from tandem.core.errors import CapacityError, InternalError
+from tandem.rpc import MethodTable, RpcConfig
+from tandem.store.config import StoreConfig
+from tandem.store.election import LeaderClient
+from tandem.store.fast_calls import CallServer
+from tandem.store.host import DiskFolder, DiskTier, Segment, StoreHost
+from tandem.store.ports import TransferHostPort
+from tandem.store.services.connect import (
+    find_endpoints,
+    identify,
+    make_client_maker,
+    make_engine,
+    make_file_name,
+    make_rpc_config,
+)
+from tandem.transfer import TransferEngine
+
+__all__ = ["HostService"]
+
+logger = logging.getLogger(__name__)
+
+
+class HostService:
+    """A host process. An async context manager; entering it does not wait for a master.
+
+    Args:
+        config: of the store.
+        rpc: the control channel's settings.
+        keep_segment: whether a clean end leaves the segment's file; None: if the host has a name
+            by which it is found again. A process that dies leaves it in any case.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        rpc: RpcConfig | None = None,
+        *,
+        keep_segment: bool | None = None,
+    ) -> None:
+        machine = config.machine or socket.gethostname()
+        name = config.name or f"{machine}:{os.getpid()}"
+        self._urls = find_endpoints(config)
+        self._config = config
+        self._rpc = make_rpc_config(RpcConfig() if rpc is None else rpc, config)
+        self._name = name
+        self._machine = machine
+        self.host: StoreHost
+        # Without a name of its own, nobody could find the file again.
+        self._is_kept = bool(config.name) if keep_segment is None else keep_segment
+
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as opening:
+            await self._start(opening)
+            self._open = opening.pop_all()
+        return self
+
+    async def _start(self, opening: contextlib.AsyncExitStack) -> None:
+        """Open one after the other; what is open is closed in the opposite order."""
+        config, to_thread = self._config, asyncio.to_thread
+        path = Path(config.segment_dir) / f"{make_file_name(self._name)}.segment"
+        segment = await to_thread(Segment.open_file, path, config.segment_bytes)
+        opening.push_async_callback(to_thread, segment.close, remove=not self._is_kept)
+        engine = make_engine(config, self._urls[0], self._name, config.listen)
+        opening.push_async_callback(to_thread, engine.close, deadline_s=2.0)
+        port = TransferHostPort(engine, segment)
+        disk = await self._open_disk(segment, engine, opening)
+        token = secrets.token_hex(16)
+        self.host = host = StoreHost(self._name, self._machine, segment, port, disk, token)
+        channel = LeaderClient(
+            self._urls,
+            make_client_maker(config, self._rpc, identify(self._name, "store_host"), self._list()),
+            on_peer=host.on_master,
+            on_peer_lost=host.on_master_lost,
+        )
+        opening.push_async_callback(channel.aclose)
+        calls = CallServer(
+            engine, host.methods(), lambda client: host.master if client == token else None
+        )
+        opening.push_async_callback(calls.aclose)
+        opening.push_async_callback(host.aclose)
+        opening.push_async_callback(self._leave)
+        channel.start()
+        loop = asyncio.get_running_loop()
+
+        def tell_grown(_: int) -> None:
+            loop.call_soon_threadsafe(host.on_grown)
+
+        segment.reserve_rest(tell_grown)
+
+    def _list(self) -> MethodTable:
+        table = MethodTable()
+        for name, handler, request, response in self.host.methods():
+            table.register(name, handler, request, response)
+        return table
+
+    async def _open_disk(
+        self, segment: Segment, engine: TransferEngine, opening: contextlib.AsyncExitStack
+    ) -> DiskTier | None:
+        """Open the SSD tier; a disk that cannot be read leaves a host of memory alone."""
+        config = self._config
+        if not config.ssd_dir:
+            return None
+        folder: DiskFolder | None = None
+        try:
+            folder = await asyncio.to_thread(
+                DiskFolder.open, Path(config.ssd_dir), engine, marks=Path(config.segment_dir)
+            )
+            opening.push_async_callback(asyncio.to_thread, folder.close)
+            disk = DiskTier(
+                folder,
+                segment,
+                capacity_bytes=config.ssd_bytes,
+                clock=MonotonicClock(),
+                damage=folder.damage,
+            )
+            await disk.open()
+        except (InternalError, CapacityError):
+            logger.exception("event=disk_unusable path=%s", config.ssd_dir)
+            if folder is not None:
+                folder.condemn()  # What is removed meanwhile must not come back.
+            return None
+        disk.start()
+        opening.push_async_callback(disk.aclose)
+        return disk
+
+    async def _leave(self) -> None:
+        if not self._is_kept and self.host.disk is None:
+            await self.host.leave()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
