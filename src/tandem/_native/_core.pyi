@@ -1219,6 +1219,53 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 
+class LoraRows:
+    """Which rows of a step belong to which adapter. One thread."""
+
+    def __init__(self, num_rows: int) -> None: ...
+
+    def add(self, slot: int, rows: Sequence[int]) -> None:
+        """Name the rows of the adapter of a slot. Raises: ShapeError."""
+
+class LoraBank:
+    """
+    The low-rank changes of one matrix, by slot of their adapter. A slot is written while no
+    call uses it; calls that use others may run meanwhile.
+    """
+
+    def __init__(self, num_slots: int) -> None: ...
+
+    def add_part(self, slot: int, down: TensorView, up: TensorView, scale: float, first_output: int, out_size: int, head: int = 0) -> None:
+        """
+        Add scale * (x down^T) up to some outputs, for the rows of a slot.
+
+        Args:
+            down: [rank, inputs], contiguous, float32 or bfloat16; kept.
+            up: [panels, rank, 64] of the same type: column c of the outputs is at
+                [c / 64, :, c % 64], and zero beyond them; kept.
+        Raises: ShapeError.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Forget the parts of a slot."""
+
+    def is_needed(self, rows: LoraRows) -> bool:
+        """Whether a step has rows of a slot with parts."""
+
+    def run(self, x: TensorView, sums: TensorView, rows: LoraRows, out: TensorView | None = None, is_added: bool = False, pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Add the changes to `sums`, then round all of these once to `out`.
+
+        Args:
+            x: [rows, inputs] or [rows, heads, inputs of a head], of the parts' type.
+            sums: float32 [rows, outputs] or [rows, heads, outputs of a head], the product
+                without adapters; says whether there are heads.
+            rows: of the step.
+            out: of the shape of `sums`; None leaves the sums where they are.
+            is_added: add to what `out` holds.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa).
+        """
+
 class SamplingRule:
     """
     What a request asks of its tokens, and which it has had.
