@@ -655,18 +655,10 @@ class CoreBatch:
 class CallInbox:
     """Where calls that have ended are collected."""
 
-    def __init__(self, core: TransferCore | None = None) -> None:
-        """
-        Args:
-            core: whose `exchange_calls` returns when something is in it; None: the
-                descriptor tells.
-        """
+    def __init__(self) -> None: ...
 
     def fileno(self) -> int:
         """Readable while something is in it."""
-
-    def leave_core(self) -> None:
-        """From now on the descriptor tells."""
 
     def take(self) -> list[int]:
         """The tags of the calls that have ended since the last call."""
@@ -698,6 +690,26 @@ class CoreIncomingCall:
         """
         Send bytes, or (code, where, what) of an error; False: answered before, or in vain.
         """
+
+class CallSource:
+    """Calls of an engine's peers, for an event loop."""
+
+    def fileno(self) -> int:
+        """Readable while there are calls, and once the engine is closed."""
+
+    def take(self) -> list[CoreIncomingCall] | None:
+        """The calls that have come. None: the engine is closed."""
+
+def answer_calls(answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> None:
+    """
+    Send bytes, or (code, where, what) of errors; those of a connection in one go.
+    """
+
+def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool:
+    """
+    Poll, without the GIL, for what peers send to these engines, until `fd` is readable,
+    for as long as polling pays. True: it is readable.
+    """
 
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
@@ -765,10 +777,11 @@ class TransferCore:
 
     def serve_calls(self) -> None: ...
 
-    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall] | None:
-        """
-        Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.
-        """
+    def serve_calls_on_fd(self) -> CallSource:
+        """As serve_calls, for an event loop."""
+
+    def wait_calls(self) -> list[CoreIncomingCall] | None:
+        """Wait for calls of peers, without the GIL. None: the engine is closed."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 
@@ -1205,6 +1218,53 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         num_group_choices: how many of a group's best are summed, 1 or 2.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
+
+class LoraRows:
+    """Which rows of a step belong to which adapter. One thread."""
+
+    def __init__(self, num_rows: int) -> None: ...
+
+    def add(self, slot: int, rows: Sequence[int]) -> None:
+        """Name the rows of the adapter of a slot. Raises: ShapeError."""
+
+class LoraBank:
+    """
+    The low-rank changes of one matrix, by slot of their adapter. A slot is written while no
+    call uses it; calls that use others may run meanwhile.
+    """
+
+    def __init__(self, num_slots: int) -> None: ...
+
+    def add_part(self, slot: int, down: TensorView, up: TensorView, scale: float, first_output: int, out_size: int, head: int = 0) -> None:
+        """
+        Add scale * (x down^T) up to some outputs, for the rows of a slot.
+
+        Args:
+            down: [rank, inputs], contiguous, float32 or bfloat16; kept.
+            up: [panels, rank, 64] of the same type: column c of the outputs is at
+                [c / 64, :, c % 64], and zero beyond them; kept.
+        Raises: ShapeError.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Forget the parts of a slot."""
+
+    def is_needed(self, rows: LoraRows) -> bool:
+        """Whether a step has rows of a slot with parts."""
+
+    def run(self, x: TensorView, sums: TensorView, rows: LoraRows, out: TensorView | None = None, is_added: bool = False, pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Add the changes to `sums`, then round all of these once to `out`.
+
+        Args:
+            x: [rows, inputs] or [rows, heads, inputs of a head], of the parts' type.
+            sums: float32 [rows, outputs] or [rows, heads, outputs of a head], the product
+                without adapters; says whether there are heads.
+            rows: of the step.
+            out: of the shape of `sums`; None leaves the sums where they are.
+            is_added: add to what `out` holds.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa).
+        """
 
 class SamplingRule:
     """

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tandem.finetune.examples import Example, collate, encode, make_template, pa
 from tandem.finetune.model import load_frozen, load_tokenizer
 from tandem.finetune.recipe import Recipe
 from tandem.finetune.records import BadRow, Conversation, load_dataset
-from tandem.finetune.targets import find_targets, name_targets
+from tandem.finetune.targets import find_targets, name_targets, take_names_literally
 from tandem.models.families import open_checkpoint
 
 __all__ = [
@@ -232,7 +233,8 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     _save_adapter(model, tokenizer, folder)
     trainer.state.save_to_json(str(folder / STATE_NAME))
     if recipe.output.plot_loss:
-        plot_losses(trainer.state.log_history, folder / "training_loss.png")
+        if not plot_losses(trainer.state.log_history, folder / "training_loss.png"):
+            logger.warning("event=no_plot why=%r", "no loss was logged: lower logging_steps")
         plot_losses(trainer.state.log_history, folder / "training_eval_loss.png", "eval_loss")
     write_card(folder, recipe, results)
     return RunReport(
@@ -275,8 +277,10 @@ def _make_model(recipe: Recipe) -> Any:
     if recipe.model.adapter_name_or_path is not None:
         folder = Path(recipe.model.adapter_name_or_path)
         check_adapter(folder)
-        return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
-    return get_peft_model(frozen.model, make_lora_config(recipe, frozen.model))
+        with take_names_literally(frozen.model):
+            return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
+    with take_names_literally(frozen.model):
+        return get_peft_model(frozen.model, make_lora_config(recipe, frozen.model))
 
 
 def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
@@ -342,7 +346,10 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
             # Ours: see CheckpointCallback.
             save_strategy="no",
             report_to=sinks or "none",
-            dataloader_num_workers=recipe.data.dataloader_num_workers,
+            # More than the CPUs would only wait for each other; the order is the sampler's.
+            dataloader_num_workers=min(
+                recipe.data.dataloader_num_workers, len(os.sched_getaffinity(0))
+            ),
             dataloader_pin_memory=False,
             remove_unused_columns=False,
             label_names=["labels"],
