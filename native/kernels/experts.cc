@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "base/thread_annotations.h"
 #include "kernels/experts_routing.h"
 #include "kernels/operand.h"
 
@@ -166,7 +166,7 @@ Status ExpertBank::run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> 
   size_t most = 0;
   for (const std::vector<PartTask>& of_node : tasks) most = std::max(most, of_node.size());
   if (most == 0) return {};
-  std::mutex mutex;
+  Mutex mutex;
   Status status;
   const auto body = [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) {
@@ -174,7 +174,7 @@ Status ExpertBank::run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> 
       if (i % most >= of_node.size()) continue;
       Status ran = run(of_node[i % most]);
       if (ran.is_ok()) continue;
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (status.is_ok()) status = std::move(ran);
     }
   };

@@ -655,18 +655,10 @@ class CoreBatch:
 class CallInbox:
     """Where calls that have ended are collected."""
 
-    def __init__(self, core: TransferCore | None = None) -> None:
-        """
-        Args:
-            core: whose `exchange_calls` returns when something is in it; None: the
-                descriptor tells.
-        """
+    def __init__(self) -> None: ...
 
     def fileno(self) -> int:
         """Readable while something is in it."""
-
-    def leave_core(self) -> None:
-        """From now on the descriptor tells."""
 
     def take(self) -> list[int]:
         """The tags of the calls that have ended since the last call."""
@@ -698,6 +690,26 @@ class CoreIncomingCall:
         """
         Send bytes, or (code, where, what) of an error; False: answered before, or in vain.
         """
+
+class CallSource:
+    """Calls of an engine's peers, for an event loop."""
+
+    def fileno(self) -> int:
+        """Readable while there are calls, and once the engine is closed."""
+
+    def take(self) -> list[CoreIncomingCall] | None:
+        """The calls that have come. None: the engine is closed."""
+
+def answer_calls(answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> None:
+    """
+    Send bytes, or (code, where, what) of errors; those of a connection in one go.
+    """
+
+def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool:
+    """
+    Poll, without the GIL, for what peers send to these engines, until `fd` is readable,
+    for as long as polling pays. True: it is readable.
+    """
 
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
@@ -765,10 +777,11 @@ class TransferCore:
 
     def serve_calls(self) -> None: ...
 
-    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall] | None:
-        """
-        Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.
-        """
+    def serve_calls_on_fd(self) -> CallSource:
+        """As serve_calls, for an event loop."""
+
+    def wait_calls(self) -> list[CoreIncomingCall] | None:
+        """Wait for calls of peers, without the GIL. None: the engine is closed."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 
