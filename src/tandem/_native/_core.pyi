@@ -870,6 +870,10 @@ class ExpertBank:
         """Shares of the intermediate dimension."""
 
     @property
+    def inner_columns(self) -> int:
+        """Columns of gate and up in whole blocks."""
+
+    @property
     def is_bound(self) -> bool:
         """Whether the kernel granted every part the node that was asked for."""
 
@@ -899,19 +903,26 @@ class ExpertBank:
         """As below, with tensors that were viewed before; ids are int64."""
 
     @overload
-    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
+    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object, delta: object = None, kept: object = None) -> None:
         """
         Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
+
+        `delta`, float32 [pairs, 2 * inner_columns], is added to gate and up of each token and
+        expert, sorted by expert; `kept`, bfloat16, takes what their activation sees.
 
         Raises: ShapeError (array or expert id; `out` is then untouched).
         """
 
-    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object) -> None:
+    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object, kept: object = None, delta: object = None, extra: object = None, d_gate_up: object = None) -> None:
         """
-        Write the gradients with respect to `x` and `weights`; all float32 but the ids.
+        Write the gradients with respect to `x` and `weights`, float32.
 
-        Raises: ShapeError (array or expert id; outputs are then untouched);
-            UnsupportedError (an activation other than silu).
+        `kept` and `delta` are as of `forward`; without `kept`, gate and up are computed again
+        from `x`. `extra`, float32 [pairs, inner_columns], is added to the weighted gradient of
+        the intermediate; `d_gate_up`, bfloat16 [pairs, 2 * inner_columns], takes those of gate
+        and up.
+
+        Raises: ShapeError (array or expert id; outputs are then untouched).
         """
 
     def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
@@ -1030,9 +1041,9 @@ class PackedMatrix:
         Raises: ShapeError (`out` is then untouched).
         """
 
-    def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None:
+    def backward(self, pool: ThreadPool, d_out: object, d_x: object, is_added: bool = False) -> None:
         """
-        Write d_out W, the gradient with respect to x, to `d_x`; both float32.
+        Write d_out W, the gradient with respect to x, to `d_x`, float32, or add it.
 
         Raises: ShapeError (`d_x` is then untouched).
         """

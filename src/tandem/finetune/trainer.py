@@ -21,6 +21,7 @@ from tandem.finetune.artefacts import plot_losses, write_card, write_json
 from tandem.finetune.callbacks import LOG_NAME, STATE_NAME, CheckpointCallback, LogCallback
 from tandem.finetune.checkpoints import find_last_checkpoint, list_checkpoints
 from tandem.finetune.examples import Example, collate, encode, make_template, pack
+from tandem.finetune.loss import Head, compute_loss, find_head
 from tandem.finetune.model import load_frozen, load_tokenizer
 from tandem.finetune.recipe import Recipe
 from tandem.finetune.records import BadRow, Conversation, load_dataset
@@ -97,7 +98,32 @@ class EpochLoader(DataLoader[Example]):
 
 
 class LoraTrainer(Trainer):
-    """transformers' Trainer with an order of data that a resumed run repeats."""
+    """transformers' Trainer with an order of data that a resumed run repeats.
+
+    The loss is taken piece by piece where it is the plain one (``tandem.finetune.loss``).
+
+    Args:
+        head: of the model, or None for transformers' own loss.
+        options: of ``Trainer``.
+    """
+
+    def __init__(self, *, head: Head | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._head = head
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: FBT - as of Trainer
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the loss of a batch; with logits, and in evaluation, the model's own."""
+        if self._head is None or return_outputs or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        with self.accelerator.autocast():
+            return compute_loss(model.get_base_model(), self._head, inputs, num_items)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return batches of the training examples."""
@@ -202,6 +228,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     model = _make_model(recipe)
     set_seed(recipe.train.seed)
     trainer = LoraTrainer(
+        head=find_head(model.get_base_model()),
         model=model,
         args=_make_arguments(recipe, folder, has_bar=has_bar),
         train_dataset=data.train,  # type: ignore[arg-type]
