@@ -21,7 +21,7 @@ from tandem.store.client.buffers import (
     measure_parts,
 )
 from tandem.store.client.bulk_reading import BulkReader
-from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import RETRY_S, MasterCalls
 from tandem.store.client.reading import ObjectRead, ObjectReader, not_found
 from tandem.store.client.writing import (
@@ -79,7 +79,7 @@ class AsyncStoreClient:
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
         self._writer = ObjectWriter(self._calls, port)
         self._reader = ObjectReader(self._calls, port)
-        self._places = KnownPlaces(config.known_places)
+        self._places = LocationCache(config.location_cache)
         self._bulk_reader = BulkReader(self._calls, port, self._places)
         self._owner = object()
         """Tells buffers registered here from others; the same for a twin."""
