@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from tandem.core.errors import (
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
 from tandem.store.client.buffers import Part
 from tandem.store.client.master_calls import MasterCalls
+from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
@@ -39,7 +39,7 @@ from tandem.store.messages import (
 )
 from tandem.store.patience import UsualTime
 
-__all__ = ["DEFAULT_OPTIONS", "Items", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
+__all__ = ["Items", "ObjectWriter", "is_inline"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,39 +55,6 @@ WORK_BYTES = 2**22
 """What a write is measured by; twice the bytes may take twice the time."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
-
-
-class PutResult(Enum):
-    """What a put did."""
-
-    CREATED = "created"
-    EXISTS = "exists"
-    """There was an object under the key; it stays as it is. Not with ``upsert``."""
-    REPLACED = "replaced"
-    """A new version took the place of an old one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PutOptions:
-    """How objects are kept."""
-
-    replicas: int = 1
-    """Copies, each on another host; fewer if there are not so many, and then repaired later."""
-    preferred: Sequence[str] = ()
-    """Names of hosts to try first."""
-    same_machine: bool = False
-    """Try hosts of our machine first."""
-    upsert: bool = False
-    """Replace an object of the same key; readers of the old version are not disturbed."""
-    soft_pin_s: float = 0.0
-    """Evicted only after what is not pinned, for so long."""
-    hard_pin: bool = False
-    """Never evicted."""
-    wait_s: float | None = None
-    """How long to wait for space; None = as configured, which is also the most."""
-
-
-DEFAULT_OPTIONS = PutOptions()
 
 
 _OUTCOMES = {
