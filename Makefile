@@ -9,11 +9,12 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo finetune-demo test test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
+	@echo "make finetune-demo  train an adapter on docstrings, measure it before and after, ask it"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests as well"
 	@echo "make test-long  run the tests of many minutes under load"
@@ -29,6 +30,9 @@ demo: $(STAMPS)/serve
 # A file's tests stay in one process, which shares their servers. One process more than two cores:
 # many tests wait. -n0 in ARGS runs all in one, for debuggers.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+finetune-demo: $(STAMPS)/finetune
+	@$(BIN)/python examples/finetune_demo/run.py
+
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download" $(ARGS)
 
@@ -76,10 +80,14 @@ $(STAMPS)/serve: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(INSTALL) $(call kernels,native) --editable ".[serve]"
 	@mkdir -p $(STAMPS) && touch $@
 
-# Both stamps: what it installs is more than the demo needs.
+$(STAMPS)/finetune: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
+	$(INSTALL) $(call kernels,native) --editable ".[finetune]"
+	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $@
+
+# All stamps: what it installs is more than the demo needs.
 $(STAMPS)/dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(INSTALL) $(call kernels,test) --editable ".[serve,dev]"
-	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $@
+	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $(STAMPS)/finetune $@
 
 clean:
 	rm -rf $(VENV) build

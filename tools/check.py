@@ -13,6 +13,7 @@ CHECKS = {
     "contracts": ["lint-imports"],
     "circles": ["python", "tools/import_circles.py"],
     "names": ["python", "tools/names.py"],
+    "locks": ["python", "tools/thread_safety.py"],
 }
 
 

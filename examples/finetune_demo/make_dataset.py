@@ -33,8 +33,8 @@ def main() -> int:
     """Write the rows of both sides and their descriptions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--max-train", type=int, default=3000, help="training rows at most")
-    parser.add_argument("--max-held-out", type=int, default=120, help="held-out rows at most")
+    parser.add_argument("--max-train", type=int, default=2000, help="training rows at most")
+    parser.add_argument("--max-held-out", type=int, default=60, help="held-out rows at most")
     options = parser.parse_args()
     files = [file for file in read_corpus(MAX_FILE_BYTES) if not file.is_test]
     train, held_out = split_rows(files, options.max_train, options.max_held_out)

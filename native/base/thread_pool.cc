@@ -253,7 +253,7 @@ Status ThreadPool::submit(const Job& job) {
     (*job.body)(0, job.num_tasks, current_scope.thread_id);
     return {};
   }
-  const std::lock_guard lock(submit_mutex_);
+  const MutexLock lock(submit_mutex_);
   job_ = job;
   job_.chunk = std::min(job.chunk, job.num_tasks);
   has_failed_.store(false, std::memory_order_relaxed);
@@ -268,6 +268,7 @@ Status ThreadPool::submit(const Job& job) {
     for (auto& sub_pool : sub_pools_) wait_drained(*sub_pool);
   }
   if (!has_failed_.load(std::memory_order_relaxed)) return {};
+  const MutexLock reading(failure_mutex_);
   return std::exchange(failure_, Error{});
 }
 
@@ -389,7 +390,7 @@ void ThreadPool::run_range(size_t begin, size_t end, int thread_id) noexcept {
 }
 
 void ThreadPool::record_failure(Error error) noexcept {
-  const std::lock_guard lock(failure_mutex_);
+  const MutexLock lock(failure_mutex_);
   if (has_failed_.load(std::memory_order_relaxed)) return;
   failure_ = std::move(error);
   has_failed_.store(true, std::memory_order_relaxed);

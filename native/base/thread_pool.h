@@ -20,12 +20,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/function_ref.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "base/topology.h"
 
 namespace tandem {
@@ -124,13 +124,13 @@ class ThreadPool {
   std::vector<std::unique_ptr<SubPool>> sub_pools_;
   std::vector<std::thread> workers_;
 
-  std::mutex submit_mutex_;
+  Mutex submit_mutex_;
   // Written by the submitter while no worker is inside a job; read by those inside.
   Job job_;
   std::atomic<int64_t> published_ns_{0};
   std::atomic<bool> has_failed_{false};
-  std::mutex failure_mutex_;
-  Error failure_;  // GUARDED_BY(failure_mutex_) during a job.
+  Mutex failure_mutex_;
+  Error failure_ GUARDED_BY(failure_mutex_);
 };
 
 }  // namespace tandem

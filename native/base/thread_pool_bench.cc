@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/idle_spin.h"
+#include "base/thread_annotations.h"
 
 namespace tandem {
 namespace {
@@ -24,7 +23,7 @@ class CondvarThreads {
   }
   ~CondvarThreads() {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       is_stopping_ = true;
     }
     start_.notify_all();
@@ -32,31 +31,31 @@ class CondvarThreads {
   }
 
   void run_empty_job() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     num_running_ = workers_.size();
     ++epoch_;
     start_.notify_all();
-    done_.wait(lock, [this] { return num_running_ == 0; });
+    done_.wait(lock, [this]() REQUIRES(mutex_) { return num_running_ == 0; });
   }
 
  private:
   void work() {
     uint64_t seen = 0;
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     while (true) {
-      start_.wait(lock, [&] { return is_stopping_ || epoch_ != seen; });
+      start_.wait(lock, [&]() REQUIRES(mutex_) { return is_stopping_ || epoch_ != seen; });
       if (is_stopping_) return;
       seen = epoch_;
       if (--num_running_ == 0) done_.notify_one();
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable start_;
-  std::condition_variable done_;
-  uint64_t epoch_ = 0;       // GUARDED_BY(mutex_), as all below.
-  size_t num_running_ = 0;
-  bool is_stopping_ = false;
+  Mutex mutex_;
+  CondVar start_;
+  CondVar done_;
+  uint64_t epoch_ GUARDED_BY(mutex_) = 0;
+  size_t num_running_ GUARDED_BY(mutex_) = 0;
+  bool is_stopping_ GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "base/thread_pool.h"
 
 namespace tandem {
@@ -12,7 +13,7 @@ namespace tandem {
 // the call to its return.
 struct WakeupTimes {
   int64_t pool_ns = 0;
-  int64_t condvar_ns = 0;  // Threads behind a std::mutex and std::condition_variable.
+  int64_t condvar_ns = 0;  // Threads behind a Mutex and CondVar.
   double ratio = 0;        // Median over bursts of condvar / pool: above 1, the pool is faster.
 };
 

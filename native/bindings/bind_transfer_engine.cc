@@ -278,9 +278,8 @@ std::shared_ptr<Connection> answer_call(IncomingCall& call, nb::handle answer) {
 
 constexpr size_t kMaxCallsTaken = 256;
 
-// Sends the answers, each connection's in one go, and waits for calls.
-std::optional<nb::list> exchange_calls(TransferCore& core, nb::list answers) {
-  Engine& engine = alive(core);
+// Sends the answers, each connection's in one go.
+void answer_calls(nb::list answers) {
   std::vector<std::shared_ptr<Connection>> to_flush;
   for (nb::handle item : answers) {
     const auto pair = nb::borrow<nb::tuple>(item);
@@ -288,30 +287,68 @@ std::optional<nb::list> exchange_calls(TransferCore& core, nb::list answers) {
     if (connection && std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
       to_flush.push_back(std::move(connection));
   }
-  answers.clear();
-  std::optional<std::vector<std::shared_ptr<IncomingCall>>> taken;
-  {
-    const nb::gil_scoped_release release;
-    for (const auto& connection : to_flush) connection->flush();
-    to_flush.clear();
-    taken = engine.take_calls(kMaxCallsTaken);
-  }
+  const nb::gil_scoped_release release;
+  for (const auto& connection : to_flush) connection->flush();
+  to_flush.clear();
+}
+
+using TakenCalls = std::optional<std::vector<std::shared_ptr<IncomingCall>>>;
+
+std::optional<nb::list> to_list(const std::shared_ptr<Engine>& engine, TakenCalls taken) {
   if (!taken) return std::nullopt;
   nb::list calls;
-  for (auto& call : *taken)
-    calls.append(nb::cast(CoreIncomingCall(core.engine, std::move(call))));
+  for (auto& call : *taken) calls.append(nb::cast(CoreIncomingCall(engine, std::move(call))));
   return calls;
+}
+
+std::optional<nb::list> wait_calls(TransferCore& core) {
+  Engine& engine = alive(core);
+  TakenCalls taken;
+  {
+    const nb::gil_scoped_release release;
+    taken = engine.wait_calls(kMaxCallsTaken);
+  }
+  return to_list(core.engine, std::move(taken));
+}
+
+// The calls of one engine, for an event loop; keeps the descriptor while the loop may watch it.
+struct CallSource {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<CallQueue> queue;
+  int fd;
+
+  CallSource(std::shared_ptr<Engine> of, std::shared_ptr<CallQueue> served, int readable)
+      : engine(std::move(of)), queue(std::move(served)), fd(readable) {}
+  CallSource(CallSource&&) = default;
+  ~CallSource() {
+    if (engine && engine->is_forked()) {
+      new std::shared_ptr<Engine>(std::move(engine));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    engine.reset();
+  }
+};
+
+CallSource serve_calls_on_fd(TransferCore& core) {
+  Engine& engine = alive(core);
+  return {core.engine, engine.call_queue(), take(engine.call_queue()->begin_serving_on_fd())};
+}
+
+bool poll_sources(const std::vector<const CallSource*>& sources, int fd, double seconds) {
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (const CallSource* source : sources) engines.push_back(source->engine);
+  const int64_t limit_ns = seconds < 1.0 ? static_cast<int64_t>(seconds * 1e9) : 1'000'000'000;
+  const nb::gil_scoped_release release;
+  const bool is_readable = Engine::poll_requests(engines, fd, limit_ns);
+  engines.clear();
+  return is_readable;
 }
 
 void bind_calls(nb::module_& module) {
   nb::class_<CallInbox>(module, "CallInbox", "Where calls that have ended are collected.")
-      .def(nb::new_([](TransferCore* core) {
-             return take(core == nullptr ? CallInbox::create() : alive(*core).make_inbox());
-           }), "core"_a.none() = nb::none(),
-           "Args:\n    core: whose `exchange_calls` returns when something is in it; None: the\n"
-           "        descriptor tells.")
+      .def(nb::new_([] { return take(CallInbox::create()); }))
       .def("fileno", &CallInbox::fd, "Readable while something is in it.")
-      .def("leave_core", &CallInbox::leave_queue, "From now on the descriptor tells.")
       .def("take", &CallInbox::take, "The tags of the calls that have ended since the last call.");
   nb::class_<CoreCall>(module, "CoreCall", "A call that was begun; see TransferEngine.call_async.")
       .def("wait", &await_call, "deadline_s"_a,
@@ -335,6 +372,23 @@ void bind_calls(nb::module_& module) {
            }, "answer"_a,
            nb::sig("def answer(self, answer: bytes | tuple[str, str, str]) -> bool"),
            "Send bytes, or (code, where, what) of an error; False: answered before, or in vain.");
+}
+
+void bind_call_source(nb::module_& module) {
+  nb::class_<CallSource>(module, "CallSource", "Calls of an engine's peers, for an event loop.")
+      .def("fileno", [](const CallSource& self) { return self.fd; },
+           "Readable while there are calls, and once the engine is closed.")
+      .def("take", [](const CallSource& self) {
+             return to_list(self.engine, self.queue->take(kMaxCallsTaken));
+           }, nb::sig("def take(self) -> list[CoreIncomingCall] | None"),
+           "The calls that have come. None: the engine is closed.");
+  module.def("answer_calls", &answer_calls, "answers"_a,
+             nb::sig("def answer_calls(answers: list[tuple[CoreIncomingCall, bytes | "
+                     "tuple[str, str, str]]]) -> None"),
+             "Send bytes, or (code, where, what) of errors; those of a connection in one go.");
+  module.def("poll_sources", &poll_sources, "sources"_a, "fd"_a, "limit_s"_a,
+             "Poll, without the GIL, for what peers send to these engines, until `fd` is readable,\n"
+             "for as long as polling pays. True: it is readable.");
 }
 
 // {(transport, op, "bytes" | "parts"): count}, {(transport, "failovers"): count}
@@ -448,6 +502,7 @@ void bind_transfer_engine(nb::module_& module) {
   bind_description(module);
   bind_batch(module);
   bind_calls(module);
+  bind_call_source(module);
   module.def("list_interfaces", &list_interfaces,
              "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
@@ -551,10 +606,9 @@ void bind_transfer_engine(nb::module_& module) {
       .def("begin_call", &begin_call, "segment"_a, "payload"_a, "inbox"_a.none() = nullptr,
            "tag"_a = 0)
       .def("serve_calls", [](TransferCore& core) { run([&] { return core.engine->serve_calls(); }); })
-      .def("exchange_calls", &exchange_calls, "answers"_a,
-           nb::sig("def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | "
-                   "tuple[str, str, str]]]) -> list[CoreIncomingCall] | None"),
-           "Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.")
+      .def("serve_calls_on_fd", &serve_calls_on_fd, "As serve_calls, for an event loop.")
+      .def("wait_calls", &wait_calls, nb::sig("def wait_calls(self) -> list[CoreIncomingCall] | None"),
+           "Wait for calls of peers, without the GIL. None: the engine is closed.")
       .def("notify", [](TransferCore& core, uint64_t segment, const std::string& name,
                         nb::bytes payload, double seconds) {
              const std::string bytes(payload.c_str(), payload.size());

@@ -151,8 +151,30 @@ void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView
              static_cast<const float*>(weights.data()), static_cast<float*>(out.data())});
 }
 
+// Pairs of a token and an expert that is here; ids are checked later.
+size_t count_pairs(const AnyInput& ids, bool has_int64) {
+  const size_t size = ids.shape(0) * ids.shape(1);
+  size_t count = 0;
+  for (size_t i = 0; i < size; ++i)
+    count += has_int64 ? static_cast<const int64_t*>(ids.data())[i] >= 0
+                       : static_cast<const int32_t*>(ids.data())[i] >= 0;
+  return count;
+}
+
+// The data of an array [rows, columns] of float32, or of bfloat16, or null for None.
+template <class Array, class Item>
+Item* view_rows(const nb::object& array, const char* where, const char* name, bool has_bf16,
+                size_t rows, size_t columns) {
+  if (array.is_none()) return nullptr;
+  const auto view = nb::cast<Array>(array);
+  const bool has_dtype = has_bf16 ? is_bf16(view.dtype()) : is_float(view.dtype());
+  check_matrix(view, where, name, has_dtype, has_bf16 ? "bfloat16" : "float32", rows, columns);
+  return static_cast<Item*>(view.data());
+}
+
 void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
-             const AnyInput& weights, const AnyOutput& out) {
+             const AnyInput& weights, const AnyOutput& out, const nb::object& delta,
+             const nb::object& kept) {
   constexpr const char* kWhere = "kernels.run_experts";
   if (x.ndim() != 2 || ids.ndim() != 2)
     raise({Code::kShape, kWhere,
@@ -168,38 +190,57 @@ void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const 
   check_matrix(weights, kWhere, "weights", is_float(weights.dtype()), "float32", num_tokens, top_k);
   check_matrix(out, kWhere, "out", is_float(out.dtype()), "float32", num_tokens,
                bank.hidden_size());
-  const ExpertBank::Batch batch{x.data(),   is_bf16(x.dtype()), num_tokens,
-                                ids.data(), has_int64,          top_k,
-                                static_cast<const float*>(weights.data()),
-                                static_cast<float*>(out.data())};
+  ExpertBank::Batch batch{x.data(),   is_bf16(x.dtype()), num_tokens,
+                          ids.data(), has_int64,          top_k,
+                          static_cast<const float*>(weights.data()),
+                          static_cast<float*>(out.data())};
+  if (!delta.is_none() || !kept.is_none()) {
+    const size_t pairs = count_pairs(ids, has_int64), columns = 2 * bank.inner_columns();
+    batch.delta = view_rows<AnyInput, const float>(delta, kWhere, "delta", false, pairs, columns);
+    batch.kept = view_rows<AnyOutput, uint16_t>(kept, kWhere, "kept", true, pairs, columns);
+  }
   run_expert_batch(bank, pool, batch);
 }
 
-void backward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const AnyInput& ids,
+void backward(const ExpertBank& bank, ThreadPool& pool, const nb::object& x, const AnyInput& ids,
               const AnyInput& weights, const AnyInput& d_out, const AnyOutput& d_x,
-              const AnyOutput& d_weights) {
+              const AnyOutput& d_weights, const nb::object& kept, const nb::object& delta,
+              const nb::object& extra, const nb::object& d_gate_up) {
   constexpr const char* kWhere = "kernels.experts_backward";
-  const size_t num_tokens = x.ndim() == 2 ? x.shape(0) : 0;
+  const size_t num_tokens = d_out.ndim() == 2 ? d_out.shape(0) : 0;
   const size_t top_k = ids.ndim() == 2 ? ids.shape(1) : 0;
   const size_t hidden = bank.hidden_size();
   const bool has_int64 = ids.dtype() == nb::dtype<int64_t>();
-  check_matrix(x, kWhere, "x", is_float(x.dtype()), "float32", num_tokens, hidden);
+  ExpertBank::GradBatch batch;
+  if (x.is_none() && kept.is_none())
+    raise({Code::kShape, kWhere, "neither x nor kept: give what forward() had, or left", "x"});
+  if (!x.is_none()) {
+    const MatrixView rows = view_matrix(nb::cast<AnyInput>(x), kWhere, "x", num_tokens, hidden);
+    batch.x = rows.data;
+    batch.is_bf16 = rows.is_bf16;
+  }
   check_matrix(ids, kWhere, "expert_ids", has_int64 || ids.dtype() == nb::dtype<int32_t>(),
                "int32 or int64", num_tokens, top_k);
   check_matrix(weights, kWhere, "weights", is_float(weights.dtype()), "float32", num_tokens, top_k);
-  check_matrix(d_out, kWhere, "d_out", is_float(d_out.dtype()), "float32", num_tokens, hidden);
+  const MatrixView d_rows = view_matrix(d_out, kWhere, "d_out", num_tokens, hidden);
   check_matrix(d_x, kWhere, "d_x", is_float(d_x.dtype()), "float32", num_tokens, hidden);
   check_matrix(d_weights, kWhere, "d_weights", is_float(d_weights.dtype()), "float32", num_tokens,
                top_k);
-  const ExpertBank::GradBatch batch{static_cast<const float*>(x.data()),
-                                    num_tokens,
-                                    ids.data(),
-                                    has_int64,
-                                    top_k,
-                                    static_cast<const float*>(weights.data()),
-                                    static_cast<const float*>(d_out.data()),
-                                    static_cast<float*>(d_x.data()),
-                                    static_cast<float*>(d_weights.data())};
+  const size_t pairs = count_pairs(ids, has_int64), columns = bank.inner_columns();
+  batch.num_tokens = num_tokens;
+  batch.expert_ids = ids.data();
+  batch.has_int64_ids = has_int64;
+  batch.top_k = top_k;
+  batch.weights = static_cast<const float*>(weights.data());
+  batch.d_out = d_rows.data;
+  batch.is_d_out_bf16 = d_rows.is_bf16;
+  batch.kept = view_rows<AnyInput, const uint16_t>(kept, kWhere, "kept", true, pairs, 2 * columns);
+  batch.delta = view_rows<AnyInput, const float>(delta, kWhere, "delta", false, pairs, 2 * columns);
+  batch.extra = view_rows<AnyInput, const float>(extra, kWhere, "extra", false, pairs, columns);
+  batch.d_gate_up =
+      view_rows<AnyOutput, uint16_t>(d_gate_up, kWhere, "d_gate_up", true, pairs, 2 * columns);
+  batch.d_x = static_cast<float*>(d_x.data());
+  batch.d_weights = static_cast<float*>(d_weights.data());
   run_released([&] { return bank.backward(pool, batch); });
 }
 
@@ -282,6 +323,8 @@ void bind_kernels(nb::module_& module) {
            "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
            "    UnsupportedError (weights that the format cannot hold).")
       .def_prop_ro("num_parts", &ExpertBank::num_parts, "Shares of the intermediate dimension.")
+      .def_prop_ro("inner_columns", &ExpertBank::inner_columns,
+                   "Columns of gate and up in whole blocks.")
       .def_prop_ro("is_bound", &ExpertBank::is_bound,
                    "Whether the kernel granted every part the node that was asked for.")
       .def("find_part_nodes",
@@ -300,18 +343,28 @@ void bind_kernels(nb::module_& module) {
       .def("forward", &run_expert_views, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
            "As below, with tensors that were viewed before; ids are int64.")
       .def("forward", &forward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
+           "delta"_a = nb::none(), "kept"_a = nb::none(),
            nb::sig("def forward(self, pool: ThreadPool, x: object, expert_ids: object, "
-                   "weights: object, out: object) -> None"),
+                   "weights: object, out: object, delta: object = None, kept: object = None"
+                   ") -> None"),
            "Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden]."
            "\n\n"
+           "`delta`, float32 [pairs, 2 * inner_columns], is added to gate and up of each token and\n"
+           "expert, sorted by expert; `kept`, bfloat16, takes what their activation sees.\n\n"
            "Raises: ShapeError (array or expert id; `out` is then untouched).")
-      .def("backward", &backward, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "d_out"_a, "d_x"_a,
-           "d_weights"_a,
+      .def("backward", &backward, "pool"_a, "x"_a.none(), "expert_ids"_a, "weights"_a, "d_out"_a,
+           "d_x"_a, "d_weights"_a, "kept"_a = nb::none(), "delta"_a = nb::none(),
+           "extra"_a = nb::none(), "d_gate_up"_a = nb::none(),
            nb::sig("def backward(self, pool: ThreadPool, x: object, expert_ids: object, "
-                   "weights: object, d_out: object, d_x: object, d_weights: object) -> None"),
-           "Write the gradients with respect to `x` and `weights`; all float32 but the ids.\n\n"
-           "Raises: ShapeError (array or expert id; outputs are then untouched);\n"
-           "    UnsupportedError (an activation other than silu).")
+                   "weights: object, d_out: object, d_x: object, d_weights: object, "
+                   "kept: object = None, delta: object = None, extra: object = None, "
+                   "d_gate_up: object = None) -> None"),
+           "Write the gradients with respect to `x` and `weights`, float32.\n\n"
+           "`kept` and `delta` are as of `forward`; without `kept`, gate and up are computed again\n"
+           "from `x`. `extra`, float32 [pairs, inner_columns], is added to the weighted gradient of\n"
+           "the intermediate; `d_gate_up`, bfloat16 [pairs, 2 * inner_columns], takes those of gate\n"
+           "and up.\n\n"
+           "Raises: ShapeError (array or expert id; outputs are then untouched).")
       .def("read_weights", &read_weights, "pool"_a, "num_experts"_a,
            "Read the packed bytes of the first experts: a ceiling for benchmarks.\n\n"
            "Raises: NotFoundError (more than there are).")

@@ -112,16 +112,15 @@ void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
 }
 
 void run_matrix_back(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& d_out,
-                     const AnyOutput& d_x) {
+                     const AnyOutput& d_x, bool is_added) {
   constexpr const char* kWhere = "kernels.linear_backward";
   const size_t num_rows = d_out.ndim() == 2 ? d_out.shape(0) : 0;
-  check_matrix(d_out, kWhere, "d_out", is_float(d_out.dtype()), "float32", num_rows,
-               matrix.out_features());
+  const MatrixView rows = view_matrix(d_out, kWhere, "d_out", num_rows, matrix.out_features());
   check_matrix(d_x, kWhere, "d_x", is_float(d_x.dtype()), "float32", num_rows,
                matrix.in_features());
   run_released([&] {
-    return matrix.backward(pool, static_cast<const float*>(d_out.data()), num_rows,
-                           static_cast<float*>(d_x.data()));
+    return matrix.backward(
+        pool, {rows.data, rows.is_bf16, num_rows, static_cast<float*>(d_x.data()), is_added});
   });
 }
 
@@ -233,9 +232,10 @@ void bind_linear(nb::module_& module) {
                    "is_added: bool = False) -> None"),
            "Write x W^T + bias to `out`, or add it to what `out` holds.\n\n"
            "Raises: ShapeError (`out` is then untouched).")
-      .def("backward", &run_matrix_back, "pool"_a, "d_out"_a, "d_x"_a,
-           nb::sig("def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None"),
-           "Write d_out W, the gradient with respect to x, to `d_x`; both float32.\n\n"
+      .def("backward", &run_matrix_back, "pool"_a, "d_out"_a, "d_x"_a, "is_added"_a = false,
+           nb::sig("def backward(self, pool: ThreadPool, d_out: object, d_x: object, "
+                   "is_added: bool = False) -> None"),
+           "Write d_out W, the gradient with respect to x, to `d_x`, float32, or add it.\n\n"
            "Raises: ShapeError (`d_x` is then untouched).")
       .def("forward_heads", &run_heads_views, "pool"_a, "x"_a, "out"_a,
            "out[t, h] = x[t, h] W_h^T, where W_h is the h-th of equal shares of the outputs.\n\n"

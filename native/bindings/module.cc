@@ -1,6 +1,7 @@
 // The extension tandem._native._core; one file a topic.
 #include <nanobind/nanobind.h>
 
+#include "bindings/bind_lora.h"
 #include "bindings/bind_transfer.h"
 #include "bindings/status.h"
 
@@ -21,6 +22,7 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_linear(module);
   tandem::bindings::bind_attention(module);
   tandem::bindings::bind_row_ops(module);
+  tandem::bindings::bind_lora(module);
   tandem::bindings::bind_sampling(module);
   tandem::bindings::bind_store(module);
   tandem::bindings::bind_store_reads(module);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "base/thread_pool.h"
 #include "base/thread_pool_bench.h"
 #include "bindings/status.h"
@@ -122,7 +123,7 @@ void bind_pool(nb::module_& module) {
                           "Medians of an empty job on all threads, from call to return.")
       .def_ro("pool_ns", &WakeupTimes::pool_ns)
       .def_ro("condvar_ns", &WakeupTimes::condvar_ns,
-              "The same by std::thread and std::condition_variable, in alternating bursts.")
+              "The same by std::thread and CondVar, in alternating bursts.")
       .def_ro("ratio", &WakeupTimes::ratio, "Median of condvar / pool; above 1, ours is faster.");
   nb::class_<ThreadPool>(module, "ThreadPool",
                          "The compute threads of a process; kernels run on them.\n\n"

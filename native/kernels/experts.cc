@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "base/thread_annotations.h"
 #include "kernels/experts_routing.h"
 #include "kernels/operand.h"
 
@@ -32,12 +32,6 @@ Status check_activation(const Activation& activation) {
 }
 
 }  // namespace
-
-struct ExpertBank::Scratch {
-  Operand x;
-  std::vector<Operand> h;          // Of each part.
-  std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
-};
 
 Result<ExpertBank> ExpertBank::plan(const Config& config) {
   Status status = check_format(config.format);
@@ -172,7 +166,7 @@ Status ExpertBank::run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> 
   size_t most = 0;
   for (const std::vector<PartTask>& of_node : tasks) most = std::max(most, of_node.size());
   if (most == 0) return {};
-  std::mutex mutex;
+  Mutex mutex;
   Status status;
   const auto body = [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) {
@@ -180,7 +174,7 @@ Status ExpertBank::run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> 
       if (i % most >= of_node.size()) continue;
       Status ran = run(of_node[i % most]);
       if (ran.is_ok()) continue;
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (status.is_ok()) status = std::move(ran);
     }
   };
@@ -331,6 +325,8 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   Status status = arena.reserve(scratch_bytes);
   if (!status.is_ok()) return status;
   Scratch scratch;
+  scratch.delta = batch.delta;
+  scratch.kept = batch.kept;
   scratch.x = take_operand(arena, format_, batch.num_tokens, hidden_row);
   for (const Part& part : parts_) {
     scratch.h.push_back(
@@ -343,7 +339,8 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
       {format_, batch.x, batch.is_bf16, hidden_size_, 0, batch.num_tokens, scratch.x});
   if (status.is_ok()) status = run_gate_up(pool, routing, scratch);
   if (status.is_ok()) status = run_down(pool, routing, scratch, batch);
-  if (status.is_ok() && parts_.size() > 1) status = merge_parts(pool, scratch, batch);
+  if (status.is_ok() && parts_.size() > 1)
+    status = merge_parts(pool, scratch.sums, batch.num_tokens, batch.out);
   return status;
 }
 
@@ -387,13 +384,15 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
         for (size_t block = first; block < last; ++block) {
           const size_t column = block * block_size();
           const size_t bias_at = share.expert_id * bias_row + part.first + column;
+          const auto kept_at = [](auto* rows, size_t first) { return rows ? rows + first : rows; };
           kernels_->gate_up(
               {format_, activation_, scratch.x.row_size, scratch.x,
                routing.tokens.data() + share.first_pair, share.num_pairs,
                part.data + share.expert_id * part.expert_bytes + block * block_bytes,
                hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
                up_bias_.empty() ? nullptr : &up_bias_[bias_at], scratch.h[task.part],
-               share.first_pair, column});
+               share.first_pair, column, kept_at(scratch.delta, part.first + column),
+               kept_at(scratch.kept, part.first + column), inner_columns()});
         }
         return Status();
       });
@@ -431,13 +430,13 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
       });
 }
 
-Status ExpertBank::merge_parts(ThreadPool& pool, const Scratch& scratch,
-                               const Batch& batch) const {
-  const size_t size = batch.num_tokens * hidden_size_;
+Status ExpertBank::merge_parts(ThreadPool& pool, const std::vector<const float*>& sums,
+                               size_t num_tokens, float* out) const {
+  const size_t size = num_tokens * hidden_size_;
   const auto merge = [&](size_t begin, size_t end) {
-    std::vector<const float*> sums = scratch.sums;
-    for (const float*& sum : sums) sum += begin;
-    kernels_->add_parts(sums.data(), sums.size(), end - begin, batch.out + begin);
+    std::vector<const float*> from = sums;
+    for (const float*& sum : from) sum += begin;
+    kernels_->add_parts(from.data(), from.size(), end - begin, out + begin);
   };
   const size_t num_tasks = (size + kMergeChunk - 1) / kMergeChunk;
   if (num_tasks == 1) {

@@ -61,17 +61,29 @@ class ExpertBank {
     size_t top_k = 0;
     const float* weights = nullptr;  // [num_tokens, top_k]
     float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
+    // For gradients, [pairs, 2, inner_columns()]: gate and up of each (token, expert), sorted by
+    // expert, then token, then slot; null for none. What is added to them, columns beyond the
+    // intermediate size being zero, and where they are kept, in bf16, as the activation saw them.
+    const float* delta = nullptr;
+    uint16_t* kept = nullptr;
   };
 
   // What backward() reads and writes; everything borrowed for the call.
   struct GradBatch {
-    const float* x = nullptr;  // [num_tokens, hidden_size], as forward() had it.
+    const void* x = nullptr;  // [num_tokens, hidden_size], as forward() had it; null with `kept`.
+    bool is_bf16 = false;
     size_t num_tokens = 0;
     const void* expert_ids = nullptr;  // As of Batch.
     bool has_int64_ids = false;
     size_t top_k = 0;
     const float* weights = nullptr;  // [num_tokens, top_k]
-    const float* d_out = nullptr;    // [num_tokens, hidden_size]
+    const void* d_out = nullptr;     // [num_tokens, hidden_size], fp32 or bf16.
+    bool is_d_out_bf16 = false;
+    const float* delta = nullptr;    // As forward() had it; unused with `kept`.
+    const uint16_t* kept = nullptr;  // As forward() left it; null: computed again.
+    // [pairs, inner_columns()], added to the gradient of h, which is weighted; null for none.
+    const float* extra = nullptr;
+    uint16_t* d_gate_up = nullptr;   // [pairs, 2, inner_columns()], bf16, overwritten; may be null.
     float* d_x = nullptr;            // [num_tokens, hidden_size], overwritten.
     float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
   };
@@ -96,8 +108,9 @@ class ExpertBank {
   // Errors: kShape (an expert id; `out` is then untouched), those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
 
-  // The gradient of forward()'s exact function of the dequantized weights, in fp32, with respect to x
-  // and to the router weights. Errors: as forward, kUnsupported (an activation other than kSilu).
+  // The gradient of forward() with respect to x and to the router weights, where the coding of
+  // activations counts as rounding. Weights, `d_out`, and the gradients of gate and up are rounded
+  // to bf16, sums are in fp32. Errors: as forward.
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
 
   // What a call could reach at best, for benchmarks: reads the packed bytes of the first
@@ -112,6 +125,8 @@ class ExpertBank {
   size_t hidden_size() const { return hidden_size_; }
   size_t intermediate_size() const { return intermediate_size_; }
   size_t num_parts() const { return parts_.size(); }
+  // Columns of gate and up in whole blocks.
+  size_t inner_columns() const { return whole_.num_gate_panels * kPanelColumns; }
   // Whether the kernel granted every part its node.
   bool is_bound() const;
   // The NUMA node of each part's first page. Errors: kUnsupported (the kernel does not say).
@@ -158,13 +173,15 @@ class ExpertBank {
   Status run_inner_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
                          const GradBatch& batch) const;
   void run_inner_task(const Routing& routing, const GradScratch& scratch, const GradBatch& batch,
-                      const GradShare& share, size_t part_id, size_t first_panel,
-                      size_t last_panel) const;
+                      const GradShare& share, size_t part_id, size_t panel) const;
   Status run_input_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
                          const GradBatch& batch) const;
+  void run_input_task(const Routing& routing, const GradScratch& scratch, size_t part_id,
+                      size_t first_k, float* sums, size_t num_tokens) const;
   void sum_weight_grads(const Routing& routing, const GradScratch& scratch,
                         const GradBatch& batch) const;
-  Status merge_parts(ThreadPool& pool, const Scratch& scratch, const Batch& batch) const;
+  Status merge_parts(ThreadPool& pool, const std::vector<const float*>& sums, size_t num_tokens,
+                     float* out) const;
   Status pack_part(const Part& part, size_t expert_id, size_t panel, const MatrixView& gate,
                    const MatrixView& up, const MatrixView& down) const;
   void copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const;

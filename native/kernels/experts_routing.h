@@ -1,4 +1,4 @@
-// Which tokens go to which expert: shared by the two directions of an ExpertBank.
+// Which tokens go to which expert, and scratch: shared by the two directions of an ExpertBank.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,14 @@ struct ExpertBank::Routing {
   std::vector<int32_t> tokens;
   std::vector<float> weights;
   std::vector<int32_t> slots;  // Of each pair: token * top_k + slot.
+};
+
+struct ExpertBank::Scratch {
+  Operand x;
+  std::vector<Operand> h;          // Of each part; without data where only gate and up are wanted.
+  std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
+  const float* delta = nullptr;    // As of Batch.
+  uint16_t* kept = nullptr;
 };
 
 }  // namespace tandem

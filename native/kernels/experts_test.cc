@@ -23,7 +23,7 @@ struct Shape {
 };
 
 std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Shape& shape, Isa isa,
-                       size_t num_parts = 1) {
+                       size_t num_parts = 1, bool has_gradients = false) {
   ExpertBank::Config config;
   config.num_parts = num_parts;
   config.format = format;
@@ -59,6 +59,20 @@ std::vector<float> run(ThreadPool& pool, const WeightFormat& format, const Shape
   batch.weights = weights.data();
   batch.out = out.data();
   CHECK(bank.forward(pool, batch).is_ok());
+  if (!has_gradients) return out;
+  std::vector<float> d_x(out.size(), 99.0f), d_weights(weights.size(), 99.0f);
+  ExpertBank::GradBatch gradients;
+  gradients.x = x.data();
+  gradients.num_tokens = shape.num_tokens;
+  gradients.expert_ids = ids.data();
+  gradients.top_k = shape.top_k;
+  gradients.weights = weights.data();
+  gradients.d_out = out.data();
+  gradients.d_x = d_x.data();
+  gradients.d_weights = d_weights.data();
+  CHECK(bank.backward(pool, gradients).is_ok());
+  out.insert(out.end(), d_x.begin(), d_x.end());
+  out.insert(out.end(), d_weights.begin(), d_weights.end());
   return out;
 }
 
@@ -100,11 +114,24 @@ TEST(experts_parts_do_not_depend_on_the_nodes) {
     const std::unique_ptr<ThreadPool> pool = std::move(ThreadPool::create(options).value());
     for (const size_t num_parts : {2, 5}) {
       results.push_back(run(*pool, {8, 32, false}, {3, 96, 352, 9, 2}, available_isas().back(),
-                            num_parts));
+                            num_parts, true));
     }
   }
   for (size_t i = 2; i < results.size(); ++i) CHECK(results[i] == results[i % 2]);
   CHECK(results[0] != results[1]);
+}
+
+TEST(experts_gradients_stay_within_their_memory) {
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  for (const Isa isa : available_isas()) {
+    run(*pool, {16, 0, false}, {3, 77, 35, 9, 2}, isa, 1, true);
+    run(*pool, {16, 0, false}, {2, 1, 1, 50, 1}, isa, 1, true);
+    run(*pool, {8, 16, true}, {2, 48, 16, 5, 2}, isa, 1, true);
+    run(*pool, {4, 32, true}, {3, 96, 160, 9, 2}, isa, 1, true);
+    run(*pool, {8, 128, false, true}, {2, 200, 150, 9, 2}, isa, 1, true);
+    run(*pool, {4, 32, false, true}, {3, 77, 35, 9, 2}, isa, 1, true);
+    run(*pool, {8, 0, false}, {2, 77, 150, 9, 2}, isa, 1, true);
+  }
 }
 
 TEST(experts_refuse_ids_before_writing) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/operand.h"
+#include "kernels/turned_panel.h"
 
 namespace tandem {
 namespace {
@@ -156,47 +157,28 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   });
 }
 
-Status PackedMatrix::backward(ThreadPool& pool, const float* d_out, size_t num_rows,
-                              float* d_x) const {
-  if (num_rows == 0) return {};
-  // Rows of one task: their transposed gradients stay in a core's L2 beside a few panels.
-  constexpr size_t kGradRows = 96;
-  const size_t outputs = count_panels(out_features_) * kPanelColumns;
-  const size_t num_pieces = (num_rows + kGradRows - 1) / kGradRows;
+Status PackedMatrix::backward(ThreadPool& pool, const GradBatch& batch) const {
+  if (batch.num_rows == 0) return {};
+  const size_t num_panels = count_panels(out_features_);
+  const size_t num_blocks = count_panels(in_features_);
   const size_t size = padded_size(format_, in_features_);
-  const size_t num_blocks = (in_features_ + kGradInputs - 1) / kGradInputs;
   thread_local Arena arena;
-  Status status = arena.reserve(num_pieces * outputs * kGradRows * sizeof(float) + kPackedAlignment);
+  const size_t row_size = num_panels * kPanelColumns;
+  Status status = arena.reserve(operand_bytes(kBf16Format, batch.num_rows, row_size) +
+                                kPackedAlignment);
   if (!status.is_ok()) return status;
-  float* turned = reinterpret_cast<float*>(
-      arena.take(num_pieces * outputs * kGradRows * sizeof(float)));
-  // [pieces][outputs][rows], zero beyond both.
-  status = pool.parallel_for(num_pieces, 1, [&](size_t begin, size_t end, int) {
-    for (size_t piece = begin; piece < end; ++piece) {
-      float* to = turned + piece * outputs * kGradRows;
-      const size_t first = piece * kGradRows, count = std::min(kGradRows, num_rows - first);
-      std::fill(to, to + outputs * kGradRows, 0.0f);
-      for (size_t n = 0; n < out_features_; n += 16)
-        for (size_t r = 0; r < count; ++r)
-          for (size_t i = n; i < std::min(n + 16, out_features_); ++i)
-            to[i * kGradRows + r] = d_out[(first + r) * out_features_ + i];
-    }
-  });
+  const Operand d_out = take_operand(arena, kBf16Format, batch.num_rows, row_size);
+  status = prepare_rows(pool, *kernels_, {kBf16Format, batch.d_out, batch.is_bf16, out_features_, 0,
+                                          batch.num_rows, d_out});
   if (!status.is_ok()) return status;
-  return pool.parallel_for(num_blocks * num_pieces, 1, [&](size_t begin, size_t end, int) {
-    float out[kGradInputs * kGradRows];
+  return pool.parallel_for(num_blocks, 1, [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) {
-      const size_t piece = i / num_blocks, first = i % num_blocks * kGradInputs;
-      const size_t first_row = piece * kGradRows;
-      const size_t count = std::min(kGradRows, num_rows - first_row);
-      std::fill(out, out + kGradInputs * kGradRows, 0.0f);
-      kernels_->multiply_back({format_, data_, panel_bytes_, count_panels(out_features_), first,
-                               std::min(kGradInputs, size - first),
-                               turned + piece * outputs * kGradRows, kGradRows, out});
-      const size_t num_columns = std::min(kGradInputs, in_features_ - first);
-      for (size_t r = 0; r < count; ++r)
-        for (size_t c = 0; c < num_columns; ++c)
-          d_x[(first_row + r) * in_features_ + first + c] = out[c * kGradRows + r];
+      const size_t first = i * kPanelColumns;
+      multiply_turned(*kernels_,
+                      {format_, data_, panel_bytes_, num_panels, first,
+                       std::min(kPanelColumns, size - first), d_out, nullptr, batch.num_rows,
+                       batch.d_x + first, in_features_,
+                       std::min(kPanelColumns, in_features_ - first), batch.is_added});
     }
   });
 }

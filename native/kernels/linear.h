@@ -50,6 +50,15 @@ class PackedMatrix {
     bool is_added = false;  // To what `out` holds; otherwise it is overwritten.
   };
 
+  // What backward() reads and writes; everything borrowed for the call.
+  struct GradBatch {
+    const void* d_out = nullptr;  // [num_rows, out_features], fp32 or bf16.
+    bool is_bf16 = false;
+    size_t num_rows = 0;
+    float* d_x = nullptr;  // [num_rows, in_features]
+    bool is_added = false;
+  };
+
   // One matrix a head: head h of every row is multiplied with the h-th of `num_heads` equal shares of
   // the outputs, each whole panels, of which `head_columns` are wanted. Strides count items.
   struct HeadsBatch {
@@ -81,9 +90,9 @@ class PackedMatrix {
 
   // Errors: those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
-  // d_x[num_rows, in_features] = d_out[num_rows, out_features] W in fp32, with W dequantized: the
-  // gradient with respect to x. Errors: kCapacity, those of ThreadPool.
-  Status backward(ThreadPool& pool, const float* d_out, size_t num_rows, float* d_x) const;
+  // d_x = d_out W, with W dequantized: the gradient with respect to x. d_out and W are rounded to
+  // bf16, sums are in fp32. Errors: kCapacity, those of ThreadPool.
+  Status backward(ThreadPool& pool, const GradBatch& batch) const;
   // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
   Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
 

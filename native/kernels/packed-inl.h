@@ -32,6 +32,18 @@ inline void add_bias(float* rows, size_t num_rows, size_t width, const float* bi
       store_f32(rows + i, load_f32(rows + i) + load_f32(bias + i));
 }
 
+// Adds to gate and up what came from elsewhere, and keeps what the activation sees.
+void keep_row(const GateUpTask& task, size_t row, float* gate, float* up, size_t width) {
+  for (size_t which = 0; which < 2; ++which) {
+    const size_t at = (2 * row + which) * task.kept_columns;
+    float* values = which == 0 ? gate : up;
+    if (task.delta != nullptr)
+      for (size_t i = 0; i < width; i += kLanes)
+        store_f32(values + i, load_f32(values + i) + load_f32(task.delta + at + i));
+    if (task.kept != nullptr) store_bf16(task.kept + at, values, width);
+  }
+}
+
 void gate_up(const GateUpTask& task) {
   alignas(64) float gate[kRowChunk * kMaxBlockPanels * kPanelColumns];
   alignas(64) float up[kRowChunk * kMaxBlockPanels * kPanelColumns];
@@ -50,6 +62,10 @@ void gate_up(const GateUpTask& task) {
     }
     add_bias(gate, count, width, task.gate_bias);
     add_bias(up, count, width, task.up_bias);
+    if (task.delta != nullptr || task.kept != nullptr)
+      for (size_t i = 0; i < count; ++i)
+        keep_row(task, task.first_row + row + i, gate + i * width, up + i * width, width);
+    if (task.h.data == nullptr) continue;
     activate(task.activation, gate, up, count * width);
     for (size_t i = 0; i < count; ++i)
       code_row(task.format, gate + i * width, width, task.h, task.first_row + row + i,
@@ -110,11 +126,12 @@ void linear(const LinearTask& task) {
   for (size_t row = 0; row < task.num_rows; row += kRowChunk) {
     const size_t count = task.num_rows - row < kRowChunk ? task.num_rows - row : kRowChunk;
     const size_t first = task.first_row + row;
-    multiply({task.format, task.size, &task.x, {nullptr, first}, task.panel, y, kPanelColumns},
-             count);
+    const RowList rows = task.row_ids == nullptr ? RowList{nullptr, first}
+                                                 : RowList{task.row_ids + row, 0};
+    multiply({task.format, task.size, &task.x, rows, task.panel, y, kPanelColumns}, count);
     add_bias(y, count, kPanelColumns, task.bias);
     for (size_t i = 0; i < count; ++i) {
-      const size_t at = (first + i) * task.out_stride;
+      const size_t at = ((task.row_ids == nullptr ? first : row) + i) * task.out_stride;
       if (task.is_bf16)
         finish_row(task, y + i * kPanelColumns, static_cast<uint16_t*>(task.out) + at);
       else
@@ -181,6 +198,6 @@ int32_t multiply_registers(bool has_codes, size_t num_steps) {
 
 const PackedKernels TANDEM_PACKED_KERNELS = {
     prepare,     gate_up,            down,      linear,        pack,         add_parts,
-    read_memory, multiply_registers, recompute, multiply_back, activate_back};
+    read_memory, multiply_registers, turn, activate_back};
 
 }  // namespace tandem

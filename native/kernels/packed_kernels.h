@@ -62,9 +62,14 @@ struct GateUpTask {
   size_t num_panels;       // Covers whole groups of h: at most kMaxBlockPanels.
   const float* gate_bias;  // Of the block's columns; null for none.
   const float* up_bias;
-  Operand h;
+  Operand h;               // Without data: nothing is coded.
   size_t first_row;        // Of h.
   size_t first_column;     // Of h.
+  // For gradients, [rows of h][gate, up][kept_columns] from the block's first column on; null for
+  // none. `delta` is added before the activation; `kept` takes what the activation sees, in bf16.
+  const float* delta = nullptr;
+  uint16_t* kept = nullptr;
+  size_t kept_columns = 0;
 };
 
 struct ExpertRows {
@@ -105,6 +110,8 @@ struct LinearTask {
   bool is_added;
   size_t out_stride;     // Elements.
   size_t num_columns;    // At most kPanelColumns.
+  // Rows of x, where they are not consecutive; the rows of out then begin at 0.
+  const int32_t* row_ids = nullptr;
 };
 
 // Codes outputs [first_row, first_row + kPanelColumns) of a matrix, fewer at its end, and of these
@@ -124,51 +131,36 @@ struct PackTask {
 
 inline constexpr size_t kMaxBlockPanels = kMaxGroupSize / kPanelColumns;
 
-// Inputs of a panel that a gradient widens at a time: a tile of 8 KiB.
-inline constexpr size_t kGradInputs = 32;
-// Rows of transposed operands come in whole vectors of the widest ISA.
-inline constexpr size_t kGradLanes = 16;
+// A turned panel sums over outputs: kPanelColumns inputs of a matrix as the outputs of a bf16 panel,
+// value[outputs/2][64 inputs][2 outputs]. Weights that bf16 cannot hold are rounded to it once.
+// Outputs that are turned at a time: a panel of 128 KiB, in L2.
+inline constexpr size_t kTurnedOutputs = 1024;
 
-// out[num_rows][64] = x panel^T in fp32, with the weights as they are dequantized.
-struct RecomputeTask {
-  WeightFormat format;
-  size_t size;             // K in whole groups.
-  size_t num_inputs;       // Of x.
-  const float* x;
-  size_t x_stride;
-  const int32_t* row_ids;  // The row of x of each row.
-  size_t num_rows;
-  const uint8_t* panel;
-  float* out;
-};
-
-// out[num_k][row_stride] += sum over outputs n of W[n][first_k + k] * a[n][row_stride]: the rows of
-// a W for some inputs, everything transposed. Row strides are multiples of kGradLanes.
-struct BackTask {
+struct TurnTask {
   WeightFormat format;
   const uint8_t* panels;  // 64 outputs each.
   size_t panel_stride;    // Bytes.
   size_t num_panels;
-  size_t first_k;         // A multiple of kGradInputs.
-  size_t num_k;           // At most kGradInputs; fewer are whole steps of the format.
-  const float* a;         // [64 num_panels][row_stride]
-  size_t row_stride;
-  float* out;             // num_k rounded up to 8 rows.
+  size_t first_k;         // A multiple of kPanelColumns.
+  size_t num_k;           // At most kPanelColumns, whole steps of the format; the rest is zero.
+  uint8_t* out;
 };
 
-// From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights;
-// all transposed, [columns][row_stride]. kSilu only.
+// From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights,
+// for kPanelColumns columns of some rows.
 struct ActivateBackTask {
   Activation activation;
-  size_t size;           // Columns * row_stride.
-  size_t row_stride;
-  const float* gate;     // With their biases.
-  const float* up;
-  const float* dh;       // Without the router weights.
-  const float* weights;  // [row_stride]
-  float* d_gate;
-  float* d_up;
-  float* d_weights;      // [row_stride], added to.
+  size_t num_rows;
+  const uint16_t* gate;  // bf16, as GateUpTask kept them.
+  const uint16_t* up;
+  size_t row_stride;     // Of gate, up and their gradients.
+  const float* dh;       // [rows][64], without the router weights.
+  const float* extra;    // What is added to the weighted dh, or null.
+  size_t extra_stride;
+  const float* weights;  // Of each row.
+  uint16_t* d_gate;      // bf16.
+  uint16_t* d_up;
+  float* d_weights;      // Of each row, overwritten with its share.
 };
 
 struct PackedKernels {
@@ -184,9 +176,8 @@ struct PackedKernels {
   // the dot product that the format uses. The results only keep the work from being optimised away.
   int32_t (*read_memory)(const uint8_t* data, size_t size_bytes);
   int32_t (*multiply_registers)(bool has_codes, size_t num_steps);
-  // Gradients, in fp32.
-  void (*recompute)(const RecomputeTask& task);
-  void (*multiply_back)(const BackTask& task);
+  // Gradients.
+  void (*turn)(const TurnTask& task);
   void (*activate_back)(const ActivateBackTask& task);
 };
 

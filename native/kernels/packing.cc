@@ -1,10 +1,10 @@
 #include "kernels/packing.h"
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "base/thread_annotations.h"
 #include "kernels/weight_memory.h"
 
 namespace tandem {
@@ -121,13 +121,13 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
 }
 
 Status pack_panels(ThreadPool& pool, size_t num_panels, FunctionRef<Status(size_t)> pack_one) {
-  std::mutex mutex;
+  Mutex mutex;
   Status status;
   const Status ran = pool.parallel_for(num_panels, 1, [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) {
       Status packed = pack_one(i);
       if (packed.is_ok()) continue;
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (status.is_ok()) status = std::move(packed);
     }
   });

@@ -360,9 +360,12 @@ void route(const RouterTask& task, size_t begin, size_t end) {
   for (size_t index = begin; index < end; ++index) route_row(task, index, row);
 }
 
+#include "kernels/lora-inl.h"
+
 }  // namespace
 
 extern const RowKernels TANDEM_ROW_KERNELS;
-const RowKernels TANDEM_ROW_KERNELS = {norm, heads, latents, gate, soft_cap, route};
+const RowKernels TANDEM_ROW_KERNELS = {norm,  heads,      latents,   gate,   soft_cap,
+                                       route, round_sums, lora_down, lora_up};
 
 }  // namespace tandem

@@ -68,4 +68,8 @@ Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask&
   return run_rows(kernels.route, pool, task, 32 * task.num_experts);
 }
 
+Status run_round(const RowKernels& kernels, ThreadPool* pool, const RoundTask& task) {
+  return run_rows(kernels.round, pool, task, task.num_heads * task.size);
+}
+
 }  // namespace tandem

@@ -127,6 +127,49 @@ struct RouterTask {
   float weight_scale = 1.0f;
 };
 
+// A piece of an adapter's first product: low[i][q] = scale * sum over k of x[rows[i]][k] down[q][k].
+struct LoraDown {
+  const void* x = nullptr;
+  size_t x_stride = 0;
+  const int64_t* rows = nullptr;
+  size_t num_rows = 0;
+  const void* down = nullptr;  // [num_ranks][in_size].
+  size_t in_size = 0;
+  size_t num_ranks = 0;
+  float scale = 1.0f;
+  float* low = nullptr;
+  size_t low_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of x and down.
+};
+
+// A piece of its second: sums[rows[i]][c] += sum over q of low[i][q] up[c / 64][q][c % 64].
+struct LoraUp {
+  const float* low = nullptr;  // [num_rows][rank].
+  size_t rank = 0;
+  const int64_t* rows = nullptr;
+  size_t num_rows = 0;
+  const void* up = nullptr;
+  float* sums = nullptr;
+  size_t sums_stride = 0;
+  size_t num_columns = 0;
+  FloatType type = FloatType::kFloat32;  // Of up.
+};
+
+// out = sums, or out += sums, rounded once.
+struct RoundTask {
+  const float* sums = nullptr;
+  size_t sums_stride = 0;
+  size_t sums_head_stride = 0;
+  void* out = nullptr;
+  size_t out_stride = 0;
+  size_t out_head_stride = 0;
+  FloatType out_type = FloatType::kFloat32;
+  bool is_added = false;
+  size_t num_rows = 0;
+  size_t num_heads = 1;
+  size_t size = 0;  // Of a head.
+};
+
 inline constexpr size_t kMaxRouterExperts = 4096;
 inline constexpr size_t kMaxTopK = 64;
 inline constexpr size_t kMaxHeadDim = 4096;
@@ -139,6 +182,9 @@ struct RowKernels {
   void (*gate)(const GateTask&, size_t begin, size_t end);
   void (*soft_cap)(const SoftCapTask&, size_t begin, size_t end);
   void (*route)(const RouterTask&, size_t begin, size_t end);
+  void (*round)(const RoundTask&, size_t begin, size_t end);
+  void (*lora_down)(const LoraDown&);
+  void (*lora_up)(const LoraUp&);
 };
 
 // The kernels for an ISA of `available_isas()`.
@@ -152,5 +198,6 @@ Status run_latents(const RowKernels& kernels, ThreadPool* pool, const LatentsTas
 Status run_gate(const RowKernels& kernels, ThreadPool* pool, const GateTask& task);
 Status run_soft_cap(const RowKernels& kernels, ThreadPool* pool, const SoftCapTask& task);
 Status run_router(const RowKernels& kernels, ThreadPool* pool, const RouterTask& task);
+Status run_round(const RowKernels& kernels, ThreadPool* pool, const RoundTask& task);
 
 }  // namespace tandem

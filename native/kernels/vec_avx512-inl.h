@@ -97,6 +97,10 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w.v, (__m512bh)a.v);
 }
 
+// Rounds 32 floats.
+inline void round_pair(uint16_t* out, const float* values) {
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(load_f32(values + 16), load_f32(values)));
+}
 inline void store_pair(uint8_t* p, Bf16Pair w) { _mm512_storeu_si512(p, raw(w.v)); }
 
 // The two bytes of bf16 by the seven bits of an e4m3 magnitude. Subnormal ones are normalised, for

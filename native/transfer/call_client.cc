@@ -21,35 +21,24 @@ Error lost(const Error& reason) {
 
 }  // namespace
 
-Result<std::shared_ptr<CallInbox>> CallInbox::create(std::shared_ptr<CallQueue> queue) {
+Result<std::shared_ptr<CallInbox>> CallInbox::create() {
   const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (fd < 0) return Error{Code::kCapacity, "transfer.call", describe_errno("eventfd", errno), ""};
-  return std::shared_ptr<CallInbox>(new CallInbox(fd, std::move(queue)));
+  return std::shared_ptr<CallInbox>(new CallInbox(fd));
 }
 
 CallInbox::~CallInbox() { close(fd_); }
 
 void CallInbox::put(uint64_t tag) {
-  const std::lock_guard lock(mutex_);
-  if (ended_.empty()) {
-    if (queue_)
-      queue_->interrupt();
-    else
-      eventfd_write(fd_, 1);
-  }
+  const MutexLock lock(mutex_);
+  if (ended_.empty()) eventfd_write(fd_, 1);
   ended_.push_back(tag);
 }
 
-void CallInbox::leave_queue() {
-  const std::lock_guard lock(mutex_);
-  queue_.reset();
-  if (!ended_.empty()) eventfd_write(fd_, 1);
-}
-
 std::vector<uint64_t> CallInbox::take() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   eventfd_t count;
-  if (!queue_) eventfd_read(fd_, &count);
+  eventfd_read(fd_, &count);
   return std::exchange(ended_, {});
 }
 
@@ -68,7 +57,7 @@ void PendingCall::finish(Result<std::string> answer) {
 
 CallClient::Begun CallClient::begin(const std::shared_ptr<PendingCall>& call,
                                     std::string payload) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!closed_.is_ok()) return {closed_, nullptr, false};
   const size_t count = owed_.size() + unsent_.size();
   if (count >= kMaxCallsInFlight || num_bytes_ + payload.size() > kMaxCallBytesInFlight)
@@ -96,7 +85,7 @@ void CallClient::send(const std::shared_ptr<PendingCall>& call, std::string payl
 
 void CallClient::abandon(const std::shared_ptr<PendingCall>& call, Error error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (const auto owed = owed_.find(call->id_); owed != owed_.end()) {
       // The peer still owes the answer: that keeps it watched, and its place taken.
       if (owed->second.call == call) owed->second.call.reset();
@@ -113,7 +102,7 @@ void CallClient::abandon(const std::shared_ptr<PendingCall>& call, Error error) 
 }
 
 void CallClient::attach(const std::shared_ptr<Connection>& connection) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!closed_.is_ok()) return;
   connection_ = connection;
   for (Unsent& one : std::exchange(unsent_, {})) send(one.call, std::move(one.payload));
@@ -122,7 +111,7 @@ void CallClient::attach(const std::shared_ptr<Connection>& connection) {
 void CallClient::detach(const Connection* connection, const Error& reason) {
   std::unordered_map<uint64_t, Owed> owed;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (connection_.get() != connection) return;
     connection_.reset();
     owed.swap(owed_);
@@ -136,7 +125,7 @@ void CallClient::close(const Error& reason) {
   std::unordered_map<uint64_t, Owed> owed;
   std::deque<Unsent> unsent;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     closed_ = reason;
     connection_.reset();
     owed.swap(owed_);
@@ -152,7 +141,7 @@ Status CallClient::on_reply(const Connection* connection, const Frame& frame,
                             std::string payload) {
   std::shared_ptr<PendingCall> call;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (connection_.get() != connection) return {};  // Given up: its calls have ended.
     const auto found = owed_.find(frame.id);
     if (found == owed_.end())
@@ -170,12 +159,12 @@ Status CallClient::on_reply(const Connection* connection, const Frame& frame,
 }
 
 bool CallClient::has_unsent() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return !unsent_.empty();
 }
 
 int64_t CallClient::owed_since_ns() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return owed_.empty() && unsent_.empty() ? 0 : owed_since_ns_;
 }
 

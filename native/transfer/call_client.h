@@ -7,17 +7,15 @@
 // without the latter two.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/status.h"
-#include "transfer/call_queue.h"
+#include "base/thread_annotations.h"
 #include "transfer/completion.h"
 #include "transfer/connection.h"
 
@@ -25,28 +23,24 @@ namespace tandem::transfer {
 
 class PendingCall;
 
-// Where calls that have ended are collected for one thread, which sleeps on a descriptor, or takes
-// calls of peers out of a queue.
+// Where calls that have ended are collected for one thread, which sleeps on a descriptor.
 class CallInbox {
  public:
-  static Result<std::shared_ptr<CallInbox>> create(std::shared_ptr<CallQueue> queue = nullptr);
+  static Result<std::shared_ptr<CallInbox>> create();
   ~CallInbox();
   CallInbox(const CallInbox&) = delete;
   CallInbox& operator=(const CallInbox&) = delete;
 
-  // Readable while something is in it, unless there is a queue, which is interrupted instead.
+  // Readable while something is in it.
   int fd() const { return fd_; }
   void put(uint64_t tag);
   std::vector<uint64_t> take();
-  // From now on the descriptor tells.
-  void leave_queue();
 
  private:
-  CallInbox(int fd, std::shared_ptr<CallQueue> queue) : fd_(fd), queue_(std::move(queue)) {}
+  explicit CallInbox(int fd) : fd_(fd) {}
   const int fd_;
-  std::mutex mutex_;                  // Before CallQueue::mutex_.
-  std::shared_ptr<CallQueue> queue_;  // GUARDED_BY(mutex_), with all below
-  std::vector<uint64_t> ended_;
+  Mutex mutex_;             // Leaf.
+  std::vector<uint64_t> ended_ GUARDED_BY(mutex_);
 };
 
 // One call; ends once.
@@ -67,7 +61,7 @@ class PendingCall {
 
   const std::shared_ptr<CallInbox> inbox_;
   const uint64_t tag_ = 0;
-  uint64_t id_ = 0;  // 0 until it is sent. GUARDED_BY(CallClient::mutex_)
+  uint64_t id_ = 0;  // 0 until it is sent. Under CallClient::mutex_, which cannot be named here.
   Completion completion_;
   Result<std::string> answer_{std::string()};  // While completion_ is held.
 };
@@ -110,17 +104,17 @@ class CallClient {
     std::string payload;
   };
 
-  // REQUIRES: mutex_ held, and a connection.
-  void send(const std::shared_ptr<PendingCall>& call, std::string payload);
+  // REQUIRES: a connection.
+  void send(const std::shared_ptr<PendingCall>& call, std::string payload) REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<Connection> connection_;     // GUARDED_BY(mutex_), with all below
-  std::unordered_map<uint64_t, Owed> owed_;    // Sent and unanswered, by id.
-  std::deque<Unsent> unsent_;
-  size_t num_bytes_ = 0;  // Of the requests in both.
-  uint64_t next_id_ = 1;
-  int64_t owed_since_ns_ = 0;
-  Status closed_;
+  mutable Mutex mutex_;
+  std::shared_ptr<Connection> connection_ GUARDED_BY(mutex_);
+  std::unordered_map<uint64_t, Owed> owed_ GUARDED_BY(mutex_);  // Sent and unanswered, by id.
+  std::deque<Unsent> unsent_ GUARDED_BY(mutex_);
+  size_t num_bytes_ GUARDED_BY(mutex_) = 0;  // Of the requests in both.
+  uint64_t next_id_ GUARDED_BY(mutex_) = 1;
+  int64_t owed_since_ns_ GUARDED_BY(mutex_) = 0;
+  Status closed_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tandem::transfer

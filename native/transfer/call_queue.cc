@@ -1,5 +1,8 @@
 #include "transfer/call_queue.h"
 
+#include <sys/eventfd.h>
+
+#include <cerrno>
 #include <utility>
 
 namespace tandem::transfer {
@@ -44,8 +47,7 @@ std::shared_ptr<Connection> IncomingCall::send(uint8_t code, std::string payload
   return connection;
 }
 
-Status CallQueue::begin_serving() {
-  const std::lock_guard lock(mutex_);
+Status CallQueue::admit_server() {
   if (is_closed_) return {Code::kConflict, "transfer.serve_calls", "the engine is closed", ""};
   if (is_served_)
     return {Code::kConflict, "transfer.serve_calls", "calls have a handler already", "handler"};
@@ -53,19 +55,42 @@ Status CallQueue::begin_serving() {
   return {};
 }
 
+Status CallQueue::begin_serving() {
+  const MutexLock lock(mutex_);
+  return admit_server();
+}
+
+Result<int> CallQueue::begin_serving_on_fd() {
+  OwnedFd fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (fd.get() < 0)
+    return Error{Code::kCapacity, "transfer.serve_calls", describe_errno("eventfd", errno), ""};
+  const MutexLock lock(mutex_);
+  if (Status status = admit_server(); !status.is_ok()) return status.error();
+  return fd_.emplace(fd.take()).get();
+}
+
+void CallQueue::signal() {
+  is_ready_.store(true, std::memory_order_release);
+  if (!fd_) {
+    changed_.notify_all();
+  } else if (!is_signalled_) {
+    is_signalled_ = true;
+    eventfd_write(fd_->get(), 1);
+  }
+}
+
 void CallQueue::close() {
   std::deque<std::shared_ptr<IncomingCall>> calls;  // They hold the queue, and end without its mutex.
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   is_closed_ = true;
   calls.swap(calls_);
-  is_ready_.store(true, std::memory_order_release);
-  changed_.notify_all();
+  signal();
 }
 
 Status CallQueue::push(std::weak_ptr<Connection> connection, uint64_t id, const std::string& peer,
                        std::string payload) {
   const size_t size = payload.size();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!is_served_ || is_closed_)
     return {Code::kUnsupported, "transfer.serve_calls", "this engine serves no calls", ""};
   if (num_open_ >= kMaxCallsInFlight || num_bytes_ + size > kMaxCallBytesInFlight)
@@ -75,45 +100,41 @@ Status CallQueue::push(std::weak_ptr<Connection> connection, uint64_t id, const 
   num_bytes_ += size;
   calls_.push_back(std::make_shared<IncomingCall>(shared_from_this(), std::move(connection), id,
                                                   peer, std::move(payload)));
-  is_ready_.store(true, std::memory_order_release);
-  changed_.notify_one();
+  signal();
   return {};
+}
+
+void CallQueue::wait() {
+  MutexLock lock(mutex_);
+  changed_.wait(lock, [&]() REQUIRES(mutex_) { return is_closed_ || !calls_.empty(); });
 }
 
 std::optional<std::vector<std::shared_ptr<IncomingCall>>> CallQueue::take(size_t max) {
   // Those whose caller is gone are dropped, without the mutex: nobody must execute a call after
   // the caller has been told that it failed and has sent another over a new connection.
   std::vector<std::shared_ptr<IncomingCall>> taken, dropped;
-  std::unique_lock lock(mutex_);
-  bool is_interrupted = false;
-  while (taken.empty() && !is_interrupted) {
-    changed_.wait(lock, [&] { return is_closed_ || is_interrupted_ || !calls_.empty(); });
-    if (is_closed_) return std::nullopt;
-    is_interrupted = std::exchange(is_interrupted_, false);
-    while (!calls_.empty() && taken.size() < max) {
-      (calls_.front()->is_void() ? dropped : taken).push_back(std::move(calls_.front()));
-      calls_.pop_front();
-    }
-    is_ready_.store(!calls_.empty(), std::memory_order_release);
+  const MutexLock lock(mutex_);
+  if (is_closed_) return std::nullopt;
+  while (!calls_.empty() && taken.size() < max) {
+    (calls_.front()->is_void() ? dropped : taken).push_back(std::move(calls_.front()));
+    calls_.pop_front();
   }
-  lock.unlock();
+  if (calls_.empty()) {
+    is_ready_.store(false, std::memory_order_release);
+    eventfd_t count;
+    if (is_signalled_) eventfd_read(fd_->get(), &count);
+    is_signalled_ = false;
+  }
   return taken;
 }
 
-void CallQueue::interrupt() {
-  const std::lock_guard lock(mutex_);
-  is_interrupted_ = true;
-  is_ready_.store(true, std::memory_order_release);
-  changed_.notify_one();
-}
-
 bool CallQueue::is_closed() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_closed_;
 }
 
 void CallQueue::release(size_t size) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   --num_open_;
   num_bytes_ -= size;
 }

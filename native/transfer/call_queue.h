@@ -1,19 +1,20 @@
 // Calls, the answering side: what peers ask, in the order in which it came, until the one that
-// serves takes it. Bounded: beyond, a call is refused at once.
+// serves takes it: a thread that sleeps here, or an event loop that watches a descriptor. Bounded:
+// beyond, a call is refused at once.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transfer/connection.h"
+#include "transfer/owned_fd.h"
 
 namespace tandem::transfer {
 
@@ -52,35 +53,41 @@ class IncomingCall {
 
 class CallQueue : public std::enable_shared_from_this<CallQueue> {
  public:
-  // Errors: kConflict (served already, closed).
+  // Whoever takes calls sleeps in `wait`. Errors: kConflict (served already, closed).
   Status begin_serving();
+  // Returns a descriptor that is readable while `take` has something to return. The queue owns it.
+  // Errors: as begin_serving; kCapacity (no descriptor).
+  Result<int> begin_serving_on_fd();
   // Later calls are refused, those in the queue are given up, `take` returns nothing.
   void close();
 
   // Errors: kUnsupported (nobody serves), kCapacity. Called by connections.
   Status push(std::weak_ptr<Connection> connection, uint64_t id, const std::string& peer,
               std::string payload);
-  // At most `max` calls; waits for the first, or for `interrupt`. nullopt: the queue is closed.
+  // Returns when there is a call, or the queue is closed.
+  void wait();
+  // At most `max` calls of those that are here. nullopt: the queue is closed.
   std::optional<std::vector<std::shared_ptr<IncomingCall>>> take(size_t max);
-  // Lets `take` return: its caller has something else to look at.
-  void interrupt();
   bool is_closed();
-  // Whether `take` would return at once.
+  // Whether `wait` would return at once.
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
 
  private:
   friend class IncomingCall;
   void release(size_t size);
+  Status admit_server() REQUIRES(mutex_);
+  void signal() REQUIRES(mutex_);
 
-  std::mutex mutex_;  // Leaf.
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<IncomingCall>> calls_;  // GUARDED_BY(mutex_)
+  Mutex mutex_;  // Leaf.
+  CondVar changed_;
+  std::deque<std::shared_ptr<IncomingCall>> calls_ GUARDED_BY(mutex_);
   std::atomic<bool> is_ready_{false};                // Written under mutex_.
-  bool is_served_ = false;                           // GUARDED_BY(mutex_), with all below
-  bool is_closed_ = false;
-  bool is_interrupted_ = false;
-  size_t num_open_ = 0;  // Here, or taken and not answered.
-  size_t num_bytes_ = 0;
+  bool is_served_ GUARDED_BY(mutex_) = false;
+  bool is_closed_ GUARDED_BY(mutex_) = false;
+  bool is_signalled_ GUARDED_BY(mutex_) = false;  // fd_ is readable.
+  std::optional<OwnedFd> fd_ GUARDED_BY(mutex_);  // An eventfd, if an event loop serves.
+  size_t num_open_ GUARDED_BY(mutex_) = 0;  // Here, or taken and not answered.
+  size_t num_bytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace tandem::transfer

@@ -66,7 +66,7 @@ void ClientConnection::send_write(uint64_t ticket, uint64_t offset, const uint8_
   Output output;
   output.borrowed = data;
   output.size = length;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   enqueue(std::move(output), frame);
 }
 
@@ -74,20 +74,20 @@ void ClientConnection::send_read(uint64_t ticket, uint64_t offset, uint8_t* data
                                  bool has_checksum) {
   Frame frame{.type = FrameType::kRead, .id = ticket, .offset = offset, .length = length};
   if (has_checksum) frame.flags = kFlagHasCrc;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (fd_ < 0) return;
   reads_[ticket] = {data, length};
   enqueue({}, frame);
 }
 
 void ClientConnection::drop_read(uint64_t ticket) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   reads_.erase(ticket);
   if (incoming_ && incoming_->type == FrameType::kReadDone && incoming_->id == ticket) sink_ = {};
 }
 
 bool ClientConnection::drop_write(uint64_t ticket) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto output = outputs_.begin(); output != outputs_.end(); ++output) {
     if (output->id != ticket || output->borrowed == nullptr) continue;
     if (is_begun(*output)) return false;

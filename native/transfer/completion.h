@@ -5,11 +5,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/event_loop.h"
 
 namespace tandem::transfer {
@@ -28,7 +27,7 @@ class Completion {
   // nothing is run, if it came before.
   template <class Fill>
   bool complete(Fill fill) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_done()) return false;
     fill();
     // The loops may go once somebody has seen the end; a leader's stays until set_leader.
@@ -41,40 +40,40 @@ class Completion {
   // Runs `act` while the end cannot come; returns what it returns.
   template <class Act>
   auto hold(Act act) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return act();
   }
   // True once it has come; false at the deadline (monotonic nanoseconds).
   bool wait(int64_t deadline_ns) {
     if (is_done()) return true;
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
     return changed_.wait_until(lock, deadline, [&] { return is_done(); });
   }
   // Somebody waits for the end who will not call `wait`. The loops live until it has come.
   void follow(const std::vector<EventLoop*>& loops) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_done() || !followed_.empty()) return;
     followed_ = loops;
     for (EventLoop* loop : loops) loop->begin_follow();
   }
   // The loop in which somebody sleeps until the end; nullptr: nobody does any more.
   void set_leader(EventLoop* loop) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     leader_ = loop;
   }
 
  private:
-  void end_follow() {
+  void end_follow() REQUIRES(mutex_) {
     for (EventLoop* loop : followed_) loop->end_follow();
     followed_.clear();
   }
 
   std::atomic<bool> is_done_{false};  // Written under mutex_.
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  EventLoop* leader_ = nullptr;        // GUARDED_BY(mutex_)
-  std::vector<EventLoop*> followed_;  // GUARDED_BY(mutex_)
+  Mutex mutex_;
+  CondVar changed_;
+  EventLoop* leader_ GUARDED_BY(mutex_) = nullptr;
+  std::vector<EventLoop*> followed_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tandem::transfer

@@ -52,7 +52,7 @@ Connection::~Connection() {
 }
 
 Status Connection::attach() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   wants_output_ = is_connecting_;
   Result<uint64_t> key = loop_->add(fd_, wanted_events(), weak_from_this(), kind_);
   if (!key.is_ok()) return key.error();
@@ -65,7 +65,7 @@ void Connection::on_events(uint32_t events) {
     bool has_connected = false;
     int refused = 0;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (fd_ < 0) return;
       if (is_connecting_) {
         socklen_t size = sizeof refused;
@@ -87,7 +87,7 @@ void Connection::on_events(uint32_t events) {
 void Connection::send(Frame frame, std::string payload) {
   Output output;
   set_payload(output, frame, std::move(payload));
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   enqueue(std::move(output), frame);
 }
 
@@ -133,7 +133,7 @@ void Connection::flush() {
   bool is_ok = true;
   // Several turns of the mutex, so that a cancellation never waits for a whole queue.
   for (bool has_more = true; has_more && is_ok;) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (fd_ < 0 || is_connecting_) return;
     const size_t before = outputs_.size();
     const uint64_t sent_before = outputs_.empty() ? 0 : outputs_.front().sent;
@@ -144,7 +144,7 @@ void Connection::flush() {
   if (is_ok) return;
   // The end is found by the reading side, after what the peer had still sent before it left: a
   // confirmation or a good-bye must not be lost because an answer to it could not be sent.
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (fd_ < 0) return;
   is_write_broken_ = true;
   outputs_.clear();
@@ -228,7 +228,7 @@ bool Connection::has_hung_up() const {
 }
 
 void Connection::do_read() {
-  const std::lock_guard reading(read_mutex_);
+  const MutexLock reading(read_mutex_);
   bool has_answers = false;
   for (int step = 0; step < kStepsPerEvent; ++step) {
     Frame frame;
@@ -236,7 +236,7 @@ void Connection::do_read() {
     Error error;
     ReadStep result;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (fd_ < 0) return;
       // It may have hung up since the event. A single request never comes to a second step.
       if (step > 0 && is_void_once_hung_up() && has_hung_up()) {
@@ -262,7 +262,7 @@ void Connection::do_read() {
     }
     // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
     // answered with goes out together: a system call for each costs more than a small slice.
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (has_whole_frame())
       --step;
     else if (is_drained_)
@@ -386,19 +386,19 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
 }
 
 SocketAddress Connection::local_address() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return fd_ < 0 ? SocketAddress{} : local_address_of(fd_);
 }
 
 HostLife Connection::host_life(int64_t now_ns) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   HostLife life = fd_ < 0 ? HostLife{} : host_life_of(fd_, now_ns);
   life.heard_ns = std::max(life.heard_ns, heard_ns());
   return life;
 }
 
 bool Connection::shut(Error reason) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (fd_ < 0) return false;
   if (loop_key_ != 0) loop_->remove(loop_key_, fd_);
   close(fd_);

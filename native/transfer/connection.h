@@ -17,12 +17,12 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transfer/event_loop.h"
 #include "transfer/registry.h"
 #include "transfer/socket_address.h"
@@ -82,55 +82,53 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
 
   virtual void on_connected() {}
   // Refuses a frame before its payload is read. Under mutex_.
-  virtual Status check_header(const Frame& frame) = 0;
+  virtual Status check_header(const Frame& frame) REQUIRES(mutex_) = 0;
   // Whether what was not read when the peer hung up is dropped instead of acted on.
   virtual bool is_void_once_hung_up() const { return false; }
   // The connection is shut: give back what is pinned. Under mutex_.
-  virtual void on_shut() {}
-  // A slice begins to arrive. Under mutex_.
-  virtual Sink on_slice_begin(const Frame& frame) = 0;
-  // All its bytes came; `is_intact` is the verdict of its check sum. Under mutex_.
-  virtual void on_slice_end(const Frame& frame, bool is_intact) = 0;
+  virtual void on_shut() REQUIRES(mutex_) {}
+  // A slice begins to arrive.
+  virtual Sink on_slice_begin(const Frame& frame) REQUIRES(mutex_) = 0;
+  // All its bytes came; `is_intact` is the verdict of its check sum.
+  virtual void on_slice_end(const Frame& frame, bool is_intact) REQUIRES(mutex_) = 0;
   // After on_slice_end for a slice, without mutex_; with the payload for any other frame. What it
   // queues here is flushed after it, or after the frames behind it. An error closes the connection.
   virtual Status on_frame(const Frame& frame, std::string payload) = 0;
   virtual void on_closed(const Error& reason) = 0;
 
-  // REQUIRES: mutex_ held.
-  void enqueue(Output output, Frame frame);
-  // The output is erased, or given other bytes: they are counted no longer. REQUIRES: mutex_ held.
-  void uncount(const Output& output);
-  // Sends another frame instead. REQUIRES: mutex_ held, not begun.
-  void replace(Output& output, Frame frame, std::string payload);
+  void enqueue(Output output, Frame frame) REQUIRES(mutex_);
+  // The output is erased, or given other bytes: they are counted no longer.
+  void uncount(const Output& output) REQUIRES(mutex_);
+  // Sends another frame instead. REQUIRES: not begun.
+  void replace(Output& output, Frame frame, std::string payload) REQUIRES(mutex_);
   bool is_begun(const Output& output) const { return output.sent > 0; }
 
   EventLoop* const loop_;
   const EventLoop::Kind kind_;
-  mutable std::mutex mutex_;
-  std::mutex read_mutex_;
-  int fd_;                       // GUARDED_BY(mutex_)
-  std::deque<Output> outputs_;   // GUARDED_BY(mutex_)
-  size_t owned_bytes_ = 0;       // GUARDED_BY(mutex_), of outputs_
-  size_t borrowed_bytes_ = 0;    // GUARDED_BY(mutex_), of outputs_
-  // The slice that is being read. GUARDED_BY(mutex_)
-  std::optional<Frame> incoming_;
-  Sink sink_;
+  mutable Mutex mutex_;
+  Mutex read_mutex_;
+  int fd_ GUARDED_BY(mutex_);
+  std::deque<Output> outputs_ GUARDED_BY(mutex_);
+  size_t owned_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
+  size_t borrowed_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
+  // The slice that is being read.
+  std::optional<Frame> incoming_ GUARDED_BY(mutex_);
+  Sink sink_ GUARDED_BY(mutex_);
 
  private:
   enum class ReadStep { kAgain, kFrame, kWait, kFailed };
 
   void do_read();
-  ReadStep read_step(Frame* frame, std::string* payload, Error* error);
-  ReadStep read_payload(Frame* frame, std::string* payload, Error* error);
-  ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0);
-  bool has_whole_frame() const;
-  bool flush_locked(Error* error);
-  void encode(Output& output, Frame frame);
-  void want_output(bool is_wanted);
-  // What epoll is to tell of. REQUIRES: mutex_ held.
-  uint32_t wanted_events() const;
-  // REQUIRES: mutex_ held.
-  bool has_hung_up() const;
+  ReadStep read_step(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
+  ReadStep read_payload(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
+  ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0) REQUIRES(mutex_);
+  bool has_whole_frame() const REQUIRES(mutex_);
+  bool flush_locked(Error* error) REQUIRES(mutex_);
+  void encode(Output& output, Frame frame) REQUIRES(mutex_);
+  void want_output(bool is_wanted) REQUIRES(mutex_);
+  // What epoll is to tell of.
+  uint32_t wanted_events() const REQUIRES(mutex_);
+  bool has_hung_up() const REQUIRES(mutex_);
   void fail(Error error);
 
   std::atomic<bool> is_shut_{false};
@@ -138,11 +136,11 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   std::atomic<int64_t> progress_ns_;
   std::atomic<int64_t> heard_ns_{0};
   Error reason_;
-  bool is_connecting_;           // GUARDED_BY(mutex_)
-  uint64_t loop_key_ = 0;        // GUARDED_BY(mutex_)
-  bool wants_output_ = false;    // GUARDED_BY(mutex_)
-  bool is_write_broken_ = false;  // GUARDED_BY(mutex_)
-  std::vector<uint8_t> input_;   // GUARDED_BY(mutex_)
+  bool is_connecting_ GUARDED_BY(mutex_);
+  uint64_t loop_key_ GUARDED_BY(mutex_) = 0;
+  bool wants_output_ GUARDED_BY(mutex_) = false;
+  bool is_write_broken_ GUARDED_BY(mutex_) = false;
+  std::vector<uint8_t> input_ GUARDED_BY(mutex_);
   bool is_drained_ = false;  // The last call left nothing in the socket; more may have come since.
   size_t input_begin_ = 0;
   size_t input_end_ = 0;

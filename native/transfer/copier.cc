@@ -30,7 +30,7 @@ Result<std::unique_ptr<Copier>> Copier::start(int num_threads, OnFailure on_fail
 
 void Copier::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     is_stopping_ = true;
   }
   work_.notify_all();
@@ -49,7 +49,7 @@ void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& m
     }
     const std::span<const Piece> now(&pieces[first], i - first);
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!batch->is_open()) {
         i = std::max(i, first + 1);
         continue;
@@ -65,8 +65,8 @@ void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& m
   }
 }
 
-// Takes a chunk off the first task. The lock is released while it is copied.
-bool Copier::run_one(std::unique_lock<std::mutex>& lock) {
+// Takes a chunk off the first task.
+bool Copier::run_one() {
   if (tasks_.empty()) return false;
   Task task = tasks_.front();
   Piece& rest = tasks_.front().piece;
@@ -78,9 +78,9 @@ bool Copier::run_one(std::unique_lock<std::mutex>& lock) {
   else
     work_.notify_one();
   running_.push_back(task.piece.batch.get());
-  lock.unlock();
+  mutex_.unlock();
   copy_now({&task.piece, 1}, *task.mapping);
-  lock.lock();
+  mutex_.lock();
   return true;
 }
 
@@ -95,7 +95,7 @@ void Copier::copy_now(std::span<const Piece> pieces, Mapping& mapping) {
     if (!status.is_ok()) failures.emplace_back(i, status.error());
   }
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     running_.erase(std::find(running_.begin(), running_.end(), batch.get()));
   }
   idle_.notify_all();
@@ -117,23 +117,23 @@ void Copier::add_done(std::span<const Piece> pieces, TransportKind kind) {
 }
 
 void Copier::help(const Batch& batch) {
-  std::unique_lock lock(mutex_);
-  while (!batch.is_finished() && run_one(lock)) {
+  MutexLock lock(mutex_);
+  while (!batch.is_finished() && run_one()) {
   }
 }
 
 void Copier::drop(const Batch& batch) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   std::erase_if(tasks_, [&](const Task& task) { return task.piece.batch.get() == &batch; });
-  idle_.wait(lock, [&] {
+  idle_.wait(lock, [&]() REQUIRES(mutex_) {
     return std::find(running_.begin(), running_.end(), &batch) == running_.end();
   });
 }
 
 void Copier::run() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!is_stopping_) {
-    if (!run_one(lock)) work_.wait(lock, [&] { return is_stopping_ || !tasks_.empty(); });
+    if (!run_one()) work_.wait(lock, [&]() REQUIRES(mutex_) { return is_stopping_ || !tasks_.empty(); });
   }
 }
 

@@ -4,15 +4,14 @@
 // Threads: any. Lock order: mutex_ is never held while copying or while calling the owner.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/batch.h"
 #include "transfer/mapping.h"
 
@@ -47,18 +46,19 @@ class Copier {
 
   explicit Copier(OnFailure on_failure) : on_failure_(std::move(on_failure)) {}
   void run();
-  bool run_one(std::unique_lock<std::mutex>& lock);
+  // The mutex is let go of while it copies.
+  bool run_one() REQUIRES(mutex_);
   // Pieces of one batch that is in running_.
   void copy_now(std::span<const Piece> pieces, Mapping& mapping);
   void add_done(std::span<const Piece> pieces, TransportKind kind);
 
   const OnFailure on_failure_;
-  std::mutex mutex_;
-  std::condition_variable work_;
-  std::condition_variable idle_;
-  std::deque<Task> tasks_;                 // GUARDED_BY(mutex_)
-  std::vector<const Batch*> running_;      // GUARDED_BY(mutex_): batches of chunks in progress
-  bool is_stopping_ = false;               // GUARDED_BY(mutex_)
+  Mutex mutex_;
+  CondVar work_;
+  CondVar idle_;
+  std::deque<Task> tasks_ GUARDED_BY(mutex_);
+  std::vector<const Batch*> running_ GUARDED_BY(mutex_);  // Batches of chunks in progress.
+  bool is_stopping_ GUARDED_BY(mutex_) = false;
   std::array<std::atomic<uint64_t>, kTransportNames.size()> bytes_moved_{};
   std::vector<std::thread> threads_;
 };

@@ -1,9 +1,11 @@
 #include "transfer/engine.h"
 
+#include <poll.h>
 #include <pthread.h>
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <limits>
 #include <system_error>
 #include <utility>
@@ -112,7 +114,7 @@ void Engine::leave() {
 
 void Engine::retire() {
   {
-    const std::lock_guard lock(timer_mutex_);
+    const MutexLock lock(timer_mutex_);
     is_timer_stopping_ = true;
     timer_changed_.notify_all();
   }
@@ -123,7 +125,7 @@ void Engine::retire() {
   loops_.clear();                // Joins; no handler runs any more.
   std::unique_ptr<FileIo> file_io;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     file_io = std::move(file_io_);
   }
   if (file_io) FileIo::stop(std::move(file_io));
@@ -135,7 +137,7 @@ Status Engine::check_open() const {
   if (is_forked())
     return {Code::kConflict, "transfer.check",
             "the engine belongs to the parent process: make one after the fork", ""};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (is_closed_) return closed_error();
   return {};
 }
@@ -145,7 +147,7 @@ Status Engine::close(int64_t deadline_ns) {
   std::map<uint64_t, std::shared_ptr<Peer>> peers;
   std::multimap<int64_t, std::shared_ptr<Batch>> batches;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_) return {};
     is_closed_ = true;
     peers.swap(peers_);
@@ -208,13 +210,13 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
   uint64_t segment;
   {
     // Known to the timer from the start: it watches the handshake.
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_) return Error{Code::kConflict, "transfer.open", "the engine is closed", ""};
     segment = next_segment_++;
     peers_.emplace(segment, peer);
   }
   if (Status status = peer->open(deadline_ns); !status.is_ok()) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     peers_.erase(segment);
     return status.error();
   }
@@ -227,7 +229,7 @@ Status Engine::close_segment(uint64_t segment) {
   std::shared_ptr<Peer> peer;
   std::vector<std::shared_ptr<Batch>> to_end;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (const auto file = files_.find(segment); file != files_.end()) {
       for (const auto& [deadline, batch] : watched_)
         if (std::find(batch->files().begin(), batch->files().end(), file->second) !=
@@ -254,7 +256,7 @@ Result<uint64_t> Engine::open_file(const FileOptions& options) {
   if (Status status = check_open(); !status.is_ok()) return status.error();
   Result<std::shared_ptr<File>> file = File::open(options);
   if (!file.is_ok()) return file.error();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (is_closed_) return Error{Code::kConflict, "transfer.open_file", "the engine is closed", ""};
   if (!file_io_) {
     Result<std::unique_ptr<FileIo>> io =
@@ -271,20 +273,20 @@ Result<uint64_t> Engine::open_file(const FileOptions& options) {
 
 Result<std::shared_ptr<File>> Engine::find_file(uint64_t segment) {
   if (Status status = check_open(); !status.is_ok()) return status.error();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = files_.find(segment);
   if (found == files_.end()) return not_found(segment).error();
   return found->second;
 }
 
 std::map<uint64_t, std::shared_ptr<Peer>> Engine::peers() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return peers_;
 }
 
 std::shared_ptr<FaultPlan> Engine::set_faults(TransportKind kind,
                                               std::shared_ptr<FaultPlan> plan) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::shared_ptr<FaultPlan> previous = std::exchange(faults_[kind], std::move(plan));
   if (!faults_[kind]) faults_.erase(kind);
   has_faults_.store(!faults_.empty());
@@ -293,7 +295,7 @@ std::shared_ptr<FaultPlan> Engine::set_faults(TransportKind kind,
 
 std::shared_ptr<FaultPlan> Engine::faults(TransportKind kind) const {
   if (!has_faults_.load(std::memory_order_relaxed)) return nullptr;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = faults_.find(kind);
   return found == faults_.end() ? nullptr : found->second;
 }
@@ -322,18 +324,18 @@ std::vector<double> Engine::quota_rates() const {
 }
 
 std::pair<std::string, std::string> Engine::file_backend() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!file_io_) return {};
   return {file_io_->has_ring() ? "io_uring" : "threads", file_io_->ring_refusal()};
 }
 
 BatchCounters Engine::batch_counters() const {
-  const std::lock_guard lock(counters_mutex_);
+  const MutexLock lock(counters_mutex_);
   return batch_counters_;
 }
 
 void Engine::on_batch_end(const Batch& batch, const Status& status) {
-  const std::lock_guard lock(counters_mutex_);
+  const MutexLock lock(counters_mutex_);
   --batch_counters_.num_running;
   if (status.is_ok()) {
     ++batch_counters_.num_done;
@@ -345,7 +347,7 @@ void Engine::on_batch_end(const Batch& batch, const Status& status) {
 
 Result<std::shared_ptr<Peer>> Engine::find_peer(uint64_t segment) {
   if (Status status = check_open(); !status.is_ok()) return status.error();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = peers_.find(segment);
   if (found == peers_.end()) return not_found(segment).error();
   return found->second;
@@ -373,7 +375,7 @@ struct Engine::Target {
 
 Result<Engine::Target> Engine::find_target(uint64_t segment) {
   if (segment == 0) return Target{};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto peer = peers_.find(segment); peer != peers_.end())
     return Target{peer->second, nullptr};
   const auto file = files_.find(segment);
@@ -492,7 +494,7 @@ Result<std::shared_ptr<Batch>> Engine::submit(const std::vector<TransferRequest>
     (item.peer ? by_peer[item.peer] : item.file ? to_files : inside).push_back(std::move(run));
   }
   {
-    const std::lock_guard lock(counters_mutex_);
+    const MutexLock lock(counters_mutex_);
     ++batch_counters_.num_running;
   }
   if (!watch(batch)) {
@@ -618,24 +620,47 @@ Status Engine::serve_calls() {
   return server_->calls()->begin_serving();
 }
 
-Result<std::shared_ptr<CallInbox>> Engine::make_inbox() {
-  return CallInbox::create(server_->calls());
-}
-
-std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::take_calls(size_t max) {
+std::optional<std::vector<std::shared_ptr<IncomingCall>>> Engine::wait_calls(size_t max) {
   const Use use(*this);
   CallQueue& calls = *server_->calls();
   if (!use) return std::nullopt;
-  if (calls.is_ready()) return calls.take(max);
-  AdaptiveSpin& spin = spin_of_thread();
+  while (true) {
+    if (!calls.is_ready()) {
+      AdaptiveSpin& spin = spin_of_thread();
+      const auto poll = [&] {
+        for (EventLoop* loop : loop_pointers_) loop->poll_requests();
+        return calls.is_ready();
+      };
+      if (options_.spin_ns > 0) spin.wait(poll);
+      calls.wait();
+      spin.came();
+    }
+    auto taken = calls.take(max);
+    if (!taken || !taken->empty()) return taken;  // Empty: their callers were gone.
+  }
+}
+
+bool Engine::poll_requests(const std::vector<std::shared_ptr<Engine>>& engines, int fd,
+                           int64_t limit_ns) {
+  std::deque<Use> uses;
+  std::vector<EventLoop*> loops;
+  AdaptiveSpin* spin = nullptr;
+  for (const auto& engine : engines) {
+    if (engine->is_forked() || !uses.emplace_back(*engine)) continue;
+    loops.insert(loops.end(), engine->loop_pointers_.begin(), engine->loop_pointers_.end());
+    if (engine->options_.spin_ns > 0) spin = &engine->spin_of_thread();
+  }
+  if (spin == nullptr) return false;
+  const int64_t deadline = now_ns() + limit_ns;
+  bool is_readable = false;
   const auto poll = [&] {
-    for (EventLoop* loop : loop_pointers_) loop->poll_requests();
-    return calls.is_ready();
+    for (EventLoop* loop : loops) loop->poll_requests();
+    pollfd events{.fd = fd, .events = POLLIN, .revents = 0};
+    is_readable = ::poll(&events, 1, 0) > 0;
+    return is_readable || now_ns() >= deadline;
   };
-  if (options_.spin_ns > 0) spin.wait(poll);
-  auto taken = calls.take(max);
-  spin.came();
-  return taken;
+  spin->wait(poll);
+  return is_readable;
 }
 
 Status Engine::notify(uint64_t segment, const std::string& name, const std::string& payload,
@@ -657,7 +682,7 @@ const std::vector<std::string>& Engine::addresses() const { return server_->addr
 
 bool Engine::watch(const std::shared_ptr<Batch>& batch) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_) return false;
     watched_.emplace(batch->deadline_ns(), batch);
     if (watched_.size() > sweep_size_) {
@@ -671,7 +696,7 @@ bool Engine::watch(const std::shared_ptr<Batch>& batch) {
 }
 
 void Engine::unwatch(const Batch& batch) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto [begin, end] = watched_.equal_range(batch.deadline_ns());
   for (auto item = begin; item != end; ++item) {
     if (item->second.get() != &batch) continue;
@@ -681,7 +706,7 @@ void Engine::unwatch(const Batch& batch) {
 }
 
 void Engine::schedule(int64_t due_ns) {
-  const std::lock_guard lock(timer_mutex_);
+  const MutexLock lock(timer_mutex_);
   if (due_ns >= timer_due_ns_) return;
   timer_due_ns_ = std::max(due_ns, now_ns());  // What is due already is not late yet.
   timer_changed_.notify_one();
@@ -692,7 +717,7 @@ int64_t Engine::tick(int64_t now, int64_t late_ns) {
   std::vector<std::shared_ptr<Batch>> late;
   int64_t due = kNever;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const auto& [segment, peer] : peers_) peers.push_back(peer);
     auto item = watched_.begin();
     for (; item != watched_.end() && item->first <= now; ++item) late.push_back(item->second);
@@ -707,7 +732,7 @@ int64_t Engine::tick(int64_t now, int64_t late_ns) {
 }
 
 void Engine::run_timer() {
-  std::unique_lock lock(timer_mutex_);
+  MutexLock lock(timer_mutex_);
   while (!is_timer_stopping_) {
     const int64_t now = now_ns();
     if (timer_due_ns_ > now) {
@@ -715,7 +740,8 @@ void Engine::run_timer() {
       constexpr int64_t kFarNs = 3'600'000'000'000;
       const int64_t until = std::min(timer_due_ns_, now + kFarNs);
       timer_changed_.wait_until(
-          lock, std::chrono::steady_clock::time_point{std::chrono::nanoseconds(until)});
+          lock, std::chrono::steady_clock::time_point{std::chrono::nanoseconds(until)},
+          [&]() REQUIRES(timer_mutex_) { return is_timer_stopping_ || timer_due_ns_ < until; });
       continue;
     }
     // Whatever is scheduled during the tick is earlier than never, so it is not missed.

@@ -7,14 +7,13 @@
 
 #include <unistd.h>
 
-#include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/adaptive_spin.h"
 #include "transfer/batch.h"
 #include "transfer/copier.h"
@@ -114,13 +113,17 @@ class Engine {
   // Waits for a call that was begun without an inbox; errors as of `call`.
   Result<std::string> await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
                                  int64_t deadline_ns);
-  // Peers' calls are taken with `take_calls` from now on. Errors: kConflict (they are already).
+  // Peers' calls are taken with `wait_calls` from now on. Errors: kConflict (they are already).
   Status serve_calls();
-  // Calls of peers, at most `max`; waits for the first, or an end of calls of ours that are
-  // collected in `make_inbox`. nullopt: the engine is closed.
-  std::optional<std::vector<std::shared_ptr<IncomingCall>>> take_calls(size_t max);
-  // For the thread that takes calls: it is told of the ends of its own there.
-  Result<std::shared_ptr<CallInbox>> make_inbox();
+  // Calls of peers, at most `max`; polls, then sleeps, until there is one. nullopt: the engine is
+  // closed.
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> wait_calls(size_t max);
+  // Where an event loop serves instead: see CallQueue.
+  const std::shared_ptr<CallQueue>& call_queue() const { return server_->calls(); }
+  // Handles what peers of these engines ask until `fd` is readable, for as long as polling pays, and
+  // at most for `limit_ns`. For an event loop that is about to sleep. True: it is readable.
+  static bool poll_requests(const std::vector<std::shared_ptr<Engine>>& engines, int fd,
+                            int64_t limit_ns);
 
   Status notify(uint64_t segment, const std::string& name, const std::string& payload,
                 int64_t deadline_ns);
@@ -187,8 +190,8 @@ class Engine {
 
   const EngineOptions options_;
   TransferCounters counters_;
-  mutable std::mutex counters_mutex_;  // Leaf.
-  BatchCounters batch_counters_;       // GUARDED_BY(counters_mutex_)
+  mutable Mutex counters_mutex_;  // Leaf.
+  BatchCounters batch_counters_ GUARDED_BY(counters_mutex_);
   const int owner_pid_ = static_cast<int>(::getpid());
   std::atomic<int> num_uses_{1};  // One is the engine's own, until it is closed.
   Registry registry_;
@@ -200,21 +203,21 @@ class Engine {
   std::shared_ptr<LinkWatch> link_watch_;
   std::map<std::string, size_t> locations_;
 
-  mutable std::mutex mutex_;
-  bool is_closed_ = false;                                         // GUARDED_BY(mutex_)
-  std::map<uint64_t, std::shared_ptr<Peer>> peers_;                // GUARDED_BY(mutex_)
-  std::map<uint64_t, std::shared_ptr<File>> files_;                // GUARDED_BY(mutex_)
+  mutable Mutex mutex_;
+  bool is_closed_ GUARDED_BY(mutex_) = false;
+  std::map<uint64_t, std::shared_ptr<Peer>> peers_ GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(mutex_);
   std::atomic<bool> has_faults_{false};
-  std::map<TransportKind, std::shared_ptr<FaultPlan>> faults_;     // GUARDED_BY(mutex_)
+  std::map<TransportKind, std::shared_ptr<FaultPlan>> faults_ GUARDED_BY(mutex_);
   std::unique_ptr<FileIo> file_io_;  // Made with the first file; written under mutex_.
-  uint64_t next_segment_ = 1;                                      // GUARDED_BY(mutex_)
-  std::multimap<int64_t, std::shared_ptr<Batch>> watched_;         // GUARDED_BY(mutex_)
-  size_t sweep_size_ = 1024;                                       // GUARDED_BY(mutex_)
+  uint64_t next_segment_ GUARDED_BY(mutex_) = 1;
+  std::multimap<int64_t, std::shared_ptr<Batch>> watched_ GUARDED_BY(mutex_);
+  size_t sweep_size_ GUARDED_BY(mutex_) = 1024;
 
-  std::mutex timer_mutex_;  // Leaf.
-  std::condition_variable timer_changed_;
-  int64_t timer_due_ns_ = 0;       // GUARDED_BY(timer_mutex_)
-  bool is_timer_stopping_ = false;  // GUARDED_BY(timer_mutex_)
+  Mutex timer_mutex_;  // Leaf.
+  CondVar timer_changed_;
+  int64_t timer_due_ns_ GUARDED_BY(timer_mutex_) = 0;
+  bool is_timer_stopping_ GUARDED_BY(timer_mutex_) = false;
   std::thread timer_;
 };
 

@@ -72,7 +72,7 @@ Result<uint64_t> EventLoop::add(int fd, uint32_t events, std::weak_ptr<EventHand
                                 Kind kind) {
   uint64_t key;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     key = next_key_ + (kind == Kind::kAnswers ? 1 : 0);
     next_key_ += 2;
     handlers_.emplace(key, std::move(handler));
@@ -80,7 +80,7 @@ Result<uint64_t> EventLoop::add(int fd, uint32_t events, std::weak_ptr<EventHand
   epoll_event event{events, {.u64 = key}};
   if (epoll_ctl(epoll_fd_of(key), EPOLL_CTL_ADD, fd, &event) != 0) {
     const Error error = fail_start("epoll_ctl");
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     handlers_.erase(key);
     return error;
   }
@@ -94,7 +94,7 @@ void EventLoop::modify(uint64_t key, int fd, uint32_t events) {
 
 void EventLoop::remove(uint64_t key, int fd) {
   epoll_ctl(epoll_fd_of(key), EPOLL_CTL_DEL, fd, nullptr);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   handlers_.erase(key);
 }
 
@@ -125,7 +125,7 @@ bool EventLoop::dispatch(uint64_t key, uint32_t events, Role role) {
   if (key == kAnswersKey) return !is_led_.load() && run_once(answers_fd_, 0, role);
   std::shared_ptr<EventHandler> handler;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = handlers_.find(key);
     if (found != handlers_.end()) handler = found->second.lock();
   }
@@ -136,7 +136,7 @@ bool EventLoop::dispatch(uint64_t key, uint32_t events, Role role) {
 // --- Leading --------------------------------------------------------------------------------------
 
 bool EventLoop::begin_lead() {
-  const std::lock_guard lock(gate_mutex_);
+  const MutexLock lock(gate_mutex_);
   if (is_led_.load(std::memory_order_relaxed)) return false;
   is_led_.store(true);
   led_since_ns_ = now_ns();
@@ -148,7 +148,7 @@ bool EventLoop::begin_lead() {
 }
 
 void EventLoop::end_lead() {
-  const std::lock_guard lock(gate_mutex_);
+  const MutexLock lock(gate_mutex_);
   const int64_t now = now_ns();
   const bool was_short = now - led_since_ns_ < kHoldNs;
   const bool is_frequent = led_since_ns_ - led_until_ns_ < kHoldNs;
@@ -171,13 +171,13 @@ void EventLoop::open_gate() {
 
 void EventLoop::begin_follow() {
   num_followers_.fetch_add(1);
-  const std::lock_guard lock(gate_mutex_);
+  const MutexLock lock(gate_mutex_);
   // Who leads sees at its end that there is a follower.
   if (!is_led_.load()) open_gate();
 }
 
 int EventLoop::watch_gate() {
-  const std::lock_guard lock(gate_mutex_);
+  const MutexLock lock(gate_mutex_);
   if (!is_gate_watched_) return -1;
   const int64_t now = now_ns();
   // A leader that stays opens it itself.

@@ -16,12 +16,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 
 #include "base/idle_spin.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 
 namespace tandem::transfer {
 
@@ -75,8 +75,7 @@ class EventLoop {
   // False: there was nothing for this role.
   bool dispatch(uint64_t key, uint32_t events, Role role);
   int epoll_fd_of(uint64_t key) const;
-  // REQUIRES: gate_mutex_ held.
-  void open_gate();
+  void open_gate() REQUIRES(gate_mutex_);
   // Opens the gate if it is time; returns how long the thread may sleep, milliseconds, -1: for ever.
   int watch_gate();
   static int to_timeout_ms(int64_t ns);
@@ -90,14 +89,14 @@ class EventLoop {
   std::atomic<bool> is_led_{false};
   std::atomic<bool> is_leader_asleep_{false};
   std::atomic<int> num_followers_{0};
-  std::mutex gate_mutex_;  // Leaf.
-  bool is_gate_open_ = true;    // GUARDED_BY(gate_mutex_), with all below
-  bool is_gate_watched_ = false;  // The thread wakes by itself to open it.
-  int64_t led_since_ns_ = 0;
-  int64_t led_until_ns_ = 0;
-  std::mutex mutex_;  // Leaf.
-  std::unordered_map<uint64_t, std::weak_ptr<EventHandler>> handlers_;  // GUARDED_BY(mutex_)
-  uint64_t next_key_;                                                   // GUARDED_BY(mutex_)
+  Mutex gate_mutex_;  // Leaf.
+  bool is_gate_open_ GUARDED_BY(gate_mutex_) = true;
+  bool is_gate_watched_ GUARDED_BY(gate_mutex_) = false;  // The thread wakes by itself to open it.
+  int64_t led_since_ns_ GUARDED_BY(gate_mutex_) = 0;
+  int64_t led_until_ns_ GUARDED_BY(gate_mutex_) = 0;
+  Mutex mutex_;  // Leaf.
+  std::unordered_map<uint64_t, std::weak_ptr<EventHandler>> handlers_ GUARDED_BY(mutex_);
+  uint64_t next_key_ GUARDED_BY(mutex_);
   std::thread thread_;
 };
 

@@ -54,7 +54,7 @@ class FaultyMapping : public Mapping {
 }  // namespace
 
 Fault FaultPlan::next() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   double draw = std::uniform_real_distribution<double>(0, 1)(random_);
   Fault fault = Fault::kNone;
   const std::pair<double, Fault> choices[] = {{rates_.drop, Fault::kDrop},
@@ -75,7 +75,7 @@ Fault FaultPlan::next() {
 }
 
 uint64_t FaultPlan::num_faults() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_faults_;
 }
 

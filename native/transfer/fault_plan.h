@@ -4,9 +4,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <random>
 
+#include "base/thread_annotations.h"
 #include "transfer/mapping.h"
 
 namespace tandem::transfer {
@@ -36,9 +36,9 @@ class FaultPlan {
 
  private:
   const FaultRates rates_;
-  mutable std::mutex mutex_;  // Leaf.
-  std::mt19937_64 random_;    // GUARDED_BY(mutex_)
-  uint64_t num_faults_ = 0;   // GUARDED_BY(mutex_)
+  mutable Mutex mutex_;  // Leaf.
+  std::mt19937_64 random_ GUARDED_BY(mutex_);
+  uint64_t num_faults_ GUARDED_BY(mutex_) = 0;
 };
 
 // A mapping that does what the plan says to copies through another one.

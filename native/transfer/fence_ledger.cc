@@ -7,7 +7,7 @@
 namespace tandem::transfer {
 
 void FenceLedger::add(uint64_t epoch, const FenceDebt& debt, bool may_write) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto [found, is_new] = by_epoch_[epoch].try_emplace(debt);
   found->second.may_write |= may_write;
   if (is_new) size_.fetch_add(1, std::memory_order_release);
@@ -17,7 +17,7 @@ FenceLedger::Due FenceLedger::take_due(uint64_t epoch, uint64_t carrier,
                                        const std::string& only_session) {
   Due due;
   if (is_empty()) return due;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = by_epoch_.find(epoch);
   if (found == by_epoch_.end()) return due;
   for (auto& [debt, state] : found->second) {
@@ -29,7 +29,7 @@ FenceLedger::Due FenceLedger::take_due(uint64_t epoch, uint64_t carrier,
 }
 
 void FenceLedger::settle(uint64_t epoch, const std::vector<FenceDebt>& debts) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = by_epoch_.find(epoch);
   if (found == by_epoch_.end()) return;
   size_t num_settled = 0;
@@ -42,7 +42,7 @@ bool FenceLedger::owes(uint64_t epoch) const { return owes_of_others(epoch, {});
 
 bool FenceLedger::owes_of_others(uint64_t epoch, const std::string& session) const {
   if (is_empty()) return false;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = by_epoch_.find(epoch);
   return found != by_epoch_.end() &&
          std::any_of(found->second.begin(), found->second.end(), [&](const auto& one) {
@@ -52,7 +52,7 @@ bool FenceLedger::owes_of_others(uint64_t epoch, const std::string& session) con
 
 std::vector<FenceDebt> FenceLedger::debts(uint64_t epoch) const {
   std::vector<FenceDebt> debts;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto found = by_epoch_.find(epoch); found != by_epoch_.end())
     for (const auto& [debt, state] : found->second) debts.push_back(debt);
   return debts;

@@ -16,10 +16,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 namespace tandem::transfer {
 
@@ -63,8 +64,8 @@ class FenceLedger {
 
   std::atomic<uint64_t> next_carrier_{1};
   std::atomic<size_t> size_{0};  // Written under mutex_.
-  mutable std::mutex mutex_;
-  std::map<uint64_t, Debts> by_epoch_;  // GUARDED_BY(mutex_)
+  mutable Mutex mutex_;
+  std::map<uint64_t, Debts> by_epoch_ GUARDED_BY(mutex_);
 };
 
 // The ledger of this process. A forked child, which owns none of its parent's connections, has

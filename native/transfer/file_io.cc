@@ -67,13 +67,13 @@ Result<std::unique_ptr<FileIo>> FileIo::start(FileBackend backend, OnFailure on_
   const int num_threads = io->ring_ ? 1 : kNumThreads;
   try {
     for (int i = 0; i < num_threads; ++i) {
-      const std::lock_guard lock(io->mutex_);
+      const MutexLock lock(io->mutex_);
       io->threads_.emplace_back([raw = io.get()] {
         if (raw->ring_)
           raw->run_ring();
         else
           raw->run_thread();
-        const std::lock_guard lock(raw->mutex_);
+        const MutexLock lock(raw->mutex_);
         --raw->num_running_;
         raw->idle_.notify_all();
       });
@@ -88,12 +88,12 @@ Result<std::unique_ptr<FileIo>> FileIo::start(FileBackend backend, OnFailure on_
 }
 
 void FileIo::stop(std::unique_ptr<FileIo> io) {
-  std::unique_lock lock(io->mutex_);
+  MutexLock lock(io->mutex_);
   io->is_stopping_ = true;
   io->work_.notify_all();
   if (io->ring_) io->ring_->wake();
   const bool is_over =
-      io->idle_.wait_for(lock, kStopTimeout, [&] { return io->num_running_ == 0; });
+      io->idle_.wait_for(lock, kStopTimeout, [&]() REQUIRES(io->mutex_) { return io->num_running_ == 0; });
   lock.unlock();
   for (std::thread& thread : io->threads_) {
     if (is_over)
@@ -107,7 +107,7 @@ void FileIo::stop(std::unique_ptr<FileIo> io) {
 
 void FileIo::submit(Piece piece) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!piece.batch->is_open()) return;
     queue_.push_back(std::move(piece));
   }
@@ -118,16 +118,16 @@ void FileIo::submit(Piece piece) {
 }
 
 void FileIo::drop(const Batch& batch) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   std::erase_if(queue_, [&](const Piece& piece) { return piece.batch.get() == &batch; });
   for (auto& [key, taken] : taken_) taken.is_stale |= taken.batch == &batch;
-  idle_.wait(lock, [&] {
+  idle_.wait(lock, [&]() REQUIRES(mutex_) {
     return std::find(touched_.begin(), touched_.end(), &batch) == touched_.end();
   });
 }
 
 bool FileIo::begin_touch(const Batch& batch) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // The end of a batch closes it first and then comes to `drop`: one of the two sees the other.
   if (!batch.is_open()) return false;
   touched_.push_back(&batch);
@@ -136,7 +136,7 @@ bool FileIo::begin_touch(const Batch& batch) {
 
 void FileIo::end_touch(const Batch& batch) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     touched_.erase(std::find(touched_.begin(), touched_.end(), &batch));
   }
   idle_.notify_all();
@@ -153,7 +153,9 @@ bool FileIo::is_blocked(const Piece& piece) const {
 
 bool FileIo::take(Part* part) {
   const auto next = std::find_if(queue_.begin(), queue_.end(),
-                                 [&](const Piece& piece) { return !is_blocked(piece); });
+                                 [&](const Piece& piece) REQUIRES(mutex_) {
+                                   return !is_blocked(piece);
+                                 });
   if (next == queue_.end() || free_blocks_.empty()) return false;
   const TransferItem& item = next->transfer();
   const File::Part cut = item.file->cut(
@@ -212,7 +214,7 @@ bool FileIo::read_cached(Part& part) {
 void FileIo::end(const Part& part) {
   bool was_stale;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto taken = taken_.find(part.key);
     was_stale = taken->second.is_stale;
     taken_.erase(taken);
@@ -291,7 +293,7 @@ bool FileIo::settle(Part& part, uint64_t num_bytes) {
 }
 
 void FileIo::run_thread() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!is_stopping_) {
     Part part;
     if (!take(&part)) {
@@ -327,7 +329,7 @@ void FileIo::run_ring() {
     for (uint32_t i = 0; i < kRingDepth && has_more; ++i) {
       Part part;
       {
-        const std::lock_guard lock(mutex_);
+        const MutexLock lock(mutex_);
         if (is_stopping_ && in_flight.empty()) return;
         has_more = take(&part);
       }

@@ -10,17 +10,16 @@
 // Threads: any. Lock order: mutex_ is a leaf and never held over a system call or a copy.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "base/thread_annotations.h"
 #include "transfer/batch.h"
 #include "transfer/fault_plan.h"
 #include "transfer/file.h"
@@ -70,9 +69,8 @@ class FileIo {
   };
 
   FileIo(OnFailure on_failure, Faults faults, AlignedBuffer memory, int num_blocks);
-  // REQUIRES: mutex_ held.
-  bool take(Part* part);
-  bool is_blocked(const Piece& piece) const;
+  bool take(Part* part) REQUIRES(mutex_);
+  bool is_blocked(const Piece& piece) const REQUIRES(mutex_);
   // A WRITE's bytes into its block. False: the batch has ended, and the part with it.
   bool load(Part& part);
   // A READ, as far as the page cache has it; true if the part has ended.
@@ -95,16 +93,16 @@ class FileIo {
   const AlignedBuffer memory_;  // Of all blocks.
   std::unique_ptr<IoRing> ring_;
   std::string ring_refusal_;
-  std::mutex mutex_;
-  std::condition_variable work_;
-  std::condition_variable idle_;
-  std::deque<Piece> queue_;            // GUARDED_BY(mutex_)
-  std::vector<uint8_t*> free_blocks_;  // GUARDED_BY(mutex_)
-  std::map<uint64_t, Taken> taken_;    // GUARDED_BY(mutex_)
-  uint64_t next_key_ = 1;              // GUARDED_BY(mutex_)
-  std::vector<const Batch*> touched_;  // GUARDED_BY(mutex_): whose memory is being copied
-  bool is_stopping_ = false;           // GUARDED_BY(mutex_)
-  int num_running_ = 0;                // GUARDED_BY(mutex_): threads
+  Mutex mutex_;
+  CondVar work_;
+  CondVar idle_;
+  std::deque<Piece> queue_ GUARDED_BY(mutex_);
+  std::vector<uint8_t*> free_blocks_ GUARDED_BY(mutex_);
+  std::map<uint64_t, Taken> taken_ GUARDED_BY(mutex_);
+  uint64_t next_key_ GUARDED_BY(mutex_) = 1;
+  std::vector<const Batch*> touched_ GUARDED_BY(mutex_);  // Whose memory is being copied.
+  bool is_stopping_ GUARDED_BY(mutex_) = false;
+  int num_running_ GUARDED_BY(mutex_) = 0;  // Threads.
   std::vector<std::thread> threads_;
 };
 

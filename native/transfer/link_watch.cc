@@ -48,6 +48,7 @@ std::shared_ptr<LinkWatch> LinkWatch::start(EventLoop* loop, OnChange on_change)
   std::shared_ptr<LinkWatch> watch(new LinkWatch(loop, fd, std::move(on_change)));
   // Before the first event: an interface that vanishes takes its addresses with it.
   if (struct if_nameindex* all = if_nameindex()) {
+    const MutexLock lock(watch->mutex_);
     for (const struct if_nameindex* one = all; one->if_index != 0; ++one)
       watch->addresses_[static_cast<int>(one->if_index)] =
           addresses_of(static_cast<int>(one->if_index));
@@ -86,7 +87,7 @@ void LinkWatch::on_events(uint32_t) {
 void LinkWatch::on_link(int index, bool is_up) {
   std::vector<SocketAddress> addresses;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::vector<SocketAddress> now = addresses_of(index);
     if (!now.empty()) addresses_[index] = std::move(now);
     const auto [known, is_new] = is_up_.emplace(index, is_up);

@@ -5,10 +5,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/event_loop.h"
 #include "transfer/socket_address.h"
 
@@ -37,9 +37,9 @@ class LinkWatch : public EventHandler {
   const int fd_;
   const OnChange on_change_;
   uint64_t key_ = 0;
-  std::mutex mutex_;                                     // Leaf.
-  std::map<int, bool> is_up_;                            // GUARDED_BY(mutex_), by interface
-  std::map<int, std::vector<SocketAddress>> addresses_;  // GUARDED_BY(mutex_)
+  Mutex mutex_;                                     // Leaf.
+  std::map<int, bool> is_up_ GUARDED_BY(mutex_);  // By interface.
+  std::map<int, std::vector<SocketAddress>> addresses_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tandem::transfer

@@ -191,7 +191,7 @@ std::shared_ptr<MappedFile> MappedFiles::find(const Key& key, uint64_t size) con
 }
 
 Result<std::shared_ptr<MappedFile>> MappedFiles::get(const Grant& grant) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase_if(files_, [](const auto& item) { return item.second.expired(); });
   const uint64_t size = grant.file_offset + grant.length;
   Key key{grant.process.pid, grant.process.start_time, grant.device, grant.inode, true};

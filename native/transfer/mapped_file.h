@@ -17,11 +17,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <tuple>
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transfer/wire.h"
 
 namespace tandem::transfer {
@@ -78,10 +78,10 @@ class MappedFiles {
   // Owner's pid and start time, device, inode, writable.
   using Key = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, bool>;
 
-  std::shared_ptr<MappedFile> find(const Key& key, uint64_t size) const;
+  std::shared_ptr<MappedFile> find(const Key& key, uint64_t size) const REQUIRES(mutex_);
 
-  std::mutex mutex_;
-  std::map<Key, std::weak_ptr<MappedFile>> files_;  // GUARDED_BY(mutex_)
+  Mutex mutex_;
+  std::map<Key, std::weak_ptr<MappedFile>> files_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tandem::transfer

@@ -141,24 +141,24 @@ NicQuota::~NicQuota() {
 }
 
 double NicQuota::rate() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return rate_;
 }
 
 void NicQuota::add_moved(uint64_t bytes, int64_t now_ns) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   moved_bytes_ += bytes;
   refresh(now_ns);
 }
 
 void NicQuota::note_backlog(int64_t now_ns) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   backlog_ns_ = now_ns;
   refresh(now_ns);
 }
 
 int64_t NicQuota::spend(uint64_t bytes, int64_t now_ns) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   refresh(now_ns);
   if (rate_ == kUnlimited) {
     next_ns_ = now_ns;
@@ -169,7 +169,6 @@ int64_t NicQuota::spend(uint64_t bytes, int64_t now_ns) {
   return next_ns_;
 }
 
-// REQUIRES: mutex_ held.
 void NicQuota::refresh(int64_t now_ns) {
   const int64_t elapsed_ns = now_ns - refreshed_ns_;
   if (elapsed_ns < kRefreshNs) return;

@@ -14,10 +14,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transfer/fair_share.h"
 #include "transfer/wire.h"
 
@@ -48,7 +48,7 @@ class NicQuota {
  private:
   struct Board;
   NicQuota(Board* board, int fd, size_t slot, double weight, const ProcessId& process);
-  void refresh(int64_t now_ns);
+  void refresh(int64_t now_ns) REQUIRES(mutex_);
 
   Board* const board_;
   const int fd_;
@@ -56,14 +56,14 @@ class NicQuota {
   const double weight_;
   const ProcessId process_;
 
-  mutable std::mutex mutex_;
-  int64_t refreshed_ns_ = 0;       // GUARDED_BY(mutex_), as all below
-  int64_t backlog_ns_ = 0;
-  uint64_t moved_bytes_ = 0;       // Since the last refresh.
-  double moved_per_s_ = 0;         // Smoothed.
-  bool is_fresh_ = true;           // It began, or began again, a period ago.
-  double rate_ = 0;
-  int64_t next_ns_ = 0;            // When what was spent is paid for at that rate.
+  mutable Mutex mutex_;
+  int64_t refreshed_ns_ GUARDED_BY(mutex_) = 0;
+  int64_t backlog_ns_ GUARDED_BY(mutex_) = 0;
+  uint64_t moved_bytes_ GUARDED_BY(mutex_) = 0;       // Since the last refresh.
+  double moved_per_s_ GUARDED_BY(mutex_) = 0;         // Smoothed.
+  bool is_fresh_ GUARDED_BY(mutex_) = true;           // It began, or began again, a period ago.
+  double rate_ GUARDED_BY(mutex_) = 0;
+  int64_t next_ns_ GUARDED_BY(mutex_) = 0;            // When what was spent is paid for at that rate.
 };
 
 }  // namespace tandem::transfer

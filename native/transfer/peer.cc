@@ -54,14 +54,14 @@ Peer::~Peer() {
 Status Peer::open(int64_t deadline_ns) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (state_ != State::kOpening) return lost_reason_;  // The engine was closed meanwhile.
     connect_control(now_ns(), work);
     work.due_ns = next_due();
   }
   finish(std::move(work));
   const Following following(loops_);
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   changed_.wait_until(lock, at(deadline_ns), [&] { return state_ != State::kOpening; });
   if (state_ == State::kOpen) return {};
   Status status = lost_reason_;
@@ -77,7 +77,7 @@ void Peer::close() {
   std::shared_ptr<ClientConnection> control;
   const Error error{Code::kCancelled, "transfer.close", "the segment was closed", ""};
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (state_ == State::kClosed) return;
     control = std::move(control_);
     if (state_ == State::kLost) {
@@ -100,7 +100,7 @@ void Peer::close() {
 
 Result<Description> Peer::describe(int64_t deadline_ns) {
   const Following following(loops_);
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const uint64_t wanted = num_descriptions_ + 1;
   begin_work();
   const auto control = control_;
@@ -122,12 +122,12 @@ Result<Description> Peer::describe(int64_t deadline_ns) {
 }
 
 Status Peer::notify(const std::string& name, const std::string& payload, int64_t deadline_ns) {
-  const std::lock_guard one_at_a_time(notify_mutex_);
+  const MutexLock one_at_a_time(notify_mutex_);
   const Following following(loops_);
   PayloadWriter out;
   out.put_text(name);
   out.put_bytes(payload);
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (state_ != State::kOpen) return lost_reason_;
   begin_work();
   notice_ = {notice_.sequence + 1, out.take(), false, 0};
@@ -176,7 +176,7 @@ Result<std::shared_ptr<PendingCall>> Peer::begin_call(std::string payload,
   }
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (state_ == State::kOpen && version_ < kCallsVersion) {
       calls_.abandon(call, {});
       return Error{Code::kUnsupported, "transfer.call",
@@ -194,7 +194,7 @@ Result<std::shared_ptr<PendingCall>> Peer::begin_call(std::string payload,
 void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const int64_t now = now_ns();
     heard_ns_ = std::max(heard_ns_, now);
     if (connection == control_) {
@@ -233,7 +233,7 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
   std::vector<std::shared_ptr<Mapping>> revoked;
   Status status;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     switch (frame.type) {
       case FrameType::kWriteDone:
       case FrameType::kReadDone:
@@ -353,7 +353,7 @@ void Peer::on_granted(const ClientConnection& connection, const Frame& frame,
 void Peer::on_closed(const std::shared_ptr<ClientConnection>& connection, const Error& reason) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     lose_connection(connection, reason, work);
     work.due_ns = next_due();
   }

@@ -13,18 +13,17 @@
 #pragma once
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/batch.h"
 #include "transfer/call_client.h"
 #include "transfer/connection.h"
@@ -237,9 +236,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::atomic<uint64_t> epoch_{0};
   TransferCounters counters_;
 
-  std::mutex notify_mutex_;  // One notification at a time. Before mutex_.
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex notify_mutex_;  // One notification at a time. Before mutex_.
+  mutable Mutex mutex_;
+  CondVar changed_;
   State state_ = State::kOpening;
   Error lost_reason_;
   uint32_t next_connection_id_ = 1;
@@ -299,12 +298,12 @@ class ClientConnection : public Connection {
 
  protected:
   void on_connected() override;
-  Status check_header(const Frame& frame) override;
-  Sink on_slice_begin(const Frame& frame) override;
-  void on_slice_end(const Frame& frame, bool is_intact) override;
+  Status check_header(const Frame& frame) override REQUIRES(mutex_);
+  Sink on_slice_begin(const Frame& frame) override REQUIRES(mutex_);
+  void on_slice_end(const Frame& frame, bool is_intact) override REQUIRES(mutex_);
   Status on_frame(const Frame& frame, std::string payload) override;
   void on_closed(const Error& reason) override;
-  void on_shut() override { reads_.clear(); }
+  void on_shut() override REQUIRES(mutex_) { reads_.clear(); }
 
  private:
   Status on_challenge(std::string_view payload, Peer& peer);
@@ -326,7 +325,7 @@ class ClientConnection : public Connection {
   std::atomic<bool> is_barred_{false};
   std::string hello_;
   bool has_proved_ = false;
-  std::unordered_map<uint64_t, Read> reads_;  // GUARDED_BY(mutex_), by ticket
+  std::unordered_map<uint64_t, Read> reads_ GUARDED_BY(mutex_);  // By ticket.
   bool last_is_intact_ = true;                // Under read_mutex_.
 };
 

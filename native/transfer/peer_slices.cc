@@ -15,7 +15,7 @@ void Peer::begin_work() {
 void Peer::submit(std::vector<Piece> pieces) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     begin_work();
     for (Piece& piece : pieces) route(std::move(piece), work);
     dispatch(work);
@@ -26,7 +26,7 @@ void Peer::submit(std::vector<Piece> pieces) {
 
 void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     // A copy that was under way when the segment ended: that is why it failed.
     if (state_ != State::kOpen) error = lost_reason_;
   }
@@ -36,7 +36,7 @@ void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
   counters_.add_failover(failed);
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     begin_work();
     route(std::move(piece), work, failed);
     dispatch(work);
@@ -151,7 +151,7 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
 void Peer::drop(const Batch& batch) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto is_its = [&](const Piece& piece) { return piece.batch.get() == &batch; };
     std::erase_if(pending_, is_its);
     for (auto& [key, waiting] : awaiting_grant_) std::erase_if(waiting, is_its);

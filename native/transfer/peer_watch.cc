@@ -198,7 +198,7 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
   Work work;
   int64_t due;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (state_ == State::kLost || state_ == State::kClosed) return kNever;
     // The whole machine stood still, it may be, and the peer with us: it speaks in a moment.
     if (late_ns > options_.lease_ns / 2) heard_ns_ = awake_since_ns_ = now;
@@ -239,7 +239,7 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
 }
 
 std::vector<RailStatus> Peer::rails() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<RailStatus> statuses;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
@@ -255,7 +255,7 @@ std::vector<RailStatus> Peer::rails() const {
 void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (state_ != State::kOpening && state_ != State::kOpen) return;
     const auto is_on_it = [&](const SocketAddress& local) {
       return local.size > 0 && std::any_of(addresses.begin(), addresses.end(),
@@ -283,12 +283,12 @@ void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
 }
 
 void Peer::use_round_robin() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   rail_set_.use_round_robin();
 }
 
 std::map<std::string, std::string> Peer::refusals() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return refusals_;
 }
 

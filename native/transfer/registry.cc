@@ -35,7 +35,7 @@ Result<uint64_t> Registry::add(BufferSpec spec) {
   if (spec.name.size() > kMaxName || spec.location.size() > kMaxName)
     return Error{Code::kConfig, "transfer.register",
                  "a name or location of more than " + std::to_string(kMaxName) + " bytes", "name"};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (entries_.size() >= kMaxBuffers)
     return Error{Code::kCapacity, "transfer.register",
                  std::to_string(kMaxBuffers) + " buffers are registered: unregister some", ""};
@@ -52,7 +52,7 @@ Result<uint64_t> Registry::add(BufferSpec spec) {
 }
 
 Result<Registry::Pin> Registry::pin(uint64_t offset, uint64_t length, Access access) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto after = entries_.upper_bound(offset);
   if (after == entries_.begin())
     return Error{Code::kNotFound, "transfer.access",
@@ -82,12 +82,12 @@ Result<Registry::Pin> Registry::pin_remote(uint64_t offset) {
 }
 
 void Registry::unpin(Entry& entry) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (--entry.num_pins == 0 && entry.is_closing) unpinned_.notify_all();
 }
 
 Status Registry::close(uint64_t base) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = entries_.find(base);
   if (found == entries_.end())
     return {Code::kNotFound, "transfer.unregister",
@@ -97,7 +97,7 @@ Status Registry::close(uint64_t base) {
 }
 
 bool Registry::wait_unpinned(uint64_t base, int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = entries_.find(base);
   if (found == entries_.end()) return true;
   const std::shared_ptr<Entry> entry = found->second;
@@ -106,7 +106,7 @@ bool Registry::wait_unpinned(uint64_t base, int64_t deadline_ns) {
 }
 
 void Registry::remove(uint64_t base) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = entries_.find(base);
   if (found == entries_.end()) return;
   names_.erase(found->second->spec.name);
@@ -114,14 +114,14 @@ void Registry::remove(uint64_t base) {
 }
 
 std::vector<uint64_t> Registry::bases() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<uint64_t> bases;
   for (const auto& [base, entry] : entries_) bases.push_back(base);
   return bases;
 }
 
 std::vector<BufferInfo> Registry::describe() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<BufferInfo> infos;
   for (const auto& [base, entry] : entries_) {
     const BufferSpec& spec = entry->spec;

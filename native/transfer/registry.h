@@ -8,16 +8,15 @@
 // under it).
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transfer/mapped_file.h"
 #include "transfer/shared_memory.h"
 #include "transfer/wire.h"
@@ -41,8 +40,9 @@ class Registry {
   struct Entry {
     BufferSpec spec;
     uint64_t base = 0;
-    bool is_closing = false;  // GUARDED_BY(mutex_)
-    int num_pins = 0;         // GUARDED_BY(mutex_)
+    // Both under Registry::mutex_, which cannot be named here.
+    bool is_closing = false;
+    int num_pins = 0;
   };
 
   // Keeps an entry's bytes in place while it exists.
@@ -94,11 +94,11 @@ class Registry {
   friend class Pin;
   void unpin(Entry& entry);
 
-  mutable std::mutex mutex_;
-  std::condition_variable unpinned_;
-  std::map<uint64_t, std::shared_ptr<Entry>> entries_;  // GUARDED_BY(mutex_), by base
-  std::set<std::string> names_;                            // GUARDED_BY(mutex_)
-  uint64_t next_base_ = uint64_t{1} << 20;              // GUARDED_BY(mutex_)
+  mutable Mutex mutex_;
+  CondVar unpinned_;
+  std::map<uint64_t, std::shared_ptr<Entry>> entries_ GUARDED_BY(mutex_);  // By base.
+  std::set<std::string> names_ GUARDED_BY(mutex_);
+  uint64_t next_base_ GUARDED_BY(mutex_) = uint64_t{1} << 20;
 };
 
 }  // namespace tandem::transfer

@@ -115,7 +115,7 @@ void Server::close() {
   listeners_.clear();
   std::set<std::shared_ptr<ServerConnection>> connections;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     is_closed_ = true;
     connections.swap(connections_);
     paused_.clear();
@@ -131,7 +131,7 @@ void Server::pause(const std::shared_ptr<Listener>& listener) {
   listener->loop()->modify(listener->key, listener->fd(), 0);
   int64_t until_ns;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_) return;
     paused_.push_back(listener);
     until_ns = paused_until_ns_ = now_ns() + kAcceptPauseNs;
@@ -147,7 +147,7 @@ void Server::admit(int fd) {
   tune_stream(fd, remote_address_of(fd), options_.socket_buffer_bytes);
   std::shared_ptr<ServerConnection> connection;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_ || connections_.size() >= options_.max_connections) {
       ::close(fd);
       return;
@@ -167,7 +167,7 @@ void Server::admit(int fd) {
 Status Server::join(const std::shared_ptr<ServerConnection>& connection, const Hello& hello) {
   std::set<uint64_t> to_revoke;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_closed_) return {Code::kPeerLost, "transfer.join", "the engine is closing", ""};
     auto found = sessions_.find(hello.session);
     if (found == sessions_.end()) {
@@ -193,7 +193,7 @@ Status Server::join(const std::shared_ptr<ServerConnection>& connection, const H
 }
 
 void Server::leave(ServerConnection& connection) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   connections_.erase(std::static_pointer_cast<ServerConnection>(connection.shared_from_this()));
   if (!connection.is_ready()) return;
   const auto found = sessions_.find(connection.hello().session);
@@ -205,7 +205,7 @@ void Server::leave(ServerConnection& connection) {
   if (session.has_left && session.connections.empty()) sessions_.erase(found);
 }
 
-// Forgets peers that will not come back. REQUIRES: mutex_ held.
+// Forgets peers that will not come back.
 void Server::sweep_sessions() {
   std::erase_if(sessions_, [&](const auto& item) {
     const Session& session = item.second;
@@ -223,7 +223,7 @@ int64_t Server::tick(int64_t now_ns) {
   std::vector<std::shared_ptr<Listener>> resumed;
   int64_t next = std::numeric_limits<int64_t>::max();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (paused_until_ns_ <= now_ns)
       resumed.swap(paused_);
     else if (!paused_.empty())
@@ -247,14 +247,14 @@ int64_t Server::tick(int64_t now_ns) {
 }
 
 size_t Server::num_connections() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return connections_.size();
 }
 
 void Server::fence(const std::vector<FenceDebt>& debts) {
   std::vector<std::shared_ptr<ServerConnection>> fenced;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const FenceDebt& debt : debts) {
       // A session is forgotten when the last of its connections is closed.
       const auto found = sessions_.find(debt.session);
@@ -271,7 +271,7 @@ void Server::fence(const std::vector<FenceDebt>& debts) {
 }
 
 Result<Grant> Server::grant(const std::string& session_id, uint64_t offset) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end() || !may_reach(found->second))
     return Error{Code::kUnsupported, "transfer.grant", "the peer is not on this host", ""};
@@ -304,14 +304,14 @@ Result<Grant> Server::grant(const std::string& session_id, uint64_t offset) {
 }
 
 void Server::on_revoked(const std::string& session_id, uint64_t base) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = sessions_.find(session_id);
   if (found != sessions_.end()) found->second.grants.erase(base);
   changed_.notify_all();
 }
 
 Status Server::revoke(uint64_t base, int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   revoking_.insert(base);
   const std::set<std::shared_ptr<ServerConnection>> connections = connections_;
   lock.unlock();
@@ -323,7 +323,7 @@ Status Server::revoke(uint64_t base, int64_t deadline_ns) {
   lock.lock();
   std::string holder;
   std::vector<std::shared_ptr<ServerConnection>> to_ask;
-  const auto is_free = [&] {
+  const auto is_free = [&]() REQUIRES(mutex_) {
     holder.clear();
     to_ask.clear();
     for (auto& [id, session] : sessions_) {
@@ -359,7 +359,7 @@ Status Server::revoke(uint64_t base, int64_t deadline_ns) {
 
 uint8_t Server::accept_notification(const std::string& session_id, uint64_t sequence,
                                     Notification notification) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end()) return wire_code(Code::kPeerLost);
   Session& session = found->second;
@@ -378,15 +378,15 @@ uint8_t Server::accept_notification(const std::string& session_id, uint64_t sequ
 }
 
 std::vector<Notification> Server::take_notifications(int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   changed_.wait_until(lock,
                       std::chrono::steady_clock::time_point{std::chrono::nanoseconds(deadline_ns)},
-                      [&] { return is_closed_ || !notifications_.empty(); });
+                      [&]() REQUIRES(mutex_) { return is_closed_ || !notifications_.empty(); });
   return std::exchange(notifications_, {});
 }
 
 void Server::on_bye(const std::string& session_id) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end()) return;
   found->second.has_left = true;

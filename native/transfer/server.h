@@ -8,15 +8,14 @@
 // Lock order: (1) Connection::read_mutex_, (2) Server::mutex_, (3) Connection::mutex_, (4) Registry.
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transfer/call_queue.h"
 #include "transfer/connection.h"
 #include "transfer/registry.h"
@@ -93,7 +92,7 @@ class Server : public std::enable_shared_from_this<Server> {
   // The proof was right: the connection joins its session. Errors: kCapacity.
   Status join(const std::shared_ptr<ServerConnection>& connection, const Hello& hello);
   void leave(ServerConnection& connection);
-  void sweep_sessions();
+  void sweep_sessions() REQUIRES(mutex_);
   bool may_reach(const Session& session) const;
 
   Result<Grant> grant(const std::string& session, uint64_t offset);
@@ -112,16 +111,16 @@ class Server : public std::enable_shared_from_this<Server> {
   std::vector<std::string> addresses_;
   std::vector<std::shared_ptr<Listener>> listeners_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_closed_ = false;                                       // GUARDED_BY(mutex_)
-  std::set<std::shared_ptr<ServerConnection>> connections_;      // GUARDED_BY(mutex_)
-  std::vector<std::shared_ptr<Listener>> paused_;                // GUARDED_BY(mutex_)
-  int64_t paused_until_ns_ = 0;                                  // GUARDED_BY(mutex_)
-  std::map<std::string, Session> sessions_;                      // GUARDED_BY(mutex_)
-  std::set<uint64_t> revoking_;                                  // GUARDED_BY(mutex_)
-  std::vector<Notification> notifications_;                      // GUARDED_BY(mutex_)
-  size_t next_loop_ = 0;                                         // GUARDED_BY(mutex_)
+  mutable Mutex mutex_;
+  CondVar changed_;
+  bool is_closed_ GUARDED_BY(mutex_) = false;
+  std::set<std::shared_ptr<ServerConnection>> connections_ GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Listener>> paused_ GUARDED_BY(mutex_);
+  int64_t paused_until_ns_ GUARDED_BY(mutex_) = 0;
+  std::map<std::string, Session> sessions_ GUARDED_BY(mutex_);
+  std::set<uint64_t> revoking_ GUARDED_BY(mutex_);
+  std::vector<Notification> notifications_ GUARDED_BY(mutex_);
+  size_t next_loop_ GUARDED_BY(mutex_) = 0;
 };
 
 // A peer's connection to us.
@@ -138,12 +137,12 @@ class ServerConnection : public Connection {
   bool drop_buffer(uint64_t base);
 
  protected:
-  Status check_header(const Frame& frame) override;
-  Sink on_slice_begin(const Frame& frame) override;
-  void on_slice_end(const Frame& frame, bool is_intact) override;
+  Status check_header(const Frame& frame) override REQUIRES(mutex_);
+  Sink on_slice_begin(const Frame& frame) override REQUIRES(mutex_);
+  void on_slice_end(const Frame& frame, bool is_intact) override REQUIRES(mutex_);
   Status on_frame(const Frame& frame, std::string payload) override;
   void on_closed(const Error& reason) override;
-  void on_shut() override;
+  void on_shut() override REQUIRES(mutex_);
   bool is_void_once_hung_up() const override;
 
  private:
@@ -160,9 +159,9 @@ class ServerConnection : public Connection {
   Hello hello_;
   std::string hello_payload_;
   Challenge challenge_;
-  // The slice that is being written here. GUARDED_BY(mutex_)
-  Registry::Pin write_pin_;
-  Status write_status_;
+  // The slice that is being written here.
+  Registry::Pin write_pin_ GUARDED_BY(mutex_);
+  Status write_status_ GUARDED_BY(mutex_);
   uint64_t last_slice_id_ = 0;
   uint64_t last_call_id_ = 0;
 };

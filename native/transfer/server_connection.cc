@@ -59,7 +59,7 @@ void ServerConnection::on_shut() { write_pin_.reset(); }
 
 bool ServerConnection::drop_buffer(uint64_t base) {
   const Error gone{Code::kNotFound, "transfer.access", "the buffer was unregistered", "offset"};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (write_pin_ && write_pin_.entry().base == base) {
     sink_ = {};
     write_pin_.reset();
@@ -93,7 +93,7 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
     case FrameType::kWrite: {
       Status status;
       {
-        const std::lock_guard lock(mutex_);
+        const MutexLock lock(mutex_);
         status = write_status_;
       }
       answer(FrameType::kWriteDone, frame, status);
@@ -149,7 +149,7 @@ void ServerConnection::serve_read(const Frame& frame) {
     reply.flags = kFlagHasCrc;
     reply.payload_crc = crc32c(0, output.borrowed, output.size);
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   enqueue(std::move(output), reply);
 }
 

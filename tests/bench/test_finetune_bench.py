@@ -1,22 +1,21 @@
-"""The fine-tuning benchmark runs at toy size, so that it cannot rot."""
-
-import json
-import subprocess
-import sys
+"""The fine-tuning benchmark's processes work at toy size, so that it cannot rot."""
 
 import pytest
 
 pytest.importorskip("peft", reason="fine-tuning needs the `finetune` extra")
 
+from tandem.bench import finetune
+
 
 @pytest.mark.slow
-def test_quick_cases_check_and_compare():
-    """The command starts its processes, compares losses, and gives tokens/s and memory."""
-    command = [sys.executable, "-m", "tandem", "bench", "finetune", "--quick", "--json", "-"]
-    result = subprocess.run(
-        [*command, "--cases", "*format=int8*"], capture_output=True, text=True, timeout=400
-    )
-    assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [record["unit"] for record in records] == ["tok/s", "GB"]
-    assert all(record["check"] == "ok" and record["ratio"] > 0 for record in records)
+def test_quick_cases_check_and_compare(monkeypatch):
+    """One format and one rival: losses agree, and each case gives tokens/s or memory."""
+    monkeypatch.setattr(finetune, "IMPLEMENTATIONS", ("eager",))
+    monkeypatch.setattr(finetune, "FORMATS", {"int8+int8": 1e-2})
+    units = []
+    for case in finetune.make_cases(quick=True):
+        assert case.check() == "ok"
+        assert case.ours() > 0
+        assert all(measure() > 0 for measure in case.rivals.values())
+        units.append(case.unit)
+    assert units == ["tok/s", "GB", "GB"]

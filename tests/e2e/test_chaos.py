@@ -1,8 +1,9 @@
 """Goal: whatever happens to children of a server under load, answers are right or end in an error.
 
 Method: a server with a prefill instance, a decode instance and a store; clients ask for answers
-that are known; meanwhile a child is killed or stopped every few seconds. A wrong token, a client
-that waits for ever, a block, process or descriptor that is left: each fails the test.
+that are known; meanwhile a child is killed or stopped every few seconds, also one that is starting,
+as long as another serves. A wrong token, a client that waits for ever, a block, process or
+descriptor that is left: each fails the test.
 """
 
 import collections
@@ -116,6 +117,12 @@ def holds_nothing(server):
     return server.is_idle() and not server.stats()["num_held"]
 
 
+def is_up(server):
+    with contextlib.suppress(httpx.HTTPError):
+        return server.client.get("/health").status_code == 200
+    return False
+
+
 def do_harm(server, chance, until):
     """Kill or stop a child; return what was done."""
     children = list_children(server)
@@ -156,6 +163,8 @@ def test_answers_are_right_or_errors_while_children_die_and_hang(serve_demo, min
         end_s = time.monotonic() + 60 * minutes
         while time.monotonic() < end_s:
             until.wait(chance.uniform(*PAUSE_S))
+            if not is_up(server):
+                continue  # Where a start takes longer than the pauses, there would be only starts.
             harm[do_harm(server, chance, until)] += 1
         until.set()
         for client in clients:
@@ -164,7 +173,7 @@ def test_answers_are_right_or_errors_while_children_die_and_hang(serve_demo, min
         ends = sum((client.ends for client in clients), collections.Counter())
         texts = sum((client.texts for client in clients), collections.Counter())
         print(f"\n{minutes} min: harm {dict(harm)}, ends {dict(ends)}")
-        print(f"errors {dict(texts)}")
+        print(f"errors {dict(texts)}", flush=True)
         assert not [wrong for client in clients for wrong in client.wrong]
         assert set(ends) <= {"length", "error peer_lost", "error capacity", "error deadline"}, ends
         assert ends["length"] > 0

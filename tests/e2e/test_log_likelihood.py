@@ -30,7 +30,7 @@ def reference():
 @pytest.fixture(scope="module")
 def server(serve_demo_module):
     with serve_demo_module(
-        "--model.expert-format", "none", "--model.linear-format", "none"
+        "--model.expert-format", "none", "--model.linear-format", "none", "--model.dtype", "float32"
     ) as live:
         yield live
 

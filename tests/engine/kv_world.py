@@ -200,9 +200,12 @@ class KvWorld(StoreWorld):
         if sum(self.cluster.fallbacks.values()) > fallbacks:
             self.violations.append(f"fallbacks without a fault: {self.cluster.fallbacks}")
         await self.flush_all()
-        await asyncio.sleep(STORE_S)
+        end_s = self.clock.now_s() + STORE_S
+        process, client = self.start_client("checker")
+        while self.clock.now_s() < end_s and await self.list_stored(process, client):
+            await asyncio.sleep(1.0)
         self.check_whole()
-        await self.check_store()
+        self.violations += await self.list_stored(process, client)
         for child in self.children.values():
             self.count_work(child.instance)
 
@@ -249,23 +252,24 @@ class KvWorld(StoreWorld):
                 self.violations.append(f"{stream._request_id} has an output after its end")
         self.streams.clear()
 
-    async def check_store(self) -> None:
-        """All that was stored has been flushed: nothing is left of it."""
-        process, client = self.start_client("checker")
+    async def list_stored(self, process, client) -> list[str]:
+        """All that was stored has been flushed: what is left of it."""
         if self.settings.swaps:
             # What was stored for weights that no instance has now is nobody's to flush.
             for model in (WEIGHTS, FOREIGN):
                 prefix = make_object_key(make_identity(model).digest.hex(), b"")
                 await process.spawn(client.remove_prefix(prefix))
         status = await process.spawn(client.status())
+        left: list[str] = []
         if status.num_objects or status.num_unfinished:
-            self.violations.append(f"the store keeps {status}")
+            left.append(f"the store keeps {status}")
         for host in status.hosts:
             if host.used_bytes or host.quarantined_bytes or host.num_objects:
-                self.violations.append(f"{host.name} keeps {host}")
+                left.append(f"{host.name} keeps {host}")
         for name, segment in self.segments.items():
-            if left := list(segment.scan()):
-                self.violations.append(f"headers left in {name}: {left[:3]}")
+            if headers := list(segment.scan()):
+                left.append(f"headers left in {name}: {headers[:3]}")
+        return left
 
     def draw_tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(count)]

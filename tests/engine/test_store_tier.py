@@ -26,7 +26,7 @@ from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
-from tandem.transfer import Op, SharedLoop
+from tandem.transfer import Op, PollingLoop
 
 BLOCK = 16
 PROMPT = [(i * 7919) % 3000 + 5 for i in range(10 * BLOCK + 3)]
@@ -57,7 +57,7 @@ class LiveStore:
                 self._ready.set()
                 await asyncio.to_thread(self._stop.wait)
 
-        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(serve())
 
     def run(self, work):
@@ -65,7 +65,7 @@ class LiveStore:
             async with ClientService(self.config, RpcConfig()) as service:
                 return await work(service.client)
 
-        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
             return runner.run(call())
 
     def __enter__(self):

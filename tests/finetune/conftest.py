@@ -59,12 +59,13 @@ def adapt() -> Any:
     from peft import get_peft_model
 
     from tandem.finetune.recipe import make_recipe
+    from tandem.finetune.targets import take_names_literally
     from tandem.finetune.trainer import make_lora_config
 
     recipe = make_recipe({"model_name_or_path": "demo", "output_dir": "out"})
 
     def add(model: Any) -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), take_names_literally(model):
             warnings.simplefilter("ignore")
             return get_peft_model(model, make_lora_config(recipe, model), low_cpu_mem_usage=True)
 

@@ -94,8 +94,8 @@ def test_a_wrong_gradient_of_experts_is_seen(part, tmp_path, monkeypatch):
     """The bound is narrow enough for a fifth of either gradient that experts give."""
     whole = PackedExperts.backward
 
-    def scale(*arguments):
-        gradients = list(whole(*arguments))
+    def scale(*arguments, **options):
+        gradients = list(whole(*arguments, **options))
         gradients[part] *= 0.8
         return tuple(gradients)
 

@@ -51,6 +51,7 @@ def write_model(
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     metadata: Callable[[gguf.GGUFWriter], None] | None = None,
     quantize: Callable[[np.ndarray, str], np.ndarray] | None = None,
+    has_whole_kv: bool = False,
 ) -> None:
     """Write a model; matrices as ``kind`` where their rows allow it, vectors and routers in F32.
 
@@ -61,11 +62,15 @@ def write_model(
         tokenizer: adds what is to be said about it.
         metadata: adds what else is to be said.
         quantize: codes a float32 matrix; None = as the ``gguf`` package does.
+        has_whole_kv: MLA as files of before April 2025 have it: its keys and values in one matrix,
+            a KV head for each head.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     add_facts(writer, config)
+    if architecture == "deepseek2":
+        add_latent_facts(writer, config, has_whole_kv=has_whole_kv)
     if tokenizer is not None:
         tokenizer(writer)
     if metadata is not None:
@@ -73,7 +78,7 @@ def write_model(
     state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    for name, array in rename(architecture, config, state):
+    for name, array in rename(architecture, config, state, has_whole_kv=has_whole_kv):
         wish = kind if isinstance(kind, str) else kind(name, array.shape)
         add_tensor(writer, name, array, wish, quantize)
     writer.write_header_to_file()
@@ -103,7 +108,9 @@ def add_tensor(
     writer.add_tensor(name, data, raw_dtype=wanted)
 
 
-def rename(architecture: str, config: Any, state: dict[str, torch.Tensor]) -> Any:
+def rename(
+    architecture: str, config: Any, state: dict[str, torch.Tensor], *, has_whole_kv: bool = False
+) -> Any:
     """Yield the tensors of llama.cpp."""
     number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -111,6 +118,13 @@ def rename(architecture: str, config: Any, state: dict[str, torch.Tensor]) -> An
         w = tensor.detach().float().numpy()
         if ".experts.gate_up_proj" in name:
             yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
+            continue
+        if name.endswith("kv_b_proj.weight") and not has_whole_kv:
+            layer = name.split(".")[2]
+            heads = w.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            yield f"blk.{layer}.attn_k_b.weight", keys.swapaxes(1, 2)
+            yield f"blk.{layer}.attn_v_b.weight", values
             continue
         new = next(
             (re.sub(p, r, name) for p, r in EXTRA_NAMES.items() if re.fullmatch(p, name)), None
@@ -160,10 +174,11 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     if get("intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = config.head_dim
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if not get("kv_lora_rank"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters
@@ -203,8 +218,9 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_leading_dense_block_count(config.first_k_dense_replace)
             writer.add_expert_weights_norm(bool(config.norm_topk_prob))
             writer.add_expert_weights_scale(config.routed_scaling_factor)
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
+            if config.n_group:
+                writer.add_expert_group_count(config.n_group)
+                writer.add_expert_group_used_count(config.topk_group)
     if get("sliding_window"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
@@ -217,6 +233,30 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if isinstance(get(f"{name}_token_id"), int):
             add(get(f"{name}_token_id"))
+
+
+def add_latent_facts(writer: gguf.GGUFWriter, config: Any, *, has_whole_kv: bool) -> None:
+    """Say what the converter says about DeepSeek-V2 and V3."""
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    key = config.qk_nope_head_dim + rope
+    if has_whole_kv:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(key)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + rope)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    scale = config.rope_parameters.get("mscale_all_dim")
+    if scale:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

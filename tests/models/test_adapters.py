@@ -8,9 +8,10 @@ adapters and of the model alone run by themselves, in company, in chunks and one
 import pytest
 import torch
 from loading import load_checkpoint
-from lora import make_adapter
+from lora import list_targets, make_adapter
 
 from tandem._native import ThreadPool
+from tandem.kernels.paged import PagedBatch
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
 FAMILIES = {
@@ -33,8 +34,9 @@ def load(make_config, save_model, tmp_path):
         config = make_config(family.split("-")[0], **changes)
         folder = tmp_path / family
         theirs = save_model(config, folder)
-        ours = load_checkpoint(folder, pool=ThreadPool(threads), **options)
-        ours.enable_adapters(8)
+        pool = ThreadPool(threads)
+        ours = load_checkpoint(folder, pool=pool, **options)
+        ours.enable_adapters(8, pool)
         return ours, theirs
 
     return load_one
@@ -67,6 +69,45 @@ def test_float32_is_pefts_model(family, load, open_session, tmp_path, monkeypatc
     ours._fused = None
     unfused = run(ours, open_session, PROMPT, digest)
     assert float((unfused - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.fixture(params=["llama", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def served(request, load, monkeypatch, tmp_path):
+    """A model in bfloat16 and, with one for the model itself, digests of unlike adapters."""
+    ours, theirs = load(request.param, dtype="bfloat16", linear_format="bf16")
+    some = list_targets(theirs)[::3]
+    kinds = ({"rank": 4}, {"rank": 1, "targets": some}, {"rank": 37, "use_rslora": True})
+    digests = [""]
+    for i, kind in enumerate(kinds):
+        make_adapter(theirs, tmp_path / f"a{i}", monkeypatch, seed=i, **kind)
+        digests.append(install(ours, tmp_path / f"a{i}"))
+    return ours, digests
+
+
+def test_bitwise_alone_and_in_company(served, open_session):
+    """16 requests of the model and three adapters: each has the bits that it has alone."""
+    ours, digests = served
+    prompts = [PROMPT[i : i + 1 + 5 * (i % 4)] for i in range(16)]
+    adapters = [digests[i % 4] for i in range(16)]
+    alone = [run(ours, open_session, p, a) for p, a in zip(prompts, adapters, strict=True)]
+    cache = ours.allocate_kv(64, block_size=16)
+    sessions = [
+        open_session(ours, cache=cache, table=list(range(4 * i, 4 * i + 4)), adapter=a)
+        for i, a in enumerate(adapters)
+    ]
+    chunks = [s.chunk(prompt) for s, prompt in zip(sessions, prompts, strict=True)]
+    together = ours.forward(PagedBatch.build(chunks, 16), cache).split([len(p) for p in prompts])
+    for want, got in zip(alone, together, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_bitwise_in_chunks(served, open_session):
+    """However a prompt is cut: a request after preemption or with a cached prefix is the same."""
+    ours, digests = served
+    for digest in digests:
+        whole = run(ours, open_session, PROMPT, digest)
+        for sizes in ([1] * 45, [17, 1, 27]):
+            assert torch.equal(whole, run(ours, open_session, PROMPT, digest, sizes)), sizes
 
 
 def test_the_model_alone_is_untouched(load, open_session, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ is the ``gguf`` package's. Both are loaded here; configurations must agree field
 bit by bit. (Gemma's norms lose a rounding on the way through ``1 + weight``.)
 """
 
+import numpy as np
 import pytest
 import torch
 from gguf_writing import write_model
@@ -57,6 +58,14 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+LATENTS = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+GROUPS = {"n_group": 4, "topk_group": 2}
+LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 MODELS = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -93,7 +102,31 @@ MODELS = {
         "gpt_oss",
         MIXTRAL | {"sliding_window": 20, "rope_parameters": YARN | {"truncate": False}},
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENTS | GROUPS | {
+            "norm_topk_prob": False, "topk_method": "group_limited_greedy",
+            "rope_parameters": LATENT_YARN,
+        },
+    ),
+    "deepseek_v2 lite": (
+        "deepseek_v2",
+        LATENTS | {
+            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENTS | GROUPS | {"norm_topk_prob": True, "rope_parameters": LATENT_YARN},
+    ),
+    "deepseek_v3 old": (
+        "deepseek_v3",
+        LATENTS | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
 }  # fmt: skip
+WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
+"""Written as llama.cpp did before it kept MLA's keys and values in tensors of their own."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -112,7 +145,7 @@ def pair(request, tmp_path_factory):
             buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
     root = tmp_path_factory.mktemp("gguf")
     model.save_pretrained(root / "folder")
-    write_model(model, root / "model.gguf")
+    write_model(model, root / "model.gguf", has_whole_kv=request.param in WHOLE_KV)
     return request.param, root / "folder", root / "model.gguf"
 
 
@@ -139,3 +172,22 @@ def test_logits_are_those_of_the_folder(pair, open_session):
         assert torch.allclose(ours, theirs, atol=1e-4)
     else:
         assert torch.equal(ours, theirs)
+
+
+def test_copies_of_the_compressed_keys_and_values_are_not_needed(tmp_path, open_session):
+    """As ik_llama.cpp writes MLA: the whole matrix, and its parts once more in other shapes."""
+    config = CONFIG_MAPPING["deepseek_v2"](**COMMON | MODELS["deepseek_v2 lite"][1])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+    def add_copies(writer):
+        for layer in range(config.num_hidden_layers):
+            for part in ("k", "v"):
+                zeros = np.zeros((32, 128), np.float32)
+                writer.add_tensor(f"blk.{layer}.attn_{part}_b.weight", zeros)
+
+    write_model(model, tmp_path / "a.gguf", has_whole_kv=True)
+    write_model(model, tmp_path / "b.gguf", has_whole_kv=True, metadata=add_copies)
+    plain, copied = (load_checkpoint(tmp_path / f, dtype="float32") for f in ("a.gguf", "b.gguf"))
+    assert "blk.1.attn_k_b.weight" in copied.ignored_weights
+    tokens = list(range(5, 30))
+    assert torch.equal(open_session(plain).run(tokens), open_session(copied).run(tokens))

@@ -289,6 +289,22 @@ def test_a_tensor_of_another_shape_is_refused(shape, stored, tmp_path):
         source.read_into("model.embed_tokens.weight", torch.empty(shape))
 
 
+def test_gate_and_up_of_different_sizes_are_refused(tmp_path):
+    """Together they have the rows that are wanted: one's would be taken for the other's."""
+    block, size = 32, 34
+    tensors = [
+        Tensor("blk.0.attn_norm.weight", (32,)),
+        Tensor("blk.0.ffn_gate_exps.weight", (2, 3, block), Q8_0, bytes(2 * 3 * size)),
+        Tensor("blk.0.ffn_up_exps.weight", (2, 5, block), Q8_0, bytes(2 * 5 * size)),
+    ]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with GgufSource(Gguf(tensors=tensors).write(tmp_path / "x.gguf")) as source:
+        with pytest.raises(ShapeError, match="alike"):
+            source.read_packed(name, 0)
+        with pytest.raises(ShapeError, match="alike"):
+            source.read_into(name, torch.empty(2, 8, block))
+
+
 def test_unused_tensors_are_named_and_known_extras_are_not(tmp_path):
     tensors = [
         Tensor("token_embd.weight"),

@@ -18,7 +18,9 @@ from gguf_bytes import ARRAY, Gguf, Tensor, pack_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem._native import ThreadPool
 from tandem.core.errors import TandemError
+from tandem.kernels.cpu.linear import PackedLinear
 from tandem.models.gguf.config import read_gguf_config
 from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.sources.gguf import GgufSource
@@ -77,6 +79,7 @@ def make_model() -> bytes:
 
 
 MODEL = make_model()
+POOL = ThreadPool(1)
 HEADER_BYTES = MODEL.index(b"rope_freqs.weight") + 64
 
 
@@ -119,6 +122,7 @@ def read_all(path: Path) -> bool:
         with GgufSource(path) as source:
             for name in source.list_sizes():
                 is_whole &= _read_weight(source, name)
+                is_whole &= _pack_weight(source, name)
             source.check_all_used({})
     except TandemError:
         is_whole = False
@@ -142,6 +146,18 @@ def _read_weight(source: GgufSource, name: str) -> bool:
             source.read_into(name, torch.empty(shape))
             if source.find_format(name) is not None:
                 source.read_packed(name, 0 if len(shape) == 3 else None)
+    except TandemError:
+        return False
+    return True
+
+
+def _pack_weight(source: GgufSource, name: str) -> bool:
+    """Lay its blocks out natively; random bytes have scales that are refused."""
+    if source.find_format(name) is None:
+        return True
+    try:
+        codes = source.read_packed(name, 0 if len(find_shape(source, name)) == 3 else None)
+        PackedLinear.from_codes(codes, pool=POOL)
     except TandemError:
         return False
     return True

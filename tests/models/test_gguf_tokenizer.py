@@ -108,6 +108,26 @@ def test_patterns_of_all_names_compile(trained, tmp_path):
             assert backend.decode(ids, skip_special_tokens=False) == wanted
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        (
+            "deepseek-llm",
+            ["Add", " Ü", "ber", "\u0531", "\u0561", ";", " ", "123", "\n", "你好", " !?", "  "],
+        ),
+        ("kimi-k2", ["It's", " Über", "123", "4", "你好", "ABc", " !?\n", "  "]),
+    ],
+)
+def test_text_is_split_as_published(pre, pieces, trained, tmp_path):
+    """DeepSeek-V2's list of signs has ASCII's letters in it, its list of letters no small Armenian
+    ones; Kimi's Chinese stands alone."""
+    path = trained(None)
+    backend = load_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(path, pre))).backend
+    text = "".join(pieces)
+    found = backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == pieces
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
 def pieces(request):
     """A SentencePiece BPE model with byte fallback; Llama's adds a space, Gemma's does not."""

@@ -38,9 +38,13 @@ from tandem.models.proof.shrink import shrink_config
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_families_are_proved(name):
     """Each family of the page runs right, and the tiny model tells each of its switches."""
-    proof = prove_config(make_published(name))
+    # Fields of a second model of a family are those of the first, but where it is said.
+    with_flips = name in FAMILIES_ONCE or name in FLIPPED
+    proof = prove_config(make_published(name), with_flips=with_flips)
     assert proof.problem == ""
     assert {check.name for check in proof.checks} >= {"whole", "decoding", "reused prefix"}
+    if not with_flips:
+        return
     outcomes = {flip.field: flip.outcome for flip in proof.flips}
     assert "noticed" in outcomes.values()
     assert FLIPPED.get(name, {}).items() <= outcomes.items()
@@ -516,7 +520,7 @@ REFUSED = {
     ),
     "layers without rotation": (
         {
-            "model_type": "gemma3_text",
+            "model_type": "qwen3",
             "rope_parameters": {
                 "full_attention": None,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

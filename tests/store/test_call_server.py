@@ -8,7 +8,7 @@ import pytest
 
 from tandem.core.errors import InternalError
 from tandem.store.fast_calls import CallServer, _Envelope
-from tandem.transfer import SharedLoop, TransferConfig, TransferEngine
+from tandem.transfer import PollingLoop, TransferConfig, TransferEngine
 
 SECRET = "s" * 32
 DEADLINE_S = 20.0
@@ -29,7 +29,7 @@ def make_engine(name):
     return TransferEngine(TransferConfig(name=name, secret=SECRET, listen=("127.0.0.1:0",)))
 
 
-@pytest.mark.parametrize("loop_factory", [SharedLoop, asyncio.SelectorEventLoop])
+@pytest.mark.parametrize("loop_factory", [PollingLoop, asyncio.SelectorEventLoop])
 def test_an_answer_that_cannot_be_encoded_is_its_callers_alone(loop_factory):
     """Also after it has waited, among others that go on at the same moment."""
     with make_engine("host") as host, make_engine("master") as master, make_engine("c") as client:
@@ -72,3 +72,78 @@ def test_an_answer_that_cannot_be_encoded_is_its_callers_alone(loop_factory):
                 assert isinstance(answer, InternalError)
             else:
                 assert answer == text
+
+
+@pytest.mark.parametrize("loop_factory", [PollingLoop, asyncio.SelectorEventLoop])
+def test_asyncio_timeout_works_inside_handlers(loop_factory):
+    """``asyncio.timeout`` needs the handler to be a task: before, during and after it waits."""
+    with make_engine("host") as host, make_engine("master") as master, make_engine("c") as client:
+        host.serve_calls(lambda calls: [call.payload for call in calls])
+
+        def ask(segment, method, text):
+            body = msgspec.Raw(msgspec.msgpack.encode(Question(text)))
+            request = msgspec.msgpack.encode(_Envelope(method, "somebody", body))
+            answer = client.call(segment, request, deadline_s=DEADLINE_S)
+            return msgspec.msgpack.decode(answer)
+
+        async def serve():
+            peer = await asyncio.to_thread(master.open, host.address)
+
+            async def late(_, question):
+                try:
+                    async with asyncio.timeout(0.001):
+                        await asyncio.Event().wait()
+                except TimeoutError:
+                    return f"late {question.text}"
+
+            async def in_time(_, question):
+                async with asyncio.timeout(DEADLINE_S):
+                    await master.call_async(peer, b"", deadline_s=DEADLINE_S)
+                async with asyncio.timeout(DEADLINE_S):
+                    return await asyncio.wait_for(asyncio.sleep(0, question.text), DEADLINE_S)
+
+            methods = [("late", late, Question, str), ("in_time", in_time, Question, str)]
+            server = CallServer(master, methods, lambda _: Caller())
+            segment = await asyncio.to_thread(client.open, master.address)
+            answers = await asyncio.gather(
+                asyncio.to_thread(ask, segment, "late", "a"),
+                asyncio.to_thread(ask, segment, "in_time", "b"),
+            )
+            assert answers == ["late a", "b"]
+            await server.aclose()
+
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(serve())
+
+
+def test_handlers_begin_in_the_order_of_their_calls():
+    """A plain function, which runs without a task, does not overtake a coroutine before it."""
+    with make_engine("master") as master, make_engine("client") as client:
+        begun: list[str] = []
+
+        async def slow(_, question):
+            begun.append(question.text)
+            await asyncio.sleep(0)
+            return question.text
+
+        def quick(_, question):
+            begun.append(question.text)
+            return question.text
+
+        async def serve():
+            methods = [("slow", slow, Question, str), ("quick", quick, Question, str)]
+            server = CallServer(master, methods, lambda _: Caller())
+            segment = await asyncio.to_thread(client.open, master.address)
+            texts = [str(i) for i in range(100)]
+            calls = []
+            for i, text in enumerate(texts):
+                body = msgspec.Raw(msgspec.msgpack.encode(Question(text)))
+                envelope = _Envelope("quick" if i % 3 else "slow", "somebody", body)
+                calls.append(client.begin_call(segment, msgspec.msgpack.encode(envelope)))
+            for call in calls:
+                await asyncio.to_thread(call.wait, DEADLINE_S)
+            assert begun == texts
+            await server.aclose()
+
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
+            runner.run(serve())

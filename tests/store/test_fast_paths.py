@@ -44,7 +44,7 @@ from tandem.store.messages import (
     RemoveObjects,
     RemovePrefix,
 )
-from tandem.transfer import SharedLoop
+from tandem.transfer import PollingLoop
 
 
 @given(
@@ -275,7 +275,7 @@ def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared
                 assert channel._segment is None
 
     if is_shared:
-        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(run())
     else:
         asyncio.run(run())

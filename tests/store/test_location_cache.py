@@ -42,7 +42,7 @@ from tandem.store.local import LocalStore
 from tandem.store.master.departures import Departures
 from tandem.store.master.state.space import HostSpace
 from tandem.store.messages import Endpoint
-from tandem.transfer import SharedLoop
+from tandem.transfer import PollingLoop
 
 UPSERT = PutOptions(upsert=True, replicas=1)
 
@@ -142,7 +142,7 @@ def test_over_real_transports_threads_share_what_is_known_until_the_session_ends
             finally:
                 await asyncio.to_thread(client.close)
 
-    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+    with asyncio.Runner(loop_factory=PollingLoop) as runner:
         runner.run(run())
 
 

@@ -10,7 +10,7 @@ from tandem.store import HostService, MasterService, StoreConfig
 from tandem.store.fast_calls import CallWay
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.messages import Ack, WipeExtents
-from tandem.transfer import SharedLoop
+from tandem.transfer import PollingLoop
 
 
 class Way:
@@ -199,7 +199,7 @@ def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
             assert answers[-1:] == [Ack()]
 
     if is_shared:
-        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(asyncio.wait_for(main(), 30))
     else:
         run(main())

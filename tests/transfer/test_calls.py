@@ -23,6 +23,7 @@ import pytest
 import raw_wire as raw
 from raw_wire import RawPeer
 from tests_transfer_world import SECRET, child
+from transfer_faults import FaultProxy
 
 from idleness import check_idle_child, list_threads, observe
 from tandem.core.errors import (
@@ -39,7 +40,6 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import MAX_CALL_BYTES
-from tandem.transfer.faults import FaultProxy
 
 
 def echo(calls):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests_transfer_world import SECRET, move
+from transfer_faults import FaultProxy
 
 from idleness import check_idle_child
 from tandem.core.errors import (
@@ -28,7 +29,6 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
-from tandem.transfer.faults import FaultProxy
 
 TRANSPORTS = ["local", "shm", "cma", "tcp"]
 

@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 from tests_transfer_world import SECRET, child, move
+from transfer_faults import FaultProxy, inject_faults
 
 from tandem._native import RailState
 from tandem.core.errors import (
@@ -29,7 +30,6 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer
-from tandem.transfer.faults import FaultProxy, inject_faults
 
 MIB = 1 << 20
 

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests_transfer_world import move
+from transfer_faults import inject_faults
 
 from tandem.core.errors import (
     CancelledError,
@@ -22,7 +24,6 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.transfer import Op, Transfer
-from tandem.transfer.faults import inject_faults
 
 MIB = 1 << 20
 PAGE = 4096
@@ -230,9 +231,10 @@ def test_a_disk_that_hangs_holds_up_no_batch(engine, world, tmp_path):
 
 HUNG = """
 import gc, sys
+sys.path.insert(0, sys.argv[3])
 from tandem.core.errors import DeadlineError
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
-from tandem.transfer.faults import inject_faults
+from transfer_faults import inject_faults
 engine = TransferEngine(TransferConfig(file_backend=sys.argv[2]))
 file = engine.open_file(sys.argv[1], length=1 << 20, writable=True)
 local = engine.register(bytearray(1 << 20))
@@ -252,7 +254,7 @@ print("closed", flush=True)
 def test_a_disk_that_hangs_keeps_no_process(tmp_path, backend):
     """The engine closes and its process ends before the disk has answered."""
     done = subprocess.run(
-        [sys.executable, "-c", HUNG, str(tmp_path / "f"), backend],
+        [sys.executable, "-c", HUNG, str(tmp_path / "f"), backend, str(Path(__file__).parent)],
         capture_output=True,
         text=True,
         timeout=60,  # Less than the disk takes.

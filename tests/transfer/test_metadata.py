@@ -5,6 +5,8 @@ import time
 
 import numpy as np
 import pytest
+from segment_directory import Directory, MemoryMetadata, SegmentRecord
+from segment_directory_http import HttpMetadata, MetadataServer
 from tests_transfer_world import SECRET, move
 
 from tandem.core.clock import ManualClock
@@ -16,8 +18,6 @@ from tandem.core.errors import (
     PermissionDeniedError,
 )
 from tandem.transfer import Op
-from tandem.transfer.metadata import Directory, MemoryMetadata, SegmentRecord
-from tandem.transfer.metadata_http import HttpMetadata, MetadataServer
 
 
 @pytest.fixture(params=["memory", "http"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from staged_path import DeviceServer, RemoteDevice, StagedPath
 
 from tandem.core.errors import (
     ConfigError,
@@ -16,7 +17,6 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.transfer import Op
-from tandem.transfer.staging import DeviceServer, RemoteDevice, StagedPath
 
 MIB = 1 << 20
 
@@ -84,7 +84,7 @@ def test_bytes_come_through_both_ways(world, pair, length, num_chunks):
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
 def test_device_and_wire_overlap(world, op):
     """With several chunks the copies of the device hide behind the wire, which is slowed here."""
-    from tandem.transfer.faults import FaultProxy
+    from transfer_faults import FaultProxy
 
     with FaultProxy() as proxy:
         giver = world.engine(advertise=(proxy.address,))

@@ -655,18 +655,10 @@ class CoreBatch:
 class CallInbox:
     """Where calls that have ended are collected."""
 
-    def __init__(self, core: TransferCore | None = None) -> None:
-        """
-        Args:
-            core: whose `exchange_calls` returns when something is in it; None: the
-                descriptor tells.
-        """
+    def __init__(self) -> None: ...
 
     def fileno(self) -> int:
         """Readable while something is in it."""
-
-    def leave_core(self) -> None:
-        """From now on the descriptor tells."""
 
     def take(self) -> list[int]:
         """The tags of the calls that have ended since the last call."""
@@ -698,6 +690,26 @@ class CoreIncomingCall:
         """
         Send bytes, or (code, where, what) of an error; False: answered before, or in vain.
         """
+
+class CallSource:
+    """Calls of an engine's peers, for an event loop."""
+
+    def fileno(self) -> int:
+        """Readable while there are calls, and once the engine is closed."""
+
+    def take(self) -> list[CoreIncomingCall] | None:
+        """The calls that have come. None: the engine is closed."""
+
+def answer_calls(answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> None:
+    """
+    Send bytes, or (code, where, what) of errors; those of a connection in one go.
+    """
+
+def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool:
+    """
+    Poll, without the GIL, for what peers send to these engines, until `fd` is readable,
+    for as long as polling pays. True: it is readable.
+    """
 
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
@@ -765,10 +777,11 @@ class TransferCore:
 
     def serve_calls(self) -> None: ...
 
-    def exchange_calls(self, answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]]) -> list[CoreIncomingCall] | None:
-        """
-        Send answers and wait for calls, or for an inbox to fill. None: the engine is closed.
-        """
+    def serve_calls_on_fd(self) -> CallSource:
+        """As serve_calls, for an event loop."""
+
+    def wait_calls(self) -> list[CoreIncomingCall] | None:
+        """Wait for calls of peers, without the GIL. None: the engine is closed."""
 
     def notify(self, segment: int, name: str, payload: bytes, deadline_s: float) -> None: ...
 
@@ -857,6 +870,10 @@ class ExpertBank:
         """Shares of the intermediate dimension."""
 
     @property
+    def inner_columns(self) -> int:
+        """Columns of gate and up in whole blocks."""
+
+    @property
     def is_bound(self) -> bool:
         """Whether the kernel granted every part the node that was asked for."""
 
@@ -886,19 +903,26 @@ class ExpertBank:
         """As below, with tensors that were viewed before; ids are int64."""
 
     @overload
-    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object) -> None:
+    def forward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, out: object, delta: object = None, kept: object = None) -> None:
         """
         Write each token's weighted sum over its experts to `out`, float32 [tokens, hidden].
+
+        `delta`, float32 [pairs, 2 * inner_columns], is added to gate and up of each token and
+        expert, sorted by expert; `kept`, bfloat16, takes what their activation sees.
 
         Raises: ShapeError (array or expert id; `out` is then untouched).
         """
 
-    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object) -> None:
+    def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object, kept: object = None, delta: object = None, extra: object = None, d_gate_up: object = None) -> None:
         """
-        Write the gradients with respect to `x` and `weights`; all float32 but the ids.
+        Write the gradients with respect to `x` and `weights`, float32.
 
-        Raises: ShapeError (array or expert id; outputs are then untouched);
-            UnsupportedError (an activation other than silu).
+        `kept` and `delta` are as of `forward`; without `kept`, gate and up are computed again
+        from `x`. `extra`, float32 [pairs, inner_columns], is added to the weighted gradient of
+        the intermediate; `d_gate_up`, bfloat16 [pairs, 2 * inner_columns], takes those of gate
+        and up.
+
+        Raises: ShapeError (array or expert id; outputs are then untouched).
         """
 
     def read_weights(self, pool: ThreadPool, num_experts: int) -> None:
@@ -1017,9 +1041,9 @@ class PackedMatrix:
         Raises: ShapeError (`out` is then untouched).
         """
 
-    def backward(self, pool: ThreadPool, d_out: object, d_x: object) -> None:
+    def backward(self, pool: ThreadPool, d_out: object, d_x: object, is_added: bool = False) -> None:
         """
-        Write d_out W, the gradient with respect to x, to `d_x`; both float32.
+        Write d_out W, the gradient with respect to x, to `d_x`, float32, or add it.
 
         Raises: ShapeError (`d_x` is then untouched).
         """
@@ -1205,6 +1229,53 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
         num_group_choices: how many of a group's best are summed, 1 or 2.
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
+
+class LoraRows:
+    """Which rows of a step belong to which adapter. One thread."""
+
+    def __init__(self, num_rows: int) -> None: ...
+
+    def add(self, slot: int, rows: Sequence[int]) -> None:
+        """Name the rows of the adapter of a slot. Raises: ShapeError."""
+
+class LoraBank:
+    """
+    The low-rank changes of one matrix, by slot of their adapter. A slot is written while no
+    call uses it; calls that use others may run meanwhile.
+    """
+
+    def __init__(self, num_slots: int) -> None: ...
+
+    def add_part(self, slot: int, down: TensorView, up: TensorView, scale: float, first_output: int, out_size: int, head: int = 0) -> None:
+        """
+        Add scale * (x down^T) up to some outputs, for the rows of a slot.
+
+        Args:
+            down: [rank, inputs], contiguous, float32 or bfloat16; kept.
+            up: [panels, rank, 64] of the same type: column c of the outputs is at
+                [c / 64, :, c % 64], and zero beyond them; kept.
+        Raises: ShapeError.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Forget the parts of a slot."""
+
+    def is_needed(self, rows: LoraRows) -> bool:
+        """Whether a step has rows of a slot with parts."""
+
+    def run(self, x: TensorView, sums: TensorView, rows: LoraRows, out: TensorView | None = None, is_added: bool = False, pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Add the changes to `sums`, then round all of these once to `out`.
+
+        Args:
+            x: [rows, inputs] or [rows, heads, inputs of a head], of the parts' type.
+            sums: float32 [rows, outputs] or [rows, heads, outputs of a head], the product
+                without adapters; says whether there are heads.
+            rows: of the step.
+            out: of the shape of `sums`; None leaves the sums where they are.
+            is_added: add to what `out` holds.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa).
+        """
 
 class SamplingRule:
     """

@@ -3,8 +3,9 @@
 Layers of a known shape with random weights in bf16, written to a temporary checkpoint. A step is
 forward, backward and AdamW on rank-8 adapters of the attention. Ours and each experts
 implementation of transformers run in a process of their own and take turns; the fastest one is the
-rival. The check is that the losses of the first step agree. Memory is each process's peak beyond
-the libraries', in a case of its own.
+rival. The check is that the losses of the first step agree. Memory is each process's peak in steps
+beyond the libraries', in a case of its own; that of loading, with the pages of the mapped
+checkpoint, is another.
 """
 
 import sys
@@ -25,8 +26,10 @@ __all__ = ["make_cases"]
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """Of transformers' experts; batched_mm copies the weights of each token's experts."""
-FORMATS = {"bf16": 5e-3, "int8": 1e-2, "int4": 5e-2}
-"""The largest relative difference of the first loss, on random weights."""
+FORMATS = {"bf16+none": 5e-3, "bf16+bf16": 5e-3, "int8+none": 1e-2, "int8+int8": 1e-2}
+FORMATS |= {"int4+int8": 5e-2, "fp8+bf16": 1e-2}
+"""Of experts and of linear layers with the head (none: torch's bf16); the largest relative
+difference of the first loss, on random weights."""
 VOCABULARY = 32_000
 
 
@@ -44,28 +47,32 @@ class Shape:
 
 
 FULL = Shape("qwen3-30b-a3b", 2048, 768, 128, 8, 2, 512)
+LATENT = Shape("deepseek-v2-lite", 2048, 1408, 64, 6, 2, 512)
 QUICK = Shape("toy", 256, 128, 8, 2, 1, 64)
 
 
 def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
     """Yield the cases: a step's tokens/s and the peak memory, in each format."""
-    shape = QUICK if quick else FULL
+    for shape in (QUICK,) if quick else (FULL, LATENT):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            _write_checkpoint(shape, Path(folder))
+            yield from _make_shape_cases(shape, folder, stack)
+
+
+def _make_shape_cases(shape: Shape, folder: str, stack: ExitStack) -> Iterator[BenchCase]:
     threads = recommend_threads(read_topology()).threads
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        _write_checkpoint(shape, Path(folder))
 
-        def start(kind: str) -> PeerProcess:
-            arguments = (kind, folder, str(threads), str(shape.tokens))
-            settings = {"OMP_WAIT_POLICY": "PASSIVE"}
-            python = Path(sys.executable)
-            return PeerProcess(python, "finetune_peer.py", *arguments, settings=settings)
+    def start(kind: str) -> PeerProcess:
+        arguments = (kind, folder, str(threads), str(shape.tokens))
+        settings = {"OMP_WAIT_POLICY": "PASSIVE"}
+        return PeerProcess(Path(sys.executable), "finetune_peer.py", *arguments, settings=settings)
 
-        rivals = {
-            f"peft {name}": stack.enter_context(start(f"peft:{name}")) for name in IMPLEMENTATIONS
-        }
-        for name, bound in FORMATS.items():
-            with start(f"ours:{name}") as ours:
-                yield from _make_format_cases(shape, name, bound, ours, rivals)
+    rivals = {
+        f"peft {name}": stack.enter_context(start(f"peft:{name}")) for name in IMPLEMENTATIONS
+    }
+    for name, bound in FORMATS.items():
+        with start(f"ours:{name}") as ours:
+            yield from _make_format_cases(shape, name, bound, ours, rivals)
 
 
 def _make_format_cases(
@@ -92,34 +99,58 @@ def _make_format_cases(
         check=check,
         higher_is_better=True,
     )
-    yield BenchCase(
-        name=f"{label} memory",
-        unit="GB",
-        ours=lambda: ours.call("peak") / 1e9,
-        rivals={key: lambda peer=peer: peer.call("peak") / 1e9 for key, peer in rivals.items()},
-        check=lambda: "ok",
-    )
+    for which, what in enumerate(("load memory", "step memory")):
+        yield BenchCase(
+            name=f"{label} {what}",
+            unit="GB",
+            ours=lambda at=which: ours.call("peak")[at] / 1e9,
+            rivals={
+                key: lambda peer=peer, at=which: peer.call("peak")[at] / 1e9
+                for key, peer in rivals.items()
+            },
+            check=lambda: "ok",
+        )
 
 
 def _write_checkpoint(shape: Shape, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, DeepseekV2Config, Qwen3MoeConfig
 
-    kind: Any = Qwen3MoeConfig
-    config = kind(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        moe_intermediate_size=shape.inner,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=max(shape.hidden // 64, 1),
-        num_key_value_heads=4,
-        head_dim=128 if shape.hidden > 1024 else 64,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        eos_token_id=0,
-    )
+    kind: Any = DeepseekV2Config if shape is LATENT else Qwen3MoeConfig
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "moe_intermediate_size": shape.inner,
+        "num_experts_per_tok": shape.top_k,
+        "num_hidden_layers": shape.num_layers,
+        "max_position_embeddings": 4096,
+        "eos_token_id": 0,
+    }
+    if shape is LATENT:
+        config = kind(
+            **common,
+            n_routed_experts=shape.num_experts,
+            n_shared_experts=2,
+            first_k_dense_replace=0,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            head_dim=64,
+            topk_method="greedy",
+        )
+    else:
+        config = kind(
+            **common,
+            num_experts=shape.num_experts,
+            num_attention_heads=max(shape.hidden // 64, 1),
+            num_key_value_heads=4,
+            head_dim=128 if shape.hidden > 1024 else 64,
+            norm_topk_prob=True,
+        )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -1,7 +1,8 @@
 """A process that trains an adapter: ours, or transformers and PEFT with one of its experts.
 
-Arguments: kind (``ours:FORMAT`` or ``peft:EXPERTS_IMPLEMENTATION``), folder of the checkpoint,
-threads, tokens of a step. Each kind has a process of its own, so that its memory is its own.
+Arguments: kind (formats ``ours:EXPERTS+LINEAR``, or ``peft:IMPLEMENTATION``), folder of the
+checkpoint, threads, tokens of a step. Each kind has a process of its own, so that its memory is its
+own.
 """
 
 import sys
@@ -27,6 +28,7 @@ class Peer:
         from transformers import AutoModelForCausalLM
 
         from tandem._native import ThreadPool
+        from tandem.finetune.loss import compute_loss, find_head
         from tandem.finetune.model import load_frozen
         from tandem.finetune.targets import find_targets, name_targets
 
@@ -37,7 +39,9 @@ class Peer:
         side, _, variant = kind.partition(":")
         if side == "ours":
             pool = ThreadPool(int(threads))
-            model = load_frozen(folder, is_bf16=True, expert_format=variant, pool=pool).model
+            experts, _, linear = variant.partition("+")
+            formats = {"expert_format": experts, "linear_format": linear}
+            model = load_frozen(folder, is_bf16=True, pool=pool, **formats).model
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.bfloat16, experts_implementation=variant
@@ -52,17 +56,24 @@ class Peer:
         )
         torch.manual_seed(SEED)
         self.torch = torch
+        head = None if side != "ours" else find_head(model)
         self.model = get_peft_model(model, config).train()
+        self.take_loss = lambda inputs: self.model(**inputs).loss
+        if head is not None:
+            self.take_loss = lambda inputs: compute_loss(model, head, inputs)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self.losses: list[float] = []
+        self.load_bytes = read_status("VmHWM")
+        # From here on the peak is that of steps.
+        Path("/proc/self/clear_refs").write_text("5")
         self.batch = torch.randint(0, model.config.vocab_size, (1, int(tokens)))
 
     def step(self) -> list[float]:
         """Return the seconds of a step and its loss."""
         begin = time.perf_counter()
         with self.torch.autocast("cpu", self.torch.bfloat16):
-            loss = self.model(input_ids=self.batch, labels=self.batch).loss
+            loss = self.take_loss({"input_ids": self.batch, "labels": self.batch})
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -73,9 +84,9 @@ class Peer:
         """Return the loss of the first step, which is made if there was none."""
         return self.losses[0] if self.losses else self.step()[1]
 
-    def peak(self) -> int:
-        """Return the largest memory so far, beyond what the libraries take."""
-        return read_status("VmHWM") - self.begin_bytes
+    def peak(self) -> list[int]:
+        """Return the largest memory of loading and of steps, beyond what the libraries take."""
+        return [self.load_bytes - self.begin_bytes, read_status("VmHWM") - self.begin_bytes]
 
 
 answer_calls(Peer)

@@ -66,6 +66,8 @@ class BenchCase:
     higher_is_better: bool = False
     rivals: Mapping[str, Callable[[], float]] | None = None
     """Instead of ``baseline``, by name: all are measured, ours is compared with the best."""
+    max_rounds: int | None = None
+    """As many samples as one run of an expensive case gives; None: as many as are wanted."""
     limits: Mapping[str, Callable[[], float]] | None = None
     """Limits of the machine beside ``ceiling``, by name: nearer to what the case has to do."""
 
@@ -134,6 +136,8 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
     rivals: dict[str, list[float]] = {name: [] for name in case.rivals or {}}
     limits: dict[str, list[float]] = {name: [] for name in case.limits or {}}
     end_s = time.monotonic() + budget_s
+    if case.max_rounds is not None:
+        rounds = min(rounds, case.max_rounds)
     while len(ours) < rounds and (not ours or time.monotonic() < end_s):
         ours.append(case.ours())
         if case.baseline is not None:

@@ -271,6 +271,15 @@ class Peer:
     def score(self, prompt):
         return self.model.score(prompt)
 
+    def first_token(self, path, threads, prompt):
+        """Load a model and run a prompt; return the seconds, and the logits of its last token."""
+        begin = time.perf_counter()
+        self.model = Model(path, threads, context_len=128, num_sequences=1)
+        self.model.clear()
+        last = len(prompt) - 1
+        self.model.run([(token, i, 0, i == last) for i, token in enumerate(prompt)])
+        return time.perf_counter() - begin, self.model.logits(last).tolist()
+
 
 if __name__ == "__main__":
     answer_calls(Peer)

@@ -2,18 +2,16 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import msgspec
 import typer
 
-from tandem.cli.local_server import connect
+from tandem.cli.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
 from tandem.cli.stream import StreamResult, stream_events
 from tandem.cli.terminal_input import make_reader
-from tandem.cli.tuned_chat import chat_tuned
-from tandem.core.errors import ConfigError, TandemError
+from tandem.core.errors import TandemError
 
 __all__ = ["chat"]
 
@@ -38,29 +36,15 @@ def chat(
     prompt: Annotated[
         list[str] | None, typer.Option(help="Say this instead of asking; may be repeated.")
     ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="LoRA adapter; answers in this process, not from a server.")
-    ] = None,
+    adapter: AdapterFlag = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
     """Talk to a model; every answer is followed by its prompt and eval rates."""
-    if adapter is not None:
-        if url is not None:
-            what = "--url and --adapter: the server has its own weights: give one of both"
-            raise ConfigError("cli.chat", what, field="adapter")
-        chat_tuned(
-            model,
-            adapter,
-            prompts=prompt,
-            system=system,
-            max_tokens=max_tokens,
-            temperature=0.0 if temperature is None else temperature,
-            seed=seed,
-            json=json,
-        )
-        return
     flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    if adapter is not None:
+        flags += list_adapter_flags(adapter, url)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options |= {} if adapter is None else {"model": ADAPTER_NAME}
     start: list[dict[str, str]] = []
     if system is not None:
         start.append({"role": "system", "content": system})

@@ -8,7 +8,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from tandem.cli.local_server import connect
+from tandem.cli.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
 from tandem.cli.output import JsonFlag, print_json
 from tandem.cli.stream import StreamResult, stream_events
 from tandem.core.errors import ConfigError, InternalError
@@ -29,6 +29,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Nucleus.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text.")] = None,
+    adapter: AdapterFlag = None,
     rates: Annotated[bool, typer.Option(help="Print rates to standard error.")] = True,
     json: JsonFlag = False,
 ) -> None:
@@ -43,8 +44,11 @@ def generate(
         "stop": stop or None,
     }
     body = {key: value for key, value in body.items() if value is not None}
+    if adapter is not None:
+        body["model"] = ADAPTER_NAME
+    flags = [] if adapter is None else list_adapter_flags(adapter, url)
     result = StreamResult()
-    with connect(model, url, api_key, []) as client:
+    with connect(model, url, api_key, flags) as client:
         begin_s = time.perf_counter()
         try:
             for event in stream_events(client, "/v1/completions", body):

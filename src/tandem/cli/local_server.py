@@ -9,21 +9,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO
+from pathlib import Path
+from typing import IO, Annotated
 
 import httpx
+import typer
 from rich.console import Console
 
 from tandem.core.config import child_environment
-from tandem.core.errors import InternalError
+from tandem.core.errors import ConfigError, InternalError
 
-__all__ = ["connect"]
+__all__ = ["ADAPTER_NAME", "AdapterFlag", "connect", "list_adapter_flags"]
+
+ADAPTER_NAME = "adapter"
+"""Of the one adapter, on a server of one's own."""
+
+AdapterFlag = Annotated[
+    Path | None, typer.Option(help="Folder of a LoRA adapter, for our own server.")
+]
 
 START_TIMEOUT_S = 1800.0
 """A large model is read from a slow disk in less."""
 STOP_TIMEOUT_S = 20.0
 TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 """A long prompt on a slow machine is silent for a while before its first token."""
+
+
+def list_adapter_flags(adapter: Path, url: str | None) -> list[str]:
+    """Return the flags of a server of one's own that serves an adapter as ``ADAPTER_NAME``.
+
+    Raises: ConfigError (a running server, which has adapters of its own).
+    """
+    if url is not None:
+        what = "--url and --adapter: ask a running server for its adapter by name: give one of both"
+        raise ConfigError("cli.connect", what, field="adapter")
+    return ["--adapter", f"{ADAPTER_NAME}={adapter}"]
 
 
 @contextlib.contextmanager

@@ -38,11 +38,11 @@ def master(
 ) -> None:
     """Run the master of a store until it is told to stop."""
     from tandem.store import MasterService
-    from tandem.transfer import SharedLoop
+    from tandem.transfer import PollingLoop
 
     settings = _start(config, flags, "store-master", log_level)
     service = MasterService(settings.store, settings.rpc)
-    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+    with asyncio.Runner(loop_factory=PollingLoop) as runner:
         runner.run(_serve(service, lambda: f"store master at {service.endpoint}"))
 
 
@@ -51,11 +51,11 @@ def master(
 def host(config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **flags: Any) -> None:
     """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
     from tandem.store import HostService
-    from tandem.transfer import SharedLoop
+    from tandem.transfer import PollingLoop
 
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
-    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+    with asyncio.Runner(loop_factory=PollingLoop) as runner:
         runner.run(_serve(service, lambda: f"store host {service.host.name} is up"))
 
 

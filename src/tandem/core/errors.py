@@ -23,6 +23,7 @@ __all__ = [
     "PermissionDeniedError",
     "ShapeError",
     "TandemError",
+    "UnsentError",
     "UnsupportedError",
     "make_error",
 ]
@@ -86,6 +87,13 @@ class CapacityError(TandemError):
 
     code = "capacity"
     retryable = True
+
+
+class UnsentError(CapacityError):
+    """This side sent nothing, since the peer has left too much unread; may succeed in a moment.
+
+    Over a wire it is a ``CapacityError``: there it would say nothing of the receiver's own peer.
+    """
 
 
 class PeerLostError(TandemError, ConnectionError):

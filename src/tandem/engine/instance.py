@@ -339,7 +339,7 @@ class Instance:
         from tandem.engine.adapters import AdapterTable
 
         folder = Path(config.adapter_folder).resolve() if config.adapter_folder else None
-        model = built.model.enable_adapters(config.max_adapters)
+        model = built.model.enable_adapters(config.max_adapters, built.cache.pool)
         table = AdapterTable(model, built.engine, built.identity, folder)
         return table, *table.load_first(self._spec.adapters)
 

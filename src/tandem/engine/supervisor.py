@@ -24,7 +24,8 @@ __all__ = ["InstanceSupervisor"]
 logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 0.2
-RESTART_PAUSE_MAX_S = 30.0
+RESTART_PAUSE_MAX_S = 10.0
+"""Requests wait for cluster.recovery_s: a few starts that fail must not use that up."""
 MAX_FIRST_STARTS = 3
 """Processes that may die before one has ever served; more would die alike."""
 

@@ -27,8 +27,8 @@ from tandem.finetune.targets import find_targets
 __all__ = ["StepCost", "StepShape", "simulate_step"]
 
 EXPERT_FORWARD_PRODUCTS = 3
-EXPERT_BACKWARD_PRODUCTS = 5
-"""Gate and up are computed again."""
+EXPERT_BACKWARD_PRODUCTS = 3
+"""Gate and up are kept."""
 
 
 SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_flops")
@@ -135,23 +135,22 @@ class _FakeExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owner: "_Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        ctx.owner = owner
-        ctx.save_for_backward(x, ids, weights)
+        ctx.owner, ctx.dtype = owner, x.dtype
+        kept = x.new_empty((ids.numel(), 2 * owner.inner), dtype=torch.bfloat16)
+        ctx.save_for_backward(ids, weights, kept)
         owner.count(ids.numel(), EXPERT_FORWARD_PRODUCTS)
-        scratch = x.new_empty((ids.numel(), 2 * owner.inner), dtype=torch.float32)
+        scratch = x.new_empty((ids.numel(), owner.inner), dtype=torch.bfloat16)
         out = torch.empty_like(x, dtype=torch.float32).to(x.dtype)
         del scratch
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, ids, weights = ctx.saved_tensors
-        inner = ctx.owner.inner
+        ids, weights, kept = ctx.saved_tensors
         ctx.owner.count(ids.numel(), EXPERT_BACKWARD_PRODUCTS)
-        wide = [t.to(torch.float32) for t in (x, grads[0])]
-        scratch = x.new_empty((ids.numel(), 2 * inner), dtype=torch.float32)
-        d_x = torch.empty_like(x, dtype=torch.float32).to(x.dtype)
-        del wide, scratch
+        scratch = torch.empty_like(kept), torch.empty_like(grads[0], dtype=torch.bfloat16)
+        d_x = torch.empty_like(grads[0], dtype=torch.float32).to(ctx.dtype)
+        del scratch
         return None, d_x, None, torch.empty_like(weights)
 
 

@@ -94,7 +94,8 @@ def load_frozen(
         path_or_id: folder, hub id that was pulled before, or ``demo``.
         is_bf16: tensors in bfloat16 instead of float32.
         expert_format: weight format of routed experts; see ``choose_format``.
-        linear_format: of attention, shared experts and dense blocks.
+        linear_format: of attention, shared experts, dense blocks, and of a head that is not the
+            embedding's matrix.
         pool: runs the native kernels, kept; None = one of ``num_threads``.
         num_threads: of that pool; None = as many as the machine allows.
         progress: called after each tensor.
@@ -112,7 +113,7 @@ def load_frozen(
     if experts is not None:
         _replace_experts(model, checkpoint, settings)
     if linear is not None:
-        for name in find_targets(model, "all"):
+        for name in [*find_targets(model, "all"), *_find_own_head(model)]:
             old = model.get_submodule(name)
             model.set_submodule(name, FrozenLinear.of_shape(old, linear, pool))
     dtype = torch.bfloat16 if is_bf16 else torch.float32
@@ -126,6 +127,14 @@ def load_frozen(
     # What PEFT calls the base model.
     model.name_or_path = path_or_id
     return FrozenModel(model, checkpoint, experts, linear)
+
+
+def _find_own_head(model: Any) -> list[str]:
+    """Return the name of the head, or none where it shares the embedding's matrix."""
+    if model.config.get_text_config().tie_word_embeddings:
+        return []
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is head]
 
 
 def _replace_experts(model: Any, checkpoint: Checkpoint, settings: WeightSettings) -> None:

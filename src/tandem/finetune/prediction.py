@@ -17,6 +17,7 @@ from tandem.finetune.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.machine_speed import measure_speed
 from tandem.finetune.model import choose_format, load_tokenizer
 from tandem.finetune.recipe import MethodKeys, Recipe, make_recipe
+from tandem.finetune.targets import take_names_literally
 from tandem.finetune.trainer import count_steps, make_lora_config, prepare_data
 from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import open_checkpoint
@@ -170,7 +171,7 @@ def _count_memory(
 
         model.name_or_path = recipe.model.model_name_or_path
         config = make_lora_config(recipe, model)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), take_names_literally(model):
             # PEFT calls transformers by names that will change.
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, config, low_cpu_mem_usage=True)

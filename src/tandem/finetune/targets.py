@@ -1,15 +1,34 @@
 """Which linear modules get an adapter."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["find_targets", "name_targets"]
+__all__ = ["find_targets", "name_targets", "take_names_literally"]
 
 _ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+
+
+@contextmanager
+def take_names_literally(model: Any) -> Iterator[None]:
+    """Let PEFT take names of targets for those modules, while an adapter is added or loaded.
+
+    For MoE families PEFT takes ``gate_proj`` for the routed experts of earlier releases, whatever
+    other modules have that name: adapters of shared experts and dense blocks would be dropped. It
+    knows the families by ``model_type``.
+    """
+    config = model.config
+    config.model_type = f"{config.model_type}_as_named"
+    try:
+        yield
+    finally:
+        # The class has it.
+        del config.model_type
 
 
 def find_targets(model: Any, wish: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ from tandem.finetune.artefacts import plot_losses, write_card, write_json
 from tandem.finetune.callbacks import LOG_NAME, STATE_NAME, CheckpointCallback, LogCallback
 from tandem.finetune.checkpoints import find_last_checkpoint, list_checkpoints
 from tandem.finetune.examples import Example, collate, encode, make_template, pack
+from tandem.finetune.loss import Head, compute_loss, find_head
 from tandem.finetune.model import load_frozen, load_tokenizer
 from tandem.finetune.recipe import Recipe
 from tandem.finetune.records import BadRow, Conversation, load_dataset
-from tandem.finetune.targets import find_targets, name_targets
+from tandem.finetune.targets import find_targets, name_targets, take_names_literally
 from tandem.models.families import open_checkpoint
 
 __all__ = [
@@ -96,7 +98,32 @@ class EpochLoader(DataLoader[Example]):
 
 
 class LoraTrainer(Trainer):
-    """transformers' Trainer with an order of data that a resumed run repeats."""
+    """transformers' Trainer with an order of data that a resumed run repeats.
+
+    The loss is taken piece by piece where it is the plain one (``tandem.finetune.loss``).
+
+    Args:
+        head: of the model, or None for transformers' own loss.
+        options: of ``Trainer``.
+    """
+
+    def __init__(self, *, head: Head | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._head = head
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: FBT - as of Trainer
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the loss of a batch; with logits, and in evaluation, the model's own."""
+        if self._head is None or return_outputs or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        with self.accelerator.autocast():
+            return compute_loss(model.get_base_model(), self._head, inputs, num_items)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return batches of the training examples."""
@@ -201,6 +228,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     model = _make_model(recipe)
     set_seed(recipe.train.seed)
     trainer = LoraTrainer(
+        head=find_head(model.get_base_model()),
         model=model,
         args=_make_arguments(recipe, folder, has_bar=has_bar),
         train_dataset=data.train,  # type: ignore[arg-type]
@@ -232,7 +260,8 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     _save_adapter(model, tokenizer, folder)
     trainer.state.save_to_json(str(folder / STATE_NAME))
     if recipe.output.plot_loss:
-        plot_losses(trainer.state.log_history, folder / "training_loss.png")
+        if not plot_losses(trainer.state.log_history, folder / "training_loss.png"):
+            logger.warning("event=no_plot why=%r", "no loss was logged: lower logging_steps")
         plot_losses(trainer.state.log_history, folder / "training_eval_loss.png", "eval_loss")
     write_card(folder, recipe, results)
     return RunReport(
@@ -275,8 +304,10 @@ def _make_model(recipe: Recipe) -> Any:
     if recipe.model.adapter_name_or_path is not None:
         folder = Path(recipe.model.adapter_name_or_path)
         check_adapter(folder)
-        return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
-    return get_peft_model(frozen.model, make_lora_config(recipe, frozen.model))
+        with take_names_literally(frozen.model):
+            return PeftModel.from_pretrained(frozen.model, folder, is_trainable=True)
+    with take_names_literally(frozen.model):
+        return get_peft_model(frozen.model, make_lora_config(recipe, frozen.model))
 
 
 def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
@@ -342,7 +373,10 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
             # Ours: see CheckpointCallback.
             save_strategy="no",
             report_to=sinks or "none",
-            dataloader_num_workers=recipe.data.dataloader_num_workers,
+            # More than the CPUs would only wait for each other; the order is the sampler's.
+            dataloader_num_workers=min(
+                recipe.data.dataloader_num_workers, len(os.sched_getaffinity(0))
+            ),
             dataloader_pin_memory=False,
             remove_unused_columns=False,
             label_names=["labels"],

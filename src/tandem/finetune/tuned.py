@@ -17,6 +17,7 @@ from tandem.finetune.adapters import read_adapter
 from tandem.finetune.examples import IGNORED_LABEL, Example, collate, encode, make_template
 from tandem.finetune.model import load_frozen, load_tokenizer
 from tandem.finetune.records import Conversation
+from tandem.finetune.targets import take_names_literally
 
 __all__ = ["TunedModel"]
 
@@ -56,7 +57,7 @@ class TunedModel:
         self._ends = _list_ends(frozen.checkpoint.spec.eos_token_ids, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), take_names_literally(frozen.model):
                 # PEFT calls transformers by names that will change.
                 warnings.simplefilter("ignore", FutureWarning)
                 self._model = PeftModel.from_pretrained(frozen.model, str(adapter))

@@ -9,17 +9,20 @@ from a model that has none.
 Shapes: T rows, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from tandem._native import LoraBank, LoraRows, ThreadPool
 from tandem.core.errors import InternalError
+from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.head_matrix import HeadMatrix
 from tandem.kernels.matrix import Matrix
-from tandem.kernels.native import Buffer
+from tandem.kernels.native import Buffer, view_tensor
 
 __all__ = [
     "AdaptedHeads",
@@ -142,33 +145,40 @@ class StepAdapters:
     """Which rows of the step that runs belong to which adapter: one for all matrices of a model.
 
     One thread: ``begin`` and ``end`` enclose a step.
+
+    Args:
+        num_slots: of adapters.
+        is_native: whether the native kernels compute what adapters add, else torch.
+        pool: runs the native kernels; None: the caller's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None) -> None:
+        self.num_slots = num_slots
+        self.is_native = is_native
+        self.pool = pool
         self.groups: tuple[RowGroup, ...] = ()
+        self.native: LoraRows | None = None
+        """The same rows; None outside of a step, and in one without adapters."""
         self.num_rows = 0
         self._sums: dict[tuple[int, ...], Buffer] = {}
 
-    def begin(self, num_rows: int, rows_by_slot: Mapping[int, Sequence[int]]) -> None:
+    def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
         """Begin a step of so many rows."""
         if num_rows != self.num_rows:
             self._sums.clear()
         self.num_rows = num_rows
-        self.groups = tuple(
-            RowGroup(slot, torch.tensor(rows, dtype=torch.int64))
-            for slot, rows in rows_by_slot.items()
-        )
+        if self.is_native and rows_by_slot:
+            self.native = LoraRows(num_rows)
+            for slot, rows in rows_by_slot.items():
+                self.native.add(slot, rows)
+        elif not self.is_native:
+            self.groups = tuple(
+                RowGroup(slot, torch.tensor(rows)) for slot, rows in rows_by_slot.items()
+            )
 
     def end(self) -> None:
         """End the step: rows belong to nobody."""
-        self.groups = ()
-
-    def check_rows(self, num_rows: int) -> None:
-        """Refuse what is not all rows of the step, whose adapters would not be known."""
-        if num_rows != self.num_rows:
-            raise InternalError(
-                "kernels.lora", f"{num_rows} rows of a step of {self.num_rows}: whose are they?"
-            )
+        self.groups, self.native = (), None
 
     def sum_buffer(self, *shape: int) -> Buffer:
         """Return float32 [T, *shape], with whatever it held last."""
@@ -188,27 +198,51 @@ class _Adapted:
 
     def __init__(self, step: StepAdapters) -> None:
         self._step = step
+        self._bank = LoraBank(step.num_slots) if step.is_native else None
         self._parts: dict[int, list[LoraPart]] = {}
-        """By slot of the adapter."""
+        """By slot of the adapter, where torch computes."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
         """Give an adapter parts; no step has rows of it yet."""
-        self._parts[slot] = [*self._parts.get(slot, ()), *parts]
+        if self._bank is None:
+            self._parts[slot] = [*self._parts.get(slot, ()), *parts]
+            return
+        for part in parts:
+            down = view_tensor(part.a_RK.contiguous())
+            up = view_tensor(_pack_panels(part.b_NR))
+            size = len(part.b_NR)
+            self._bank.add_part(slot, down, up, part.scale, part.first_output, size, part.head)
 
     def remove_parts(self, slot: int) -> None:
         """Forget an adapter; no step has rows of it any more."""
         self._parts.pop(slot, None)
+        if self._bank is not None:
+            self._bank.clear(slot)
 
     @property
     def _is_needed(self) -> bool:
         """Whether the step has rows of an adapter that changes the matrix."""
+        if self._bank is not None:
+            rows = self._step.native
+            return rows is not None and self._bank.is_needed(rows)
         parts = self._parts
         return any(group.slot in parts for group in self._step.groups)
 
-    def _add(self, x_THK: Tensor, sums_THN: Tensor) -> None:
-        """Add to float32 sums, in place; a matrix has one head."""
-        self._step.check_rows(len(x_THK))
-        for group in self._step.groups:
+    def _add(self, x: Buffer, sums: Buffer, out: Buffer | None, *, is_added: bool) -> None:
+        """Add to float32 sums, in place, and round these to ``out``; [T, ...] or [T, H, ...]."""
+        step, num_rows = self._step, len(x.tensor)
+        if num_rows != step.num_rows:
+            what = f"{num_rows} rows of a step of {step.num_rows}: whose are they?"
+            raise InternalError("kernels.lora", what)
+        if self._bank is not None:
+            assert step.native is not None, "no step runs"
+            out_view = None if out is None else out.view
+            self._bank.run(x.view, sums.view, step.native, out_view, is_added, step.pool)
+            return
+        has_heads = x.tensor.dim() == 3
+        x_THK = x.tensor if has_heads else x.tensor[:, None]
+        sums_THN = sums.tensor if has_heads else sums.tensor[:, None]
+        for group in step.groups:
             for part in self._parts.get(group.slot, ()):
                 x_RK = x_THK[group.rows, part.head].float()
                 low = x_RK @ part.a_RK.float().t() * part.scale
@@ -216,6 +250,17 @@ class _Adapted:
                 sums_THN[group.rows, part.head, part.first_output : end] += (
                     low @ part.b_NR.float().t()
                 )
+        if out is not None and is_added:
+            out.tensor.add_(sums.tensor)
+        elif out is not None:
+            out.tensor.copy_(sums.tensor)
+
+
+def _pack_panels(b_NR: Tensor) -> Tensor:
+    """Return [panels, r, 64]: columns side by side, zeros beyond the last."""
+    padding = -len(b_NR) % PANEL_COLUMNS
+    padded = functional.pad(b_NR, (0, 0, 0, padding))
+    return padded.unflatten(0, (-1, PANEL_COLUMNS)).transpose(1, 2).contiguous()
 
 
 class AdaptedMatrix(_Adapted):
@@ -241,8 +286,8 @@ class AdaptedMatrix(_Adapted):
         if not self._is_needed:
             return self.base.forward(x_TK, dtype=dtype)
         sums = self.base.forward(x_TK, dtype=torch.float32)
-        x, out = x_TK.reshape(-1, 1, x_TK.shape[-1]), sums.view(-1, 1, self.out_features)
-        self._add(x, out)
+        x, flat = x_TK.reshape(-1, x_TK.shape[-1]), sums.view(-1, self.out_features)
+        self._add(Buffer(x), Buffer(flat), None, is_added=False)
         return sums.to(dtype)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
@@ -259,11 +304,7 @@ class AdaptedMatrix(_Adapted):
             return
         sums = self._step.sum_buffer(self.out_features)
         self.base.run(x_TK, sums)
-        self._add(x_TK.tensor[:, None], sums.tensor[:, None])
-        if is_added:
-            out_TN.tensor.add_(sums.tensor)
-        else:
-            out_TN.tensor.copy_(sums.tensor)
+        self._add(x_TK, sums, out_TN, is_added=is_added)
 
 
 class AdaptedHeads(_Adapted):
@@ -294,5 +335,4 @@ class AdaptedHeads(_Adapted):
             return
         sums = self._step.sum_buffer(*self.out_shape)
         self.base.run(x_THK, sums)
-        self._add(x_THK.tensor, sums.tensor)
-        out_THN.tensor.copy_(sums.tensor)
+        self._add(x_THK, sums, out_THN, is_added=False)

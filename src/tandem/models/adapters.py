@@ -7,17 +7,19 @@ name; the caller sees to it that nobody runs with one that is being unloaded.
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConflictError, CorruptionError, UnsupportedError
 from tandem.kernels.head_matrix import HeadMatrix
 from tandem.kernels.lora import AdaptedHeads, AdaptedMatrix, AdaptedPart, StepAdapters
 from tandem.kernels.matrix import Matrix
+from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.operator import Operator
 from tandem.models.adapter_files import AdapterFiles, read_adapter_files
 
@@ -54,12 +56,19 @@ class ModelAdapters:
         dtype: of the model, to which adapters are rounded.
         device: of the model.
         max_adapters: that are loaded at a time.
+        pool: runs the native kernels; None: the caller's thread.
     """
 
     def __init__(
-        self, skeleton: nn.Module, dtype: torch.dtype, device: torch.device, max_adapters: int
+        self,
+        skeleton: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_adapters: int,
+        pool: ThreadPool | None = None,
     ) -> None:
-        self._step = StepAdapters()
+        is_native = device.type == "cpu" and dtype in NATIVE_DTYPES
+        self._step = StepAdapters(max_adapters, is_native=is_native, pool=pool)
         self._dtype = dtype
         self._device = device
         self._matrices: list[AdaptedMatrix | AdaptedHeads] = []
@@ -134,7 +143,7 @@ class ModelAdapters:
             if found is not None:
                 self._clear(found.slot)
 
-    def begin_step(self, num_rows: int, rows: Mapping[str, Sequence[int]]) -> None:
+    def begin_step(self, num_rows: int, rows: Mapping[str, list[int]]) -> None:
         """Say which rows of a step belong to which adapter, by digest; ``end_step`` ends it."""
         self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 

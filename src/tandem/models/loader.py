@@ -87,10 +87,15 @@ class CausalModel:
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.adapters: ModelAdapters | None = None
 
-    def enable_adapters(self, max_adapters: int) -> ModelAdapters:
-        """Make the model take LoRA adapters, once, before its first step; return their table."""
+    def enable_adapters(self, max_adapters: int, pool: ThreadPool | None = None) -> ModelAdapters:
+        """Make the model take LoRA adapters, once, before its first step; return their table.
+
+        Args:
+            max_adapters: that are loaded at a time.
+            pool: runs the kernels of adapters, kept; None: the caller's thread.
+        """
         assert self.adapters is None, "adapters are enabled already"
-        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters)
+        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters, pool)
         return self.adapters
 
     @property

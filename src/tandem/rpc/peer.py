@@ -23,6 +23,7 @@ from tandem.core.errors import (
     CorruptionError,
     PeerLostError,
     TandemError,
+    UnsentError,
     UnsupportedError,
 )
 from tandem.rpc.calls import IncomingCalls, OutgoingCalls
@@ -314,8 +315,8 @@ class Peer:
             self._call_soon_threadsafe(self._overflow, error)
             raise error
 
-    def _describe_overflow(self) -> CapacityError:
-        return CapacityError(
+    def _describe_overflow(self) -> UnsentError:
+        return UnsentError(
             "rpc.send",
             f"{self.name} has left {self._window.unread_messages} messages, "
             f"{self._window.unread_bytes} bytes unread, limits {self._window.max_messages} and "

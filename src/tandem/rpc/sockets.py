@@ -6,7 +6,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.core.errors import CapacityError, PeerLostError
+from tandem.core.errors import PeerLostError, UnsentError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.pump import SocketPump
 from tandem.rpc.window import count_window
@@ -69,7 +69,7 @@ def transmit(socket: zmq.Socket[bytes], peer_name: str, *parts: bytes) -> None:
             socket.send(part, MORE)
         socket.send(parts[-1], LAST)
     except zmq.Again:
-        raise CapacityError("rpc.send", f"the socket queue to {peer_name} is full") from None
+        raise UnsentError("rpc.send", f"the socket queue to {peer_name} is full") from None
     except zmq.ZMQError as error:
         raise PeerLostError("rpc.send", f"{peer_name} is not connected: {error}") from None
 

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.tokenizer import KIMI_K2
 
 __all__ = ["FILE_NAME", "KNOWN_CLASS", "build_tokenizer", "spell_bytes"]
 
@@ -25,23 +26,6 @@ NUM_SPECIAL, MOST_SPECIAL = 256, 258
 """Ids behind the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The
 published code counts two more than the models' vocabularies have: they are there where named."""
 MAX_FILE_BYTES, MAX_TOKENS = 64 << 20, 1 << 20
-
-_LETTERS = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
-_UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_LETTERS}]", rf"[\p{{Ll}}{_LETTERS}]"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PIECES = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-"""What text is divided into: Chinese apart, words with their capitals, at most three digits."""
 
 
 def build_tokenizer(
@@ -74,7 +58,7 @@ def build_tokenizer(
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(KIMI_K2[0]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

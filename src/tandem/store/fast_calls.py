@@ -8,14 +8,13 @@ takes the slow way, which waits for a master. Every request may come twice, as e
 
 import asyncio
 import contextlib
-import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tandem.core.direct import DirectTask
 from tandem.core.errors import (
     CancelledError,
     ConfigError,
@@ -31,7 +30,7 @@ from tandem.rpc.frames import DECODE_ERRORS
 from tandem.store.edges import MasterChannel
 from tandem.store.messages import CallAddress
 from tandem.store.sessions import Caller
-from tandem.transfer import Call, PendingCall, Segment, SharedLoop, TransferEngine
+from tandem.transfer import Call, PendingCall, Segment, TransferEngine
 
 __all__ = [
     "FAST_METHODS",
@@ -66,11 +65,9 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CallServer:
-    """Answers calls that come over a transfer engine.
+    """Answers calls that come over a transfer engine; to be made on the loop where handlers run.
 
-    If the loop is a ``SharedLoop``, handlers run on the engine's thread, which borrows it: no
-    other thread has to wake up. They begin in the order in which the calls of a peer came, in any
-    case.
+    They begin in the order in which the calls of a peer came.
 
     Args:
         engine: borrowed; has no other handler.
@@ -88,81 +85,69 @@ class CallServer:
         self._find_caller = find_caller
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_unbegun = 0
+        """Tasks that the loop has not run yet."""
+        self._is_closed = False
         self._methods = {
-            name: (handler, msgspec.msgpack.Decoder(request))
+            name: (handler, msgspec.msgpack.Decoder(request), inspect.iscoroutinefunction(handler))
             for name, handler, request, _ in methods
         }
-        shared = self._loop if isinstance(self._loop, SharedLoop) else None
-        self._is_borrowed = shared is not None
-        engine.serve_calls(self._handle, loop=shared)
+        engine.serve_calls(self._handle, loop=self._loop)
 
     def _handle(self, calls: list[Call]) -> list[bytes | TandemError | None]:
-        """On the engine's thread."""
         return [self._answer(call) for call in calls]
 
     def _answer(self, call: Call) -> bytes | TandemError | None:
+        if self._is_closed:
+            return PeerLostError("store.call", "this process is ending")
         try:
             envelope = self._envelopes.decode(call.payload)
             if envelope.method not in self._methods:
                 return UnsupportedError("store.call", f"no fast method {envelope.method!r}")
-            handler, decoder = self._methods[envelope.method]
+            handler, decoder, is_async = self._methods[envelope.method]
             request = decoder.decode(envelope.body)
         except DECODE_ERRORS as error:
             return UnsupportedError("store.call", f"malformed: {error}")
-        if self._is_borrowed:
-            return self._begin(call, handler, envelope.client, request)
+        # A plain function needs no task, but must not overtake one.
+        if is_async or self._num_unbegun:
+            self._num_unbegun += 1
+            task = self._loop.create_task(self._run(call, handler, envelope.client, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return None
         try:
-            self._loop.call_soon_threadsafe(
-                self._begin_and_reply, call, handler, envelope.client, request
-            )
-        except RuntimeError:
-            return PeerLostError("store.call", "this process is ending")
-        return None
-
-    def _begin(
-        self, call: Call, handler: Callable[..., Any], client: str, request: object
-    ) -> bytes | TandemError | None:
-        """Run a handler up to where it waits; what it waits for leads to the answer, if it does."""
-        try:
-            caller = self._find_caller(client)
-            if caller is None:
-                raise PeerLostError("store.call", "the caller has no session here")  # noqa: TRY301
-            answer = handler(caller, request)
-            if asyncio.iscoroutine(answer):
-                task = DirectTask(answer, self._loop)
-                if not task.done():
-                    self._tasks.add(task)
-                    task.when_done(functools.partial(self._finish, call, task))
-                    return None
-                answer = task.result()
-            return self._encoder.encode(answer)
-        except asyncio.CancelledError:
-            return PeerLostError("store.call", "the other side has ended")
+            return self._encoder.encode(handler(self._find(envelope.client), request))
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
             return _describe(error)
 
-    def _begin_and_reply(
+    def _find(self, client: str) -> Caller:
+        caller = self._find_caller(client)
+        if caller is None:
+            raise PeerLostError("store.call", "the caller has no session here")
+        return caller
+
+    async def _run(
         self, call: Call, handler: Callable[..., Any], client: str, request: object
     ) -> None:
-        answer = self._begin(call, handler, client, request)
-        if answer is not None:
-            _reply(call, answer)
-
-    def _finish(self, call: Call, task: "asyncio.Future[Any]") -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            # Of a master that is deposed or ends. An error of its own would be taken for a bug.
-            _reply(call, PeerLostError("store.call", "the other side has ended"))
-            return
+        self._num_unbegun -= 1
+        answer: bytes | TandemError
         try:
-            answer: bytes | TandemError = self._encoder.encode(task.result())
+            result = handler(self._find(client), request)
+            if asyncio.iscoroutine(result):
+                result = await result
+            answer = self._encoder.encode(result)
+        except asyncio.CancelledError:
+            # Of a master that is deposed or ends. An error of its own would be taken for a bug.
+            answer = PeerLostError("store.call", "the other side has ended")
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller waits
             answer = _describe(error)
         _reply(call, answer)
 
     async def aclose(self) -> None:
         """End what is under way; the engine is the caller's to close."""
+        self._is_closed = True
+        await asyncio.sleep(0)  # What has not begun could not answer that it was cancelled.
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -224,14 +209,15 @@ class CallWay:
         payload = self._encoder.encode(_Envelope(method, self._client, msgspec.Raw(body)))
         try:
             answer = await self._engine.call_async(self._segment, payload, deadline_s=timeout_s)
-        except (NotFoundError, UnsupportedError, CancelledError) as error:
-            if error.where.startswith("transfer."):  # Not of the host's.
+        except (NotFoundError, CancelledError) as error:
+            if self._engine.is_closed or not self._engine.has_segment(self._segment):
+                # No answer of the host's: there is nobody to ask.
                 raise PeerLostError("store.order", error.what) from None
             raise
         return _decode(answer, response_type)
 
     def close(self) -> None:
-        """Let go of the peer."""
+        """Let go of the peer; calls that are under way end with PeerLostError."""
         close_peer(self._segment)
 
 

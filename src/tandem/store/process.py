@@ -20,7 +20,7 @@ from tandem.rpc import RpcConfig
 from tandem.store.config import StoreConfig
 from tandem.store.services.host import HostService
 from tandem.store.services.master import MasterService
-from tandem.transfer import SharedLoop
+from tandem.transfer import PollingLoop
 
 __all__ = ["StoreProcessSpec", "main"]
 
@@ -67,7 +67,7 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreProcessSpec)
     configure_logging("store", spec.log_level)
     raise_limit()
-    with asyncio.Runner(loop_factory=SharedLoop) as runner:
+    with asyncio.Runner(loop_factory=PollingLoop) as runner:
         runner.run(_serve(spec))
     return 0
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tandem.transfer.buffer import Buffer, RemoteBuffer
     from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
+    from tandem.transfer.polling_loop import PollingLoop
     from tandem.transfer.segment import FileSegment, Segment
-    from tandem.transfer.shared_loop import SharedLoop
 
 __all__ = [
     "MAX_CALL_BYTES",
@@ -29,10 +29,10 @@ __all__ = [
     "Notification",
     "Op",
     "PendingCall",
+    "PollingLoop",
     "PreparedBatch",
     "RemoteBuffer",
     "Segment",
-    "SharedLoop",
     "Transfer",
     "TransferConfig",
     "TransferEngine",
@@ -53,7 +53,7 @@ _HOMES = {
     "PreparedBatch": "batch",
     "RemoteBuffer": "buffer",
     "Segment": "segment",
-    "SharedLoop": "shared_loop",
+    "PollingLoop": "polling_loop",
     "Transfer": "batch",
     "TransferEngine": "engine",
     "TransferStatus": "batch",

@@ -1,12 +1,11 @@
 """Calls: small requests that a peer's handler answers, for where a round trip is the cost.
 
-Owns the Python side of both ends: the thread that hands calls to the handler in batches, and the
-futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A call that was
-answered was executed exactly once; one that failed was executed once or not at all.
+Owns the Python side of both ends: the thread or the event loop that hands calls to the handler in
+batches, and the futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A
+call that was answered was executed exactly once; one that failed was executed once or not at all.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -15,12 +14,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tandem._native import CallInbox, CoreCall, CoreIncomingCall, TransferCore
-from tandem.core.direct import DirectFuture
+from tandem._native import (
+    CallInbox,
+    CallSource,
+    CoreCall,
+    CoreIncomingCall,
+    TransferCore,
+    answer_calls,
+)
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
-from tandem.transfer.shared_loop import SharedLoop
+from tandem.transfer.polling_loop import PollingLoop
 
-__all__ = ["MAX_CALL_BYTES", "Call", "CallHandler", "PendingCall", "await_call", "start_serving"]
+__all__ = [
+    "MAX_CALL_BYTES",
+    "Call",
+    "CallHandler",
+    "PendingCall",
+    "await_call",
+    "serve_on_loop",
+    "start_serving",
+]
 
 MAX_CALL_BYTES = 1 << 20
 """Of a request, and of its answer; what is larger is a transfer."""
@@ -68,50 +81,75 @@ CallHandler = Callable[[list[Call]], Sequence[bytes | TandemError | None]]
 or None for one that it keeps and answers later. What it raises is every caller's error."""
 
 
-def start_serving(
-    core: TransferCore, handler: CallHandler, loop: SharedLoop | None
-) -> threading.Thread:
+def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
     """Hand calls to the handler on a thread of their own, until the engine is closed.
 
     Raises: ConflictError (there is a handler already, the engine is closed).
     """
     core.serve_calls()
-    ours = None
-    if loop is not None:
-        ours = _loops[loop] = _LoopCalls(core)
     # A daemon: a handler that hangs must not keep the process from ending.
-    thread = threading.Thread(
-        target=_serve, args=(core, handler, loop, ours), name="tandem-calls", daemon=True
-    )
+    thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
     thread.start()
     return thread
 
 
-def _serve(
-    core: TransferCore,
-    handler: CallHandler,
-    loop: SharedLoop | None,
-    ours: "_LoopCalls | None",
-) -> None:
-    answers: list[tuple[CoreIncomingCall, bytes | tuple[str, str, str]]] = []
-    while (taken := core.exchange_calls(answers)) is not None:
-        try:
-            if loop is None or ours is None:
-                answers = _handle(handler, [Call(core_call) for core_call in taken])
-            else:
-                with loop.borrow():
-                    ours.wake()
-                    answers = _handle(handler, [Call(core_call) for core_call in taken])
-        except BaseException as error:
-            if not isinstance(error, RuntimeError):  # The loop is closed.
-                logger.exception("the thread that serves calls goes on")
-            answers = [(call, ("peer_lost", "transfer.call", "no longer served")) for call in taken]
+def _serve(core: TransferCore, handler: CallHandler) -> None:
+    while (taken := core.wait_calls()) is not None:
+        answers = _handle(handler, [Call(core_call) for core_call in taken])
         # What the handler dropped must be answered now, not after the next call.
         del taken
-    if loop is not None and ours is not None:
-        ours.inbox.leave_core()
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
-            loop.call_soon_threadsafe(ours.watch, loop)
+        answer_calls(answers)
+        del answers
+
+
+def serve_on_loop(
+    core: TransferCore, handler: CallHandler, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Hand calls to the handler on an event loop, until the engine is closed.
+
+    Args:
+        core: of the engine.
+        handler: see ``CallHandler``.
+        loop: whose thread this is.
+
+    Raises: as ``start_serving``.
+    """
+    server = _LoopServer(core.serve_calls_on_fd(), handler, loop)
+    server.start()
+
+
+class _LoopServer:
+    """Takes calls on an event loop; the loop holds it."""
+
+    def __init__(
+        self, source: CallSource, handler: CallHandler, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._source = source
+        self._handler = handler
+        self._loop = loop
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop.add_reader(self._source.fileno(), self._serve)
+        if isinstance(self._loop, PollingLoop):
+            self._loop.add_source(self._source)
+
+    def _serve(self) -> None:
+        taken = self._source.take()
+        if taken is None:  # The engine is closed.
+            self._loop.remove_reader(self._source.fileno())
+            if isinstance(self._loop, PollingLoop):
+                self._loop.remove_source(self._source)
+            return
+        answers = _handle(self._handler, [Call(core_call) for core_call in taken])
+        del taken
+        answer_calls(answers)
+        _expect_calls(self._loop)
+
+
+def _expect_calls(loop: asyncio.AbstractEventLoop) -> None:
+    if isinstance(loop, PollingLoop):
+        loop.expect_calls()
 
 
 def _handle(
@@ -139,14 +177,10 @@ def _describe(error: TandemError) -> tuple[str, str, str]:
 
 
 class _LoopCalls:
-    """The calls that one event loop awaits; holds no reference to the loop.
+    """The calls that one event loop awaits; holds no reference to the loop."""
 
-    Args:
-        core: whose serving thread looks after them; None: the loop does, see ``watch``.
-    """
-
-    def __init__(self, core: TransferCore | None) -> None:
-        self.inbox = CallInbox(core)
+    def __init__(self) -> None:
+        self.inbox = CallInbox()
         self.waiting: dict[int, _Waiting] = {}
         self._tags = itertools.count(1)
         self._looks_at_s = math.inf
@@ -167,7 +201,7 @@ class _LoopCalls:
     def wait(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> "tuple[int, _Waiting]":
         """Return the tag of a new call, and what ends with it, or ``deadline_s`` from now."""
         tag, until_s = next(self._tags), loop.time() + deadline_s
-        waiting = self.waiting[tag] = _Waiting(DirectFuture(loop=loop), until_s)
+        waiting = self.waiting[tag] = _Waiting(loop.create_future(), until_s)
         # A timer for each call would cost more than the rest of this.
         if until_s < self._looks_at_s:
             self._look_at(until_s, loop)
@@ -199,7 +233,7 @@ class _LoopCalls:
 class _Waiting(NamedTuple):
     """A call that asyncio awaits."""
 
-    ended: DirectFuture[None]
+    ended: asyncio.Future[None]
     until_s: float
 
 
@@ -231,12 +265,13 @@ async def await_call(
     loop = asyncio.get_running_loop()
     calls = _loops.get(loop)
     if calls is None:
-        calls = _loops[loop] = _LoopCalls(None)
+        calls = _loops[loop] = _LoopCalls()
         calls.watch(loop)
     tag, waiting = calls.wait(loop, deadline_s)
     try:
         pending = core.begin_call(segment_id, payload, calls.inbox, tag)
         try:
+            _expect_calls(loop)
             await waiting.ended
         except BaseException:
             pending.abandon()

@@ -26,11 +26,16 @@ from tandem._native import (
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
-from tandem.transfer.calls import CallHandler, PendingCall, await_call, start_serving
+from tandem.transfer.calls import (
+    CallHandler,
+    PendingCall,
+    await_call,
+    serve_on_loop,
+    start_serving,
+)
 from tandem.transfer.config import TransferConfig, TransportName
 from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
-from tandem.transfer.shared_loop import SharedLoop
 
 __all__ = ["Notification", "TransferEngine"]
 
@@ -372,18 +377,23 @@ class TransferEngine:
         """Take what peers have sent, in order per peer; waits for something until the deadline."""
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
 
-    def serve_calls(self, handler: CallHandler, *, loop: SharedLoop | None = None) -> None:
-        """Answer peers' calls: ``handler`` gets them in batches, on one thread, until the close.
+    def serve_calls(
+        self, handler: CallHandler, *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """Answer peers' calls: ``handler`` gets them in batches, one at a time, until the close.
 
         Args:
             handler: see ``CallHandler``. It must not block for long: it holds up all callers.
-            loop: borrowed for each batch, so the handler may use what the loop guards; and what
-                awaits ``call_async`` on it goes on upon that thread, without waking the loop's.
+            loop: where the handler runs; whoever calls this is on its thread. None: on a thread of
+                the engine's. A ``PollingLoop`` answers soonest.
 
         Raises: ConflictError (there is a handler already, the engine is closed).
         """
         self._check_open()
-        self._threads.append(start_serving(self.core, handler, loop))
+        if loop is None:
+            self._threads.append(start_serving(self.core, handler))
+        else:
+            serve_on_loop(self.core, handler, loop)
 
     def call(self, segment: Segment, payload: bytes, *, deadline_s: float | None = None) -> bytes:
         """Send a small request to the peer's handler and wait for the answer, without the GIL.
@@ -512,9 +522,7 @@ def _shut_down(
         raise
     finally:
         held.clear()
-        # Those that wait to borrow this thread's loop would wait for us.
-        is_lender = isinstance(asyncio._get_running_loop(), SharedLoop)
         for thread in threads:
             # A handler may close its own engine.
-            if thread is not threading.current_thread() and not is_lender:
+            if thread is not threading.current_thread():
                 thread.join(deadline_s)

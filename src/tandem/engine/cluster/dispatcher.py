@@ -212,6 +212,8 @@ class Dispatcher:
         used = dict.fromkeys(self._ports, 0)
         largest = dict.fromkeys(self._ports, 0)
         for live in self._live.values():
+            if not live.held:
+                continue  # After an outage all wait, and each that is placed asks for this.
             request, num_delivered = live.request, live.machine.num_delivered
             prompt_len = len(request.prompt_ids)
             for kind, leg in live.held.items():

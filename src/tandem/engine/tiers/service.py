@@ -22,7 +22,7 @@ from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
-from tandem.transfer import SharedLoop
+from tandem.transfer import PollingLoop
 
 __all__ = ["TierService"]
 
@@ -136,7 +136,7 @@ class TierService:
     # The thread.
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=SharedLoop) as runner:
+        with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:

@@ -1,8 +1,8 @@
 """Frozen packed weights in torch's graph: their forward and backward passes are native.
 
 The weights take no gradient. What stands in the graph is one node for a layer's routed experts and
-one for a matrix. Nothing but the inputs is kept for the backward pass, which computes the rest
-again, so that checkpointing of activations gains and costs nothing here.
+one for a matrix. Experts keep gate and up in bf16 for the backward pass, or keep their input alone
+and compute them again; both give the same gradients bit by bit.
 
 Shapes: T tokens or rows, K experts per token, D hidden, N outputs.
 """
@@ -16,34 +16,48 @@ if TYPE_CHECKING:
     from tandem.kernels.cpu.experts import PackedExperts
     from tandem.kernels.cpu.linear import PackedLinear
 
-__all__ = ["multiply_frozen", "run_experts"]
+__all__ = ["as_floats", "multiply_frozen", "run_experts"]
+
+
+def as_floats(x: Tensor) -> Tensor:
+    """Return what the kernels take: contiguous, and float32 unless it is bfloat16."""
+    return (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, experts: "PackedExperts", x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+        ctx: Any,
+        experts: "PackedExperts",
+        is_kept: bool,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
     ) -> Tensor:
-        ctx.experts = experts
-        ctx.save_for_backward(x_TD, ids_TK, weights_TK)
-        x = x_TD if x_TD.dtype == torch.bfloat16 else x_TD.float()
-        out = experts.forward(x.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous())
-        return out.to(x_TD.dtype)
+        ctx.experts, ctx.x_dtype = experts, x_TD.dtype
+        ids, kept = ids_TK.contiguous(), None
+        if is_kept:
+            num_pairs = int(torch.count_nonzero(ids >= 0))
+            kept = torch.empty(num_pairs, 2 * experts.inner_columns, dtype=torch.bfloat16)
+        ctx.save_for_backward(None if is_kept else x_TD, ids, weights_TK, kept)
+        weights = weights_TK.float().contiguous()
+        return experts.forward(as_floats(x_TD), ids, weights, kept_PC=kept).to(x_TD.dtype)
 
     # The decorator hides the name of ctx.
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[None, Tensor, None, Tensor]:
-        x_TD, ids_TK, weights_TK = ctx.saved_tensors
+    ) -> tuple[None, None, Tensor, None, Tensor]:
+        x_TD, ids, weights_TK, kept = ctx.saved_tensors
         d_x, d_weights = ctx.experts.backward(
-            x_TD.float().contiguous(),
-            ids_TK.contiguous(),
+            None if x_TD is None else as_floats(x_TD),
+            ids,
             weights_TK.float().contiguous(),
-            grads[0].float().contiguous(),
+            as_floats(grads[0]),
+            kept_PC=kept,
         )
-        return None, d_x.to(x_TD.dtype), None, d_weights.to(weights_TK.dtype)
+        return None, None, d_x.to(ctx.x_dtype), None, d_weights.to(weights_TK.dtype)
 
 
 class _Multiply(torch.autograd.Function):
@@ -51,8 +65,8 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, matrix: "PackedLinear", x_TK: Tensor) -> Tensor:
         ctx.matrix = matrix
         ctx.x_dtype = x_TK.dtype
-        x = x_TK if x_TK.dtype == torch.bfloat16 else x_TK.float()
-        return matrix.forward(x.contiguous(), dtype=x.dtype).to(x_TK.dtype)
+        x = as_floats(x_TK)
+        return matrix.forward(x, dtype=x.dtype).to(x_TK.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -60,19 +74,32 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[None, Tensor]:
         (d_out,) = grads
-        rows = d_out.reshape(-1, d_out.shape[-1]).float().contiguous()
+        rows = as_floats(d_out.reshape(-1, d_out.shape[-1]))
         d_x = ctx.matrix.backward(rows).view(*d_out.shape[:-1], -1)
         return None, d_x.to(ctx.x_dtype)
 
 
 def run_experts(
-    experts: "PackedExperts", x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    experts: "PackedExperts",
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    is_kept: bool = True,
 ) -> Tensor:
     """Return the weighted sum [T, D] in the dtype of ``x_TD``, differentiable in x and weights.
 
+    Args:
+        experts: the packed weights.
+        x_TD: of any floating dtype.
+        ids_TK: as of ``PackedExperts.forward``.
+        weights_TK: of any floating dtype.
+        is_kept: whether gate and up are kept, 4 F bytes for each token and expert, or computed
+            again in the backward pass.
+
     Raises: as ``PackedExperts.forward``; in the backward pass as ``PackedExperts.backward``.
     """
-    out = _Experts.apply(experts, x_TD, ids_TK, weights_TK)
+    out = _Experts.apply(experts, is_kept, x_TD, ids_TK, weights_TK)
     assert isinstance(out, Tensor), type(out)
     return out
 

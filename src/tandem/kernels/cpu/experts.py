@@ -250,14 +250,33 @@ class PackedExperts:
         """
         return self._bank.array()
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    @property
+    def inner_columns(self) -> int:
+        """Columns of gate and up in whole blocks: F or a little more."""
+        return self._bank.inner_columns
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        delta_PC: Tensor | None = None,
+        kept_PC: Tensor | None = None,
+    ) -> Tensor:
         """Sum the chosen experts' outputs, each scaled by its router weight.
+
+        The last two are for gradients. Their rows are the P pairs of a token and an expert that is
+        not -1, sorted by expert, then token, then slot; a row is gate, then up, ``inner_columns``
+        each.
 
         Args:
             x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
                 bf16, or for integer formats to int8 with a step per group.
             ids_TK: int32 or int64 in [-1, E); -1 = computed elsewhere, adds 0.
             weights_TK: float32, used as they are.
+            delta_PC: float32, added to gate and up before the activation; zero beyond F.
+            kept_PC: bfloat16, takes gate and up as the activation sees them.
 
         Returns: float32 [T, D], new. A NaN or infinity in a token makes that token NaN, no other.
         Raises: ShapeError (names the argument and what is wanted).
@@ -265,37 +284,62 @@ class PackedExperts:
             Blocks; releases the GIL; thread-safe.
         """
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        self._bank.forward(self._pool, x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
+        tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
+        if delta_PC is None and kept_PC is None:
+            self._bank.forward(self._pool, *tensors)
+        else:
+            self._bank.forward(self._pool, *tensors, delta_PC, kept_PC)
         return out_TD
 
     def backward(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_out_TD: Tensor
+        self,
+        x_TD: Tensor | None,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        d_out_TD: Tensor,
+        *,
+        kept_PC: Tensor | None = None,
+        delta_PC: Tensor | None = None,
+        extra_PF: Tensor | None = None,
+        d_gate_up_PC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``x_TD`` and ``weights_TK``, float32, new.
 
-        They are those of the exact function of the dequantized weights at these inputs, summed in
-        fp32; that ``forward`` codes its input counts as rounding. gate and up are computed again.
+        They are those of ``forward`` with the dequantized weights, where coding activations counts
+        as rounding. Weights, ``d_out_TD`` and the gradients of gate and up are rounded to bf16, and
+        so are gate and up; sums are in fp32.
 
         Args:
-            x_TD: float32, CPU, contiguous; not modified.
+            x_TD: as ``forward`` had it; not needed where ``kept_PC`` is given.
             ids_TK: as of ``forward``.
             weights_TK: float32.
-            d_out_TD: float32, the gradient with respect to what ``forward`` returned.
+            d_out_TD: float32 or bfloat16, the gradient with respect to what ``forward`` returned.
+            kept_PC: as ``forward`` left it; None = computed again, with the same result.
+            delta_PC: as ``forward`` had it.
+            extra_PF: float32 [P, ``inner_columns``], added to the gradient of each pair's
+                intermediate, to which its router weight has been applied.
+            d_gate_up_PC: bfloat16, takes the gradients of gate and up.
 
-        Raises: ShapeError; UnsupportedError (an activation other than silu); CapacityError.
-        Cost: five products where ``forward`` has three; takes 8 F bytes of scratch for each pair
-            of a token and its expert. A row's result does not depend on the other rows. Blocks;
-            releases the GIL; thread-safe.
+        Raises: ShapeError; CapacityError.
+        Cost: three products with weights turned piece by piece, one more like ``forward``'s first
+            where gate and up are computed again; takes 4 F bytes of scratch for each pair, 8 F
+            without ``kept_PC``. A row's result does not depend on the other rows. Blocks; releases
+            the GIL; thread-safe.
         """
-        d_x_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+        d_x_TD = torch.empty(d_out_TD.shape, dtype=torch.float32)
+        d_weights_TK = torch.empty_like(weights_TK)
         self._bank.backward(
             self._pool,
-            x_TD.detach(),
+            None if x_TD is None else x_TD.detach(),
             ids_TK.detach(),
             weights_TK.detach(),
             d_out_TD.detach(),
             d_x_TD,
             d_weights_TK,
+            kept_PC,
+            delta_PC,
+            extra_PF,
+            d_gate_up_PC,
         )
         return d_x_TD, d_weights_TK
 

@@ -1,105 +1,210 @@
 """The oracle of gradients through packed experts, and how far a kernel may be from it.
 
-The chain rule written out in float64 numpy over decoded weights. Bounds follow the same products in
-the order of magnitude of their terms: a sum of n products in fp32 is off by at most (n + 1) EPS of
-the sum of magnitudes, and errors of one step go through the next by its derivative.
+The chain rule written out in float64 numpy over decoded weights. A kernel rounds three times to
+bf16: gate and up, their gradients, and the weights of turned panels with what they are multiplied
+with. ``check_stages`` takes the first two from the kernel, so that each stage is compared with
+bounds of fp32 sums and one rounding; ``run_gradients`` rounds nothing.
 
-Shapes: T tokens, P experts per token, E experts, D hidden, F intermediate of one expert.
+Shapes: T tokens, K experts per token, P pairs of them, E experts, D hidden, F intermediate of one
+expert, C columns of a pair: gate, then up.
 """
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.kernels.activation import Activation
 from tandem.kernels.cpu.packed_oracle import (
     ACTIVATION_ROUNDINGS,
     ARGUMENT_ROUNDINGS,
     EPS,
     LARGEST_ARGUMENT,
-    SLOPE,
     TINY,
     Layer,
+    activate,
+    bound_product,
+    code_exactly,
 )
+from tandem.kernels.formats import find_format, round_to_bf16
 
-__all__ = ["bound_sum", "run_gradients"]
+__all__ = ["BF16_EPS", "Stages", "bound_turned", "check_stages", "list_pairs", "run_gradients"]
 
 Array = NDArray[np.float64]
 
-CURVATURE = 0.5
-"""The largest second derivative of silu is 1/2, at 0; alpha multiplies it."""
+BF16_EPS = 2.0**-8
+"""Relative error of one rounding to bf16."""
 FLUSHED = 1e-30
 """What gates below the exponential's cut-off lose."""
+TURNED_OUTPUTS = 1024
+"""Outputs that are turned at a time; their sums are added."""
 
 
-def bound_sum(rows_TK: Array, weights_KN: Array) -> Array:
-    """Bound for a product in fp32 with weights that may be rounded once when they are widened."""
-    size = rows_TK.shape[-1]
-    return (size + 2) * EPS * (np.abs(rows_TK) @ np.abs(weights_KN)) + size * TINY
+def round_weights(weights: Array) -> Array:
+    """Round decoded weights as a turned panel holds them."""
+    return round_to_bf16(weights.astype(np.float32)).astype(np.float64)
+
+
+def bound_turned(rows_TN: Array, weights_NK: Array) -> Array:
+    """Bound the error of a product with turned weights, from operands that are in bf16."""
+    parts = 1 + rows_TN.shape[1] // TURNED_OUTPUTS
+    magnitude = np.abs(rows_TN) @ np.abs(weights_NK)
+    return bound_product(rows_TN, weights_NK.T, find_format("bf16")) + parts * EPS * magnitude
+
+
+def list_pairs(ids_TK: NDArray[np.integer]) -> tuple[NDArray[np.integer], ...]:
+    """Return (experts, tokens, slots) of the pairs that are here, in the kernel's order."""
+    tokens, slots = np.nonzero(ids_TK >= 0)
+    experts = ids_TK[tokens, slots]
+    order = np.argsort(experts, kind="stable")
+    return experts[order], tokens[order], slots[order]
+
+
+def differentiate(g: Array, activation: Activation) -> tuple[tuple[Array, Array], ...]:
+    """Return (value, error) of the activation of the limited gate and of its derivative."""
+    f = activate(g, activation)
+    if activation.name == "gelu":
+        part = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in g.flat]).reshape(g.shape)
+        bell = g * np.exp(-(g**2) / 2) / math.sqrt(2 * math.pi)
+        slope = part + bell
+        roundings = ACTIVATION_ROUNDINGS + ARGUMENT_ROUNDINGS * np.minimum(g**2, LARGEST_ARGUMENT)
+        return f, (slope, roundings * EPS * (1 + np.abs(bell)) + FLUSHED)
+    z, dz = activation.alpha * g, np.full_like(g, activation.alpha)
+    if activation.name == "gelu_tanh":
+        factor = 2 * math.sqrt(2 / math.pi)
+        z, dz = factor * (g + 0.044715 * g**3), factor * (1 + 3 * 0.044715 * g**2)
+    s = 1 / (1 + np.exp(-np.clip(z, -700, None)))
+    roundings = ACTIVATION_ROUNDINGS + ARGUMENT_ROUNDINGS * np.minimum(np.abs(z), LARGEST_ARGUMENT)
+    error = roundings * EPS * s * (1 + np.minimum(np.abs(g * dz), LARGEST_ARGUMENT)) + FLUSHED
+    return f, (s * (1 + g * dz * (1 - s)), error)
+
+
+@dataclass
+class Stages:
+    """What a kernel computed: [P, 2, F] gate and up and their gradients, then the results."""
+
+    kept: Array
+    d_gate_up: Array
+    d_x: Array
+    d_weights: Array
+
+
+def check_stages(
+    layer: Layer,
+    x_TD: NDArray[np.floating],
+    ids_TK: NDArray[np.integer],
+    weights_TK: Array,
+    d_out_TD: NDArray[np.floating],
+    stages: Stages,
+    *,
+    delta: Array | float = 0.0,
+    extra: Array | float = 0.0,
+) -> dict[str, int]:
+    """Count the values of each stage that are further from exact than they may be.
+
+    Args:
+        layer: decoded weights.
+        x_TD: float32, as the kernel gets it.
+        ids_TK: expert ids; -1 adds nothing.
+        weights_TK: router weights.
+        d_out_TD: float32, gradient with respect to the output.
+        stages: of the kernel.
+        delta: [P, 2, F], what was added to gate and up.
+        extra: [P, F], what was added to the weighted gradient of the intermediate.
+    """
+    wants = {name: np.zeros(getattr(stages, name).shape) for name in vars(stages)}
+    bounds = {name: np.full(wants[name].shape, TINY) for name in vars(stages)}
+    experts, tokens, slots = list_pairs(ids_TK)
+    rows, d_rows = code_exactly(x_TD, layer.weight_format), round_weights(d_out_TD.astype(float))
+    delta = np.broadcast_to(delta, stages.kept.shape)
+    extra = np.broadcast_to(extra, stages.kept[:, 0].shape)
+    magnitude = np.zeros(x_TD.shape)
+    for e in np.unique(experts):
+        own = experts == e
+        for which, matrix in enumerate((layer.gate[e], layer.up[e])):
+            y = rows[tokens[own]] @ matrix.T
+            error = bound_product(rows[tokens[own]], matrix, layer.weight_format)
+            if layer.biases is not None:
+                y = y + layer.biases[which][e]
+            error += 2 * EPS * (np.abs(y) + np.abs(delta[own, which]))
+            y = y + delta[own, which]
+            wants["kept"][own, which] = y
+            bounds["kept"][own, which] = error * (1 + BF16_EPS) + BF16_EPS * np.abs(y) + TINY
+        g, u = stages.kept[own, 0], stages.kept[own, 1]
+        limit = layer.activation.limit
+        is_in, is_up_in = g <= limit, np.abs(u) <= limit
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + layer.activation.up_offset
+        u_error = EPS * np.abs(u)
+        (f, f_error), (slope, slope_error) = differentiate(g, layer.activation)
+        w = weights_TK[tokens[own], slots[own]][:, None]
+        d_y, down = d_rows[tokens[own]], round_weights(layer.down[e])
+        d_h, h_error = d_y @ down, bound_turned(d_y, down)
+        total = w * d_h + extra[own]
+        total_error = np.abs(w) * h_error + 2 * EPS * (np.abs(w * d_h) + np.abs(extra[own]))
+        steep, steep_error = u * slope, np.abs(u) * slope_error + u_error * np.abs(slope)
+        steep_error += u_error * slope_error + EPS * np.abs(steep)
+        for which, factor, error, inside in (
+            (0, steep, steep_error, is_in),
+            (1, f, f_error, is_up_in),
+        ):
+            value = total * factor
+            off = total_error * (np.abs(factor) + error) + np.abs(total) * error
+            off += 2 * EPS * np.abs(value)
+            wants["d_gate_up"][own, which] = value * inside
+            bounds["d_gate_up"][own, which] = (off + BF16_EPS * (np.abs(value) + off)) * inside
+        bounds["d_gate_up"][own] += TINY
+        part = np.zeros(d_y.shape)
+        error = np.zeros(d_y.shape)
+        for which, matrix in enumerate((layer.gate[e], layer.up[e])):
+            turned, d_inner = round_weights(matrix), stages.d_gate_up[own, which]
+            part += d_inner @ turned
+            error += bound_turned(d_inner, turned) + EPS * (np.abs(d_inner) @ np.abs(turned))
+        np.add.at(wants["d_x"], tokens[own], part)
+        np.add.at(bounds["d_x"], tokens[own], error)
+        np.add.at(magnitude, tokens[own], np.abs(part))
+        h, size = f * u, f.shape[1]
+        product_error = f_error * (np.abs(u) + u_error) + np.abs(f) * u_error + EPS * np.abs(h)
+        off = (h_error * (np.abs(h) + product_error) + np.abs(d_h) * product_error).sum(1)
+        off += (size + 2) * EPS * np.abs(d_h * h).sum(1)
+        value = (d_h * h).sum(1)
+        if layer.biases is not None:
+            bias = layer.biases[2][e]
+            value = value + d_y @ bias
+            off += (len(bias) + size + 2) * EPS * (np.abs(d_y) @ np.abs(bias))
+            off += EPS * np.abs(d_h * h).sum(1)
+        wants["d_weights"][tokens[own], slots[own]] = value
+        bounds["d_weights"][tokens[own], slots[own]] += off
+    bounds["d_x"] += (ids_TK.shape[1] + 1) * EPS * magnitude
+    return {
+        name: int((np.abs(getattr(stages, name) - wants[name]) > bounds[name]).sum())
+        for name in wants
+    }
 
 
 def run_gradients(
     layer: Layer,
     x_TD: Array,
-    ids_TP: NDArray[np.integer],
-    weights_TP: Array,
+    ids_TK: NDArray[np.integer],
+    weights_TK: Array,
     d_out_TD: Array,
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return (gradient, bound) for the input [T, D] and for the router weights [T, P]; silu only.
-
-    Args:
-        layer: decoded weights.
-        x_TD: the input, exactly as the kernel gets it.
-        ids_TP: expert ids; -1 adds nothing.
-        weights_TP: router weights.
-        d_out_TD: gradient with respect to the output.
-    """
-    d_x, x_bound = np.zeros(x_TD.shape), np.full(x_TD.shape, TINY)
-    d_w, w_bound = np.zeros(weights_TP.shape), np.full(weights_TP.shape, TINY)
-    magnitude = np.zeros(x_TD.shape)
-    alpha, limit = layer.activation.alpha, layer.activation.limit
-    for e in range(len(layer.gate)):
-        gate, up, down = layer.gate[e], layer.up[e], layer.down[e]
-        tokens, slots = np.nonzero(ids_TP == e)
-        x, d_y, w = x_TD[tokens], d_out_TD[tokens], weights_TP[tokens, slots][:, None]
-        g, u = x @ gate.T, x @ up.T
-        g_error, u_error = bound_sum(x, gate.T), bound_sum(x, up.T)
+) -> tuple[Array, Array]:
+    """Return the exact gradients with respect to the input [T, D] and the router weights [T, K]."""
+    d_x, d_weights = np.zeros(x_TD.shape), np.zeros(weights_TK.shape)
+    limit = layer.activation.limit
+    experts, tokens, slots = list_pairs(ids_TK)
+    for e in np.unique(experts):
+        t, k = tokens[experts == e], slots[experts == e]
+        g, u = x_TD[t] @ layer.gate[e].T, x_TD[t] @ layer.up[e].T
+        y_bias = 0.0
         if layer.biases is not None:
             g, u = g + layer.biases[0][e], u + layer.biases[1][e]
-            g_error, u_error = g_error + EPS * np.abs(g), u_error + EPS * np.abs(u)
+            y_bias = d_out_TD[t] @ layer.biases[2][e]
         is_in, is_up_in = g <= limit, np.abs(u) <= limit
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + layer.activation.up_offset
-        u_error = u_error + EPS * np.abs(u)
-        s = 1 / (1 + np.exp(-np.clip(alpha * g, -700, None)))
-        f, slope = g * s, s * (1 + alpha * g * (1 - s))
-        argument = np.minimum(np.abs(alpha * g), LARGEST_ARGUMENT)
-        roundings = ACTIVATION_ROUNDINGS + ARGUMENT_ROUNDINGS * argument
-        f_error = roundings * EPS * np.abs(f) + SLOPE * g_error + FLUSHED
-        slope_error = roundings * EPS * s * (1 + argument) + CURVATURE * alpha * g_error + FLUSHED
-        d_h, h_error = d_y @ down, bound_sum(d_y, down)
-        # Two or three roundings of a product of three or four numbers.
-        d_up = w * d_h * f * is_up_in
-        d_up_error = np.abs(w) * (h_error * (np.abs(f) + f_error) + np.abs(d_h) * f_error)
-        d_up_error = (d_up_error + 3 * EPS * np.abs(w * d_h * f)) * is_up_in
-        d_gate = w * d_h * u * slope * is_in
-        steep, steep_error = u * slope, np.abs(u) * slope_error + u_error * np.abs(slope)
-        steep_error += u_error * slope_error
-        d_gate_error = np.abs(w) * (h_error * (np.abs(steep) + steep_error))
-        d_gate_error += np.abs(w * d_h) * steep_error + 4 * EPS * np.abs(w * d_h * steep)
-        d_gate_error *= is_in
-        rows, stacked = np.concatenate([d_gate, d_up], 1), np.concatenate([gate, up], 0)
-        row_error = np.concatenate([d_gate_error, d_up_error], 1)
-        own = rows @ stacked
-        np.add.at(d_x, tokens, own)
-        np.add.at(magnitude, tokens, np.abs(own))
-        np.add.at(x_bound, tokens, bound_sum(rows, stacked) + row_error @ np.abs(stacked))
-        h = f * u
-        product_error = f_error * (np.abs(u) + u_error) + np.abs(f) * u_error + EPS * np.abs(h)
-        terms, size = np.abs(d_h * h).sum(1), h.shape[1]
-        own_error = (h_error * (np.abs(h) + product_error) + np.abs(d_h) * product_error).sum(1)
-        d_w[tokens, slots] = (d_h * h).sum(1)
-        w_bound[tokens, slots] += own_error + (size + 2) * EPS * terms
-        if layer.biases is not None:
-            bias = layer.biases[2][e]
-            d_w[tokens, slots] += d_y @ bias
-            w_bound[tokens, slots] += (len(bias) + size + 2) * EPS * (np.abs(d_y) @ np.abs(bias))
-            w_bound[tokens, slots] += (len(bias) + 2) * EPS * terms
-    return (d_x, x_bound + (ids_TP.shape[1] + 1) * EPS * magnitude), (d_w, w_bound)
+        (f, _), (slope, _) = differentiate(g, layer.activation)
+        d_h, w = d_out_TD[t] @ layer.down[e], weights_TK[t, k][:, None]
+        d_weights[t, k] = (d_h * f * u).sum(1) + y_bias
+        d_gate, d_up = w * d_h * u * slope * is_in, w * d_h * f * is_up_in
+        np.add.at(d_x, t, d_gate @ layer.gate[e] + d_up @ layer.up[e])
+    return d_x, d_weights

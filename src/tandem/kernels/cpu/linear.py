@@ -213,19 +213,24 @@ class PackedLinear:
         self._run(x_TK, out, is_added=False)
         return out
 
-    def backward(self, d_out_TN: Tensor) -> Tensor:
-        """Return ``d_out W``, the gradient with respect to x, float32 [T, K], new.
+    def backward(self, d_out_TN: Tensor, *, out_TK: Tensor | None = None) -> Tensor:
+        """Return ``d_out W``, the gradient with respect to x, float32 [T, K].
 
-        W is as it is dequantized, piece by piece; sums are in fp32 and in ascending order of n.
+        W is dequantized piece by piece; it and ``d_out_TN`` are rounded to bf16. Sums are in fp32
+        and in ascending order of n.
 
         Args:
-            d_out_TN: float32, CPU, contiguous.
+            d_out_TN: float32 or bfloat16, CPU, contiguous.
+            out_TK: float32, to which the result is added; None = a new tensor.
 
         Raises: ShapeError; CapacityError.
         """
-        d_x = torch.empty(len(d_out_TN), self.in_features)
-        self._matrix.backward(self._pool, d_out_TN.detach(), d_x)
-        return d_x
+        if out_TK is None:
+            out_TK = torch.empty(len(d_out_TN), self.in_features)
+            self._matrix.backward(self._pool, d_out_TN.detach(), out_TK)
+        else:
+            self._matrix.backward(self._pool, d_out_TN.detach(), out_TK, is_added=True)
+        return out_TK
 
     @property
     def out_dtype(self) -> torch.dtype:

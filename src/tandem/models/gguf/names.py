@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["HARMLESS", "How", "Recipe", "make_recipes"]
+__all__ = ["COPIES", "HARMLESS", "How", "Recipe", "make_recipes"]
 
 
 class How(Enum):
@@ -45,6 +45,9 @@ HARMLESS = {
     r"^blk\.\d+\.nextn\.": "of a layer that predicts a further token, which is not run",
 }
 """Tensors that no weight of the skeleton is made of, as patterns, and why."""
+
+COPIES = {"attn_k_b.weight": "attn_kv_b.weight", "attn_v_b.weight": "attn_kv_b.weight"}
+"""Tensors of a layer that are not needed where another is there, which holds them."""
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -148,7 +151,8 @@ def _list_special(
     for holder in ("mlp.gate", "mlp"):
         yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
-    if split[0] in tensors:
+    # ik_llama.cpp's files have the whole matrix beside its parts, in shapes of its own.
+    if f"{layer}attn_kv_b.weight" not in tensors:
         yield "self_attn.kv_b_proj.weight", Recipe(split, How.JOIN_KV)
     is_turned = architecture == "gpt-oss"
     for ending, suffix in (("weight", ""), ("bias", "_bias")):

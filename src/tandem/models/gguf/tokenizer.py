@@ -55,6 +55,34 @@ DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_OTHER_CASES = (
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68"
+    "\U00010570-\U000105bc\U00016e40-\U0001dfff"
+)
+"""Letters with cases that the next one's list leaves out: those of its time without two of them."""
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?(?:(?![{_OTHER_CASES}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}+",
+)
+"""DeepSeek-V2's."""
+_NO_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_KIMI_UPPER, _KIMI_LOWER = rf"[\p{{Lu}}\p{{Lt}}{_NO_HAN}]", rf"[\p{{Ll}}{_NO_HAN}]"
+KIMI_K2 = (
+    "|".join(
+        (
+            r"[\p{Han}]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?",
+            r"\p{N}{1,3}",
+            _REST,
+        )
+    ),
+)
+"""Chinese apart, words with their capitals, at most three digits; of Kimi's tiktoken files too."""
 DIGITS = (r"\p{N}",)
 """Before GPT-2's own pattern."""
 
@@ -83,6 +111,8 @@ SPLITTINGS = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), Splitting(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Splitting(QWEN2, is_nfc=True)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting(DEEPSEEK_V3)),
+    "deepseek-llm": Splitting(DEEPSEEK_LLM),
+    "kimi-k2": Splitting(KIMI_K2, keeps_whole=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Splitting(O200K)),
     "tekken": Splitting(TEKKEN, keeps_whole=True),
 }

@@ -21,7 +21,7 @@ from tandem.kernels.blocks import BlockMatrix, CodedMatrix, interleave_rows
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.recode import join_formats
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
-from tandem.models.gguf.names import HARMLESS, How, Recipe, make_recipes
+from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
 from tandem.models.sources.mapping import MappedFiles
@@ -151,9 +151,7 @@ class GgufSource:
             raise ShapeError("models.read_weights", what)
         if expert_id is not None:
             parts = [part.select(expert_id) for part in parts]
-        if len({part.shape for part in parts}) > 1 and recipe.how is How.INTERLEAVE:
-            what = " and ".join(str(list(part.shape)) for part in parts)
-            raise ShapeError("models.read_weights", f"tensor {name!r} is made of {what}")
+        _require_equal(name, parts)
         order = None
         if recipe.how is How.UNPERMUTE:
             order = self._unpermute(parts[0].shape[0])
@@ -274,7 +272,9 @@ def _list_harmless(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, str
         for pattern, why in HARMLESS.items():
             if re.search(pattern, name):
                 yield name, why
-        block = ".".join(name.split(".")[:2])
+        block, part = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
+        if f"{block}.{COPIES.get(part)}" in tensors:
+            yield name, f"a copy of what {COPIES[part]} holds"
         if block in extra:
             yield name, HARMLESS[r"^blk\.\d+\.nextn\."]
 
@@ -287,6 +287,14 @@ def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
     )
 
 
+def _require_equal(name: str, parts: list[_Stored]) -> None:
+    """Refuse gate and up of different sizes, whose sum may be right."""
+    if len({part.shape for part in parts}) > 1:
+        stored = " and ".join(str(list(part.shape)) for part in parts)
+        what = f"tensor {name!r} is made of {stored}: they should be alike"
+        raise ShapeError("models.read_weights", what)
+
+
 def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
     """Copy tensors one below the other; of experts, along their outputs."""
     if len(parts) == 1:
@@ -296,6 +304,7 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
             raise _refuse_shape(name, parts, out)
         parts[0].copy_into(out.view(shape) if out.ndim != len(shape) else out)
         return
+    _require_equal(name, parts)
     axis = out.ndim - 2 if out.ndim > 1 else 0
     sizes = [part.shape[axis] if len(part.shape) > axis else 0 for part in parts]
     rest = {part.shape[:axis] + part.shape[axis + 1 :] for part in parts}

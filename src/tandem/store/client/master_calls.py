@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
+from tandem.core.errors import DeadlineError, PeerLostError, TandemError, UnsentError
 from tandem.store.config import StoreConfig
 from tandem.store.edges import MasterChannel
 from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
@@ -164,9 +164,8 @@ class MasterCalls:
                 logger.debug("event=call_again method=%s reason=%s", method, error)
                 if self.clock.now_s() + RETRY_S >= deadline_s:
                     raise
-            except CapacityError as error:
-                if error.where != "rpc.send":
-                    raise
+            except UnsentError as error:
+                logger.debug("event=call_again method=%s reason=%s", method, error)
             await self.pause(RETRY_S, deadline_s)
             await self.channel.wait_connected(self.left_s(deadline_s))
 

@@ -4,11 +4,11 @@ Where there is none, objects are evicted and the put waits in line.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem._native import measure_extents
-from tandem.core.direct import DirectTask
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_replicas
 from tandem.store.config import StoreConfig
@@ -149,11 +149,9 @@ class Allocation:
         # The loop's timer and the master's clock need not agree: what is left may be too little for
         # the one to go on by, and be something to the other for ever.
         timeout_s = max(timeout_s, MIN_WAIT_S)
-        freed = DirectTask(self._state.space_freed.wait(), asyncio.get_running_loop())
-        try:
-            await asyncio.wait([freed], timeout=timeout_s)
-        finally:
-            freed.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._state.space_freed.wait()
 
     def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
         """Take space for all objects, or none; the last attempt is content with one copy of each.

@@ -94,7 +94,7 @@ class Membership:
         self._open_way = open_way
         self._awaited = state.awaited
         self._roster = Roster()
-        self._writer = RosterWriter(store, self._roster, state.tasks.schedule)
+        self._writer = RosterWriter(store, self._roster, state.tasks.spawn)
         self.tombstones = Tombstones()
         self._adoption = Adoption(state, departures, self.tombstones)
         self._names: dict[str, HostSpace] = {}
@@ -138,7 +138,7 @@ class Membership:
         for number, until_ms in list(self._awaited.until_ms.items()):
             if can_tell and until_ms <= now_ms and number not in self._declaring:
                 self._declaring.add(number)
-                self._state.tasks.schedule(self._declare_lost(self._state.hosts[number]))
+                self._state.tasks.spawn(self._declare_lost(self._state.hosts[number]))
         for host in self._state.hosts.values():
             if host.is_settled and host.unconfirmed_from != ALL_CONFIRMED:
                 host.purging = [future for future in host.purging if not future.done()]

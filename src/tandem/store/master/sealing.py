@@ -7,7 +7,6 @@ import os
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from tandem.core.direct import DirectTask
 from tandem.core.errors import TandemError
 from tandem.store.master.allocation import Allocation, PutBatch
 from tandem.store.master.departures import Departures
@@ -105,19 +104,19 @@ class Sealing:
         blobs = {number: blob.take([*batch.places[number]]) for number in records}
         orders = self._seal_on_hosts(records, blobs, blob.is_values)
         staged = None
-        if _can_stage(batch, checksums):
+        if len(batch.keys) >= LONG_BATCH and _can_stage(batch, checksums):
             # The orders leave now, and what can be done meanwhile is.
-            orders = DirectTask(orders, asyncio.get_running_loop())
-            if len(batch.keys) >= LONG_BATCH:
-                # With fewer cores than processes, the host may be waiting for ours.
-                os.sched_yield()
+            orders = asyncio.get_running_loop().create_task(orders)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                orders.cancel()
+                raise
+            # With fewer cores than processes, the host may be waiting for ours.
+            os.sched_yield()
             staged = self._stage(batch, checksums, first_version)
         try:
             sealed = await orders
-        except asyncio.CancelledError:
-            if isinstance(orders, DirectTask):
-                orders.cancel()
-            raise
         except Exception:
             if staged is not None:
                 self._state.directory.unstage_many(staged)

@@ -111,7 +111,7 @@ class Upkeep:
             if extent is not None:
                 copy = CopyUnderWay(target, target.session, extent, is_load=True)
                 self._copying[key] = copy
-                state.tasks.schedule(self._copy(load.row, key, copy))
+                state.tasks.spawn(self._copy(load.row, key, copy))
                 return
             if target.is_writable:
                 self._eviction.evict_for(target, length)
@@ -200,7 +200,7 @@ class Upkeep:
                 target = state.hosts[number]
                 copy = CopyUnderWay(target, target.session, extent)
                 self._copying[key] = copy
-                state.tasks.schedule(self._copy(row, key, copy))
+                state.tasks.spawn(self._copy(row, key, copy))
                 return
         self._not_before_ms[key] = state.now_ms() + RETRY_AFTER_MS  # No room anywhere.
 

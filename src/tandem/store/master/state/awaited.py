@@ -7,7 +7,6 @@ it has or is declared lost; while one is, that this master never told of an obje
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tandem.core.direct import DirectTask, shield
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.tasks import Tasks
 from tandem.store.messages import HostStage
@@ -39,7 +38,7 @@ class Awaited:
         self._now_ms = now_ms
         self._tasks = tasks
         self._window_until_ms = 0
-        self._learning: DirectTask[None] | None = None
+        self._learning: asyncio.Task[None] | None = None
         """Ends when ``is_learning`` does, for all who wait for that."""
 
     def __contains__(self, host: int) -> bool:
@@ -76,14 +75,14 @@ class Awaited:
     async def recover(self) -> None:
         """Wait until all members have told what they have, or are declared lost."""
         while self.is_learning:
-            await shield(self._begin())
+            await asyncio.shield(self._begin())
 
     async def wait_learnt(self, timeout_s: float) -> None:
         """As ``recover``, but no longer than so."""
         if self.is_learning:
             await asyncio.wait([self._begin()], timeout=timeout_s)
 
-    def _begin(self) -> "DirectTask[None]":
+    def _begin(self) -> "asyncio.Task[None]":
         # It may be over before it has begun: time passes between two looks.
         if self._learning is None or self._learning.done():
             self._learning = self._tasks.spawn(self._look_until_learnt())

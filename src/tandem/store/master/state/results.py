@@ -5,11 +5,11 @@ request that is under way, or whose answer may still be wanted, is given that an
 other comes late, and is refused: what it did once may have been undone since.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tandem.core.direct import DirectTask, shield
 from tandem.core.errors import ConflictError
 from tandem.store.messages import Change
 from tandem.store.sessions import Caller
@@ -29,7 +29,7 @@ class _Client:
 
     def __init__(self) -> None:
         self.settled_below = 0
-        self.work: dict[int, DirectTask[Any]] = {}
+        self.work: dict[int, asyncio.Task[Any]] = {}
 
     def settle(self, below: int) -> None:
         """Forget what it will not ask for again."""
@@ -46,7 +46,7 @@ class Results:
         spawn: runs a coroutine that its caller's going does not end.
     """
 
-    def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "DirectTask[Any]"]) -> None:
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]) -> None:
         self._spawn = spawn
         self._clients: OrderedDict[str, _Client] = OrderedDict()
 
@@ -82,7 +82,7 @@ class Results:
         Raises: ConflictError for a late copy; what carrying it out raises.
         """
         if number == 0:
-            return await shield(self._spawn(begin()))
+            return await asyncio.shield(self._spawn(begin()))
         name = caller.instance_id
         client = self._clients.get(name)
         if client is None:
@@ -98,4 +98,4 @@ class Results:
             work = client.work[number] = self._spawn(begin())
             if len(client.work) > MAX_REMEMBERED:
                 del client.work[next(iter(client.work))]
-        return await shield(work)
+        return await asyncio.shield(work)

@@ -1,11 +1,8 @@
 """Work of a master that no caller's going ends."""
 
 import asyncio
-import functools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
-
-from tandem.core.direct import DirectTask
 
 __all__ = ["Tasks"]
 
@@ -18,19 +15,12 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> "DirectTask[T]":
-        """Run a coroutine that its caller's going does not end; it begins at once."""
-        task = DirectTask(work, asyncio.get_running_loop())
-        if not task.done():
-            self._tasks.add(task)
-            task.when_done(functools.partial(self._tasks.discard, task))
-        return task
-
-    def schedule(self, work: Coroutine[Any, Any, Any]) -> None:
-        """As ``spawn``, but it begins at the loop's next turn."""
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run a coroutine that its caller's going does not end."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def aclose(self) -> None:
         """End all of them."""

@@ -158,7 +158,7 @@ class FaultProxy:
     """
 
     def __init__(self, seed: int = 0, target: str = "") -> None:
-        self.rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
+        self.rng = random.Random(seed)
         self.target = target
         self.corrupt = self.drop = self.delay_s = self.rate = 0.0
         self.drop_frames = self.duplicate = self.reorder = 0.0

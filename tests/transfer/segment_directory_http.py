@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from segment_directory import MemoryMetadata, MetadataStore, SegmentRecord
 
 from tandem.core.errors import (
     ERROR_CODES,
@@ -27,7 +28,6 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.transfer.config import MIN_SECRET_BYTES
-from tandem.transfer.metadata import MemoryMetadata, MetadataStore, SegmentRecord
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -1,7 +1,7 @@
 """Names of segments: who is where, for those who do not know an address beforehand.
 
 ``MetadataStore`` is the interface; ``MemoryMetadata`` keeps records in this process,
-``tandem.transfer.metadata_http`` offers them to a cluster. The interface is what etcd (leases,
+``segment_directory_http`` offers them to a cluster. The interface is what etcd (leases,
 transactions on a key) and Redis (SET with NX and PX, a script to compare) give. ``Directory`` binds
 an engine to a store. Records are hints: the handshake decides who a peer is.
 """

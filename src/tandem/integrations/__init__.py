@@ -1,0 +1,1 @@
+"""Entry points that take other programs' command lines."""

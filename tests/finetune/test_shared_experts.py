@@ -1,0 +1,79 @@
+"""Adapters of shared experts and dense blocks in MoE families, from training to use."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem.finetune.adapters import read_adapter
+from tandem.finetune.recipe import make_recipe
+from tandem.finetune.trainer import finetune
+from tandem.finetune.tuned import TunedModel
+from tandem.models.hub import DEMO_FOLDER
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Qwen2-MoE with random weights: shared experts in both layers."""
+    config = CONFIG_MAPPING["qwen2_moe"](
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_FOLDER / name, folder / name)
+    return str(folder)
+
+
+@pytest.mark.parametrize("expert_format", ["bf16", "none"])
+def test_shared_experts_are_trained_saved_and_resumed(
+    expert_format, checkpoint, make_values, tmp_path
+):
+    """PEFT would take their names for routed experts: nothing of those, all of these."""
+    values = make_values(
+        tmp_path / "out",
+        model_name_or_path=checkpoint,
+        expert_format=expert_format,
+        num_train_epochs=1,
+        save_steps=1,
+    )
+    finetune(make_recipe(values))
+    adapter = read_adapter(tmp_path / "out")
+    kinds = {name.split(".", 3)[3] for name in adapter.pairs}
+    attention = {f"self_attn.{x}_proj" for x in "qkvo"}
+    assert kinds == attention | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")}
+    assert all(pair.b_NR.abs().max() > 0 for pair in adapter.pairs.values())
+    with_it, without = (
+        TunedModel(checkpoint, folder, expert_format=expert_format)
+        for folder in (tmp_path / "out", None)
+    )
+    loaded = dict(with_it._model.named_parameters())
+    assert sum(".shared_expert." in name and "lora_" in name for name in loaded) == 12
+    for name, pair in adapter.pairs.items():
+        key = f"base_model.model.{name}.lora_B.default.weight"
+        assert torch.equal(loaded[key], pair.b_NR)
+    del without
+    again = {**values, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": True}
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "out" / "checkpoint-1", tmp_path / "again" / "checkpoint-1")
+    finetune(make_recipe(again))
+    first, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
