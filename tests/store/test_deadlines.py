@@ -18,7 +18,7 @@ from tandem.sim import Faults, run_virtual
 from tandem.store.client.blocking import _BlockingCalls, drive
 from tandem.store.client.buffers import Part
 from tandem.store.client.client import AsyncStoreClient
-from tandem.store.client.writing import PutOptions
+from tandem.store.client.options import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.fast_calls import FastChannel
 from tandem.store.formats import layout

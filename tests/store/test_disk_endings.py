@@ -13,8 +13,8 @@ from test_disk_faults import Bench, run_day
 from tandem.core.errors import CapacityError, InternalError, NotFoundError
 from tandem.rpc import make_runtime_dir
 from tandem.sim import MemoryDisk
-from tandem.store.host import disk as disk_module
 from tandem.store.host import disk_io
+from tandem.store.host import disk_tombstones as tombstones_module
 from tandem.store.host.disk_files import DiskFolder
 from tandem.store.host.host import StoreHost
 from tandem.store.messages import DiskState
@@ -158,7 +158,7 @@ def test_a_dead_bucket_that_cannot_be_removed_at_once_is_removed_later():
 
 
 def test_a_forget_waits_for_a_bucket_that_others_give_up():
-    """Its grave could not be written, so only the end of the bucket makes it hold."""
+    """Its tombstone could not be written, so only the end of the bucket makes it hold."""
 
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         number = await fill(bench)
@@ -180,8 +180,8 @@ def test_a_forget_waits_for_a_bucket_that_others_give_up():
 
 
 @pytest.mark.parametrize("error", ["full", "hung"])
-def test_graves_that_cannot_be_compacted_are_graves_all_the_same(error, monkeypatch):
-    monkeypatch.setattr(disk_module, "COMPACT_GRAVES", -(10**9))
+def test_tombstones_that_cannot_be_compacted_are_tombstones_all_the_same(error, monkeypatch):
+    monkeypatch.setattr(tombstones_module, "COMPACT_TOMBSTONES", -(10**9))
 
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         await fill(bench)
@@ -202,8 +202,8 @@ def test_graves_that_cannot_be_compacted_are_graves_all_the_same(error, monkeypa
     run_day(1, day)
 
 
-def test_compaction_keeps_the_graves_of_buckets_whose_files_are_there(monkeypatch):
-    monkeypatch.setattr(disk_module, "COMPACT_GRAVES", -(10**9))
+def test_compaction_keeps_the_tombstones_of_buckets_whose_files_are_there(monkeypatch):
+    monkeypatch.setattr(tombstones_module, "COMPACT_TOMBSTONES", -(10**9))
 
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         number = await fill(bench)

@@ -129,12 +129,12 @@ class Bench:
         record = self.tier.index.find(key)
         if record is None or record.header.version != version:
             raise NotFoundError("test.read", key)
-        shelf, mine = Segment.make_anonymous(SEGMENT), self.tier._segment
-        self.tier._segment = shelf
+        shelf, mine = Segment.make_anonymous(SEGMENT), self.tier._reader._segment
+        self.tier._reader._segment = shelf
         try:
             await self.tier.load(record.header, 0)
         finally:
-            self.tier._segment = mine
+            self.tier._reader._segment = mine
         at = layout.value_offset(len(key), record.header.size)
         return shelf.data[at : at + record.header.size].tobytes()
 
@@ -604,8 +604,8 @@ async def end_a_report_that_has_just_begun(turns: int, kind: str) -> bool:
         task = asyncio.ensure_future(host._report_disk(tier, Master(), 1))
         wake = host._disk_changed.set
     else:
-        tier._is_behind = True  # It waits for work, and for the next scan.
-        task, wake = tier._running, tier._work.set
+        tier._queue.is_behind = True  # It waits for work, and for the next scan.
+        task, wake = tier._running, tier._queue.has_work.set
         wake()
     await asyncio.sleep(0.001)
     wake()

@@ -238,7 +238,7 @@ async def wait_for(condition) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared):
     async def run() -> None:
-        config = make_config(tmp_path, known_places=0)
+        config = make_config(tmp_path, location_cache=0)
         async with MasterService(config) as master, HostService(config) as host:
             await asyncio.wait_for(host.host.is_joined.wait(), 20)
             async with ClientService(config) as service:

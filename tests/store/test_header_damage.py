@@ -33,11 +33,11 @@ from tandem.store.formats.headers import (
     COPIES_AT,
     HEAD_BYTES,
     MAX_EPOCH,
-    Grave,
-    pack_graves,
+    RecordTombstone,
     pack_head,
-    parse_graves,
+    pack_tombstones,
     parse_head,
+    parse_tombstones,
 )
 from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
@@ -98,13 +98,13 @@ def test_only_a_head_that_holds_together_is_a_later_format(monkeypatch):
 
 
 def test_no_flipped_bit_of_a_list_of_removals_brings_an_object_back():
-    graves = [Grave(version, 7) for version in range(1, 4)]
-    whole = pack_graves(graves)
-    assert parse_graves(whole) == (graves, 0)
+    tombstones = [RecordTombstone(version, 7) for version in range(1, 4)]
+    whole = pack_tombstones(tombstones)
+    assert parse_tombstones(whole) == (tombstones, 0)
     for bit in range(8 * len(whole)):
         data = bytearray(whole)
         flip(data, bit, 0)
-        assert parse_graves(bytes(data)) == (graves, 1), bit
+        assert parse_tombstones(bytes(data)) == (tombstones, 1), bit
 
 
 def test_a_medium_that_rots_away_is_told_of_by_a_count():

@@ -14,7 +14,7 @@ from store_world import StoreWorld
 
 from tandem.core.errors import ConflictError, DeadlineError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
-from tandem.store.client.writing import PutOptions, PutResult
+from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.election.roster import MemoryRosterStore, Tombstones
 from tandem.store.master.membership import Membership

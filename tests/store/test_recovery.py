@@ -13,7 +13,7 @@ from store_world import StoreWorld
 from tandem.core.errors import CapacityError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.client import PutResult
-from tandem.store.client.writing import PutOptions
+from tandem.store.client.options import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.election.roster import Member, MemoryRosterStore, Roster
 from tandem.store.master.master import StoreMaster

@@ -45,7 +45,7 @@ async def test_the_page_counts_what_was_done(tmp_path):
         ssd_dir=str(tmp_path / "ssd"),
         ssd_bytes=2**22,
         recovery_ms=0,
-        known_places=0,
+        location_cache=0,
         metrics_port=find_free_port(),
     )
     async with MasterService(config) as master, HostService(config) as host:

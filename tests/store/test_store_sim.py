@@ -17,8 +17,9 @@ from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.bulk_reading import BulkReader
+from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.client.reading import ObjectRead
-from tandem.store.client.writing import MAX_INLINE_BATCH_BYTES, PutOptions, PutResult
+from tandem.store.client.writing import MAX_INLINE_BATCH_BYTES
 from tandem.store.config import StoreConfig
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost

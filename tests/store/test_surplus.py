@@ -11,7 +11,7 @@ from store_world import StoreWorld
 
 from tandem._native import fill_rows, locate_rows
 from tandem.sim import Faults, run_virtual
-from tandem.store.client.writing import PutOptions
+from tandem.store.client.options import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.master.state.index import Directory, Passes, Replica
 

@@ -290,7 +290,7 @@ class _Bench:
         def check() -> str:
             if "without" not in arms:
                 arms.clear()
-                # The small one holds half of all blocks.
+                # The small one holds two thirds of all blocks.
                 small, large = (2**24, 2**27) if self._quick else (2**27, 2**31)
                 has_ssd = tiers == "L1+L3+SSD"
                 store = self.open_store(

@@ -38,6 +38,7 @@ class EngineDriver:
         dtype: what it runs in.
         expert_format: of its routed experts.
         linear_format: of its other matrices.
+        num_adapters: that it takes; 0 is none.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class EngineDriver:
         dtype: Dtype,
         expert_format: str = "auto",
         linear_format: str = "auto",
+        num_adapters: int = 0,
     ) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(
@@ -58,14 +60,22 @@ class EngineDriver:
         built = build_engine(model, config, MonotonicClock())
         self.engine: Engine = built.engine
         self._model = built.model
+        if num_adapters:
+            self.adapters = built.model.enable_adapters(num_adapters, built.cache.pool)
         self._ids = itertools.count()
 
-    def add(self, prompt: list[int], max_tokens: int, salt: str = "") -> str:
+    def add(self, prompt: list[int], max_tokens: int, salt: str = "", adapter: str = "") -> str:
         """Submit a greedy request; return its id."""
         request_id = str(next(self._ids))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self.engine.add(
-            AddRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, cache_salt=salt)
+            AddRequest(
+                request_id=request_id,
+                prompt_ids=prompt,
+                sampling=sampling,
+                cache_salt=salt,
+                adapter=adapter,
+            )
         )
         return request_id
 
@@ -84,22 +94,36 @@ class EngineDriver:
         chunk = SequenceChunk(prompt, 0, list(range(cache.num_blocks)), "all")
         return self._model.forward(PagedBatch.build([chunk], block_size), cache)
 
-    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
-        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
-        return self.time_prefill(prompts) if phase == "prefill" else self.time_decode(prompts)
+    def measure(
+        self, phase: Phase, prompts: list[list[int]], adapters: list[str] | None = None
+    ) -> float:
+        """Milliseconds of a prefill of all prompts, or of a decode step after them.
 
-    def time_prefill(self, prompts: list[list[int]]) -> float:
+        ``adapters`` has one for each prompt; None is the model alone.
+        """
+        time_phase = self.time_prefill if phase == "prefill" else self.time_decode
+        return time_phase(prompts, adapters)
+
+    def _add_all(
+        self, prompts: list[list[int]], max_tokens: int, adapters: list[str] | None
+    ) -> list[str]:
+        # Salts keep prompts of one measurement from sharing what they have in common.
+        used = adapters or [""] * len(prompts)
+        return [
+            self.add(prompt, max_tokens, str(i), adapter)
+            for i, (prompt, adapter) in enumerate(zip(prompts, used, strict=True))
+        ]
+
+    def time_prefill(self, prompts: list[list[int]], adapters: list[str] | None = None) -> float:
         """Milliseconds until every prompt has its first token; nothing is cached before."""
         self.engine.flush_cache()
-        for i, prompt in enumerate(prompts):
-            # Salts keep prompts of one measurement from sharing what they have in common.
-            self.add(prompt, 1, salt=str(i))
+        self._add_all(prompts, 1, adapters)
         return time_call(self.drain) * 1e3
 
-    def time_decode(self, prompts: list[list[int]]) -> float:
+    def time_decode(self, prompts: list[list[int]], adapters: list[str] | None = None) -> float:
         """Milliseconds of a decode step, the mean of a few."""
         self.engine.flush_cache()
-        ids = [self.add(prompt, DECODE_STEPS + 2, salt=str(i)) for i, prompt in enumerate(prompts)]
+        ids = self._add_all(prompts, DECODE_STEPS + 2, adapters)
         started: set[str] = set()
         while len(started) < len(ids):
             started |= {output.request_id for output in self.engine.step()}

@@ -4,7 +4,7 @@ Ours is whole engine steps (scheduling, block tables, forward, sampling, bookkee
 transformers at its fastest here: its experts implementations, float32 and bfloat16, one thread and
 all are tried first, and each case is measured against the combination that won it. Before a time
 counts, both must give the same greedy tokens in float32, and in the case's dtype logits that are
-near the rival's in float32.
+near the rival's in float32. Served adapters are compared with the model alone (``adapters``).
 
 Ceilings: a prefill is compared to what a matrix multiplication of one expert-sized shape reaches
 on the same threads, a decode step to reading the weights it needs once at the speed of a sum.
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
+from tandem.bench.adapters import make_adapter_cases
 from tandem.bench.driver import Dtype, EngineDriver, Phase, TransformersDriver
 from tandem.bench.harness import BenchCase, time_call
 from tandem.core.spec import ModelSpec
@@ -149,6 +150,7 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
         deep = _Bench(_make_deep_model(Path(scratch)), quick=quick)
         for dtype in dtypes:
             yield deep.case("tiny48", dtype, "decode", 1)
+    yield from make_adapter_cases(quick=quick)
 
 
 def _make_deep_model(folder: Path) -> Path:

@@ -125,7 +125,7 @@ class _Store:
             self.client = StoreClient(config)
             try:
                 # One that remembers nothing.
-                self.asking = StoreClient(msgspec.structs.replace(config, known_places=0))
+                self.asking = StoreClient(msgspec.structs.replace(config, location_cache=0))
             except BaseException:
                 self.client.close()
                 raise

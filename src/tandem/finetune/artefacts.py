@@ -1,13 +1,43 @@
 """Files that a finished run leaves beside the adapter: results, loss plot, model card."""
 
+import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from tandem.core.errors import CapacityError
 from tandem.finetune.recipe import Recipe
 
-__all__ = ["plot_losses", "smooth_losses", "write_card", "write_json", "write_text"]
+__all__ = [
+    "name_full_disk",
+    "plot_losses",
+    "smooth_losses",
+    "write_card",
+    "write_json",
+    "write_text",
+]
+
+
+@contextmanager
+def name_full_disk(folder: Path, advice: str) -> Iterator[None]:
+    """Say of a full disk which one it is; the files are the caller's to remove.
+
+    Raises: CapacityError: instead of what the system or safetensors raise.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        is_full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if not is_full:
+            raise
+        what = f"the disk of {folder} is full: {advice}"
+        raise CapacityError("finetune.write", what) from error
 
 
 def write_text(path: Path, text: str) -> None:

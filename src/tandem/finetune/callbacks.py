@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tandem.finetune.artefacts import name_full_disk
 from tandem.finetune.checkpoints import (
     list_checkpoints,
     load_run_state,
@@ -95,13 +96,19 @@ class CheckpointCallback(TrainerCallback):
         partial = self._folder / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        kwargs["model"].save_pretrained(partial, save_embedding_layers=False)
-        # An empty form of a card; the run's own is written at its end.
-        (partial / "README.md").unlink(missing_ok=True)
-        state.save_to_json(str(partial / STATE_NAME))
-        if self._has_run_state:
-            save_run_state(partial, kwargs["optimizer"], kwargs["lr_scheduler"])
-        publish_folder(partial, self._folder / name)
+        advice = "free space there, then go on with resume_from_checkpoint: true"
+        try:
+            with name_full_disk(self._folder, advice):
+                kwargs["model"].save_pretrained(partial, save_embedding_layers=False)
+                # An empty form of a card; the run's own is written at its end.
+                (partial / "README.md").unlink(missing_ok=True)
+                state.save_to_json(str(partial / STATE_NAME))
+                if self._has_run_state:
+                    save_run_state(partial, kwargs["optimizer"], kwargs["lr_scheduler"])
+                publish_folder(partial, self._folder / name)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         if self._limit is not None:
             for old in list_checkpoints(self._folder)[: -self._limit]:
                 shutil.rmtree(old)

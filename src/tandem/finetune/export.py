@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.core.errors import ConflictError, ShapeError, UnsupportedError
 from tandem.finetune.adapters import Adapter, read_adapter
+from tandem.finetune.artefacts import name_full_disk
 from tandem.finetune.checkpoints import publish_folder
 from tandem.models.families import open_checkpoint
 
@@ -50,14 +51,15 @@ def export_merged(model: str, adapter_folder: str | Path, export_dir: str | Path
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        for path in files:
-            _merge_file(path, partial / path.name, adapter)
-        for path in checkpoint.folder.iterdir():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.is_file():
-                shutil.copyfile(path, partial / path.name)
-        if final.exists():
-            final.rmdir()
-        publish_folder(partial, final)
+        with name_full_disk(final.parent, "free space there, or name a folder elsewhere"):
+            for path in files:
+                _merge_file(path, partial / path.name, adapter)
+            for path in checkpoint.folder.iterdir():
+                if path.suffix in (".json", ".jinja", ".txt", ".model") and path.is_file():
+                    shutil.copyfile(path, partial / path.name)
+            if final.exists():
+                final.rmdir()
+            publish_folder(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -18,7 +18,7 @@ from tandem.finetune.machine_speed import measure_speed
 from tandem.finetune.model import choose_format, load_tokenizer
 from tandem.finetune.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.targets import take_names_literally
-from tandem.finetune.trainer import count_steps, make_lora_config, prepare_data
+from tandem.finetune.trainer import check_reporters, count_steps, make_lora_config, prepare_data
 from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import open_checkpoint
 from tandem.models.planner import plan_model
@@ -137,6 +137,7 @@ def _rows_per_step(recipe: Recipe) -> int:
 
 def _read_data(recipe: Recipe) -> DataShape:
     try:
+        check_reporters(recipe)
         tokenizer = load_tokenizer(open_checkpoint(recipe.model.model_name_or_path))
         data = prepare_data(recipe, tokenizer)
     except TandemError as error:

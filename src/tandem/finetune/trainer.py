@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from tandem.core.errors import ConfigError, ConflictError
-from tandem.finetune.artefacts import plot_losses, write_card, write_json
+from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
+from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
 from tandem.finetune.callbacks import LOG_NAME, STATE_NAME, CheckpointCallback, LogCallback
 from tandem.finetune.checkpoints import find_last_checkpoint, list_checkpoints
 from tandem.finetune.examples import Example, collate, encode, make_template, pack
@@ -31,6 +32,7 @@ from tandem.models.families import open_checkpoint
 __all__ = [
     "Dataset",
     "RunReport",
+    "check_reporters",
     "count_steps",
     "finetune",
     "make_lora_config",
@@ -40,6 +42,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 WHERE = "finetune.run"
 SHOWN_BAD_ROWS = 5
+REPORTERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "swanlab": ("swanlab",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+}
+"""Values of ``report_to``, and packages of which each needs one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +227,7 @@ def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
 
 def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     folder = Path(recipe.output.output_dir)
+    check_reporters(recipe)
     resume_from = _prepare_folder(recipe, folder)
     set_seed(recipe.train.seed)
     checkpoint = open_checkpoint(recipe.model.model_name_or_path)
@@ -225,12 +235,14 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     data = prepare_data(recipe, tokenizer)
     for row in data.bad_rows[:SHOWN_BAD_ROWS]:
         logger.warning("event=bad_row path=%s line=%d why=%r", row.path, row.line, row.why)
+    # Before the model, whose loading may take minutes.
+    arguments = _make_arguments(recipe, folder, has_bar=has_bar)
     model = _make_model(recipe)
     set_seed(recipe.train.seed)
     trainer = LoraTrainer(
         head=find_head(model.get_base_model()),
         model=model,
-        args=_make_arguments(recipe, folder, has_bar=has_bar),
+        args=arguments,
         train_dataset=data.train,  # type: ignore[arg-type]
         eval_dataset=data.validation or None,  # type: ignore[arg-type]
         data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
@@ -387,6 +399,23 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
         raise ConfigError(WHERE, f"transformers refuses the recipe: {error}") from error
 
 
+def check_reporters(recipe: Recipe) -> None:
+    """Refuse a ``report_to`` whose package is not installed.
+
+    Raises: UnsupportedError: names the package; ConfigError: transformers reports to no such thing.
+    """
+    for name in (part.strip() for part in recipe.output.report_to.split(",")):
+        if name in ("", "none", "all"):
+            continue
+        if name not in REPORTERS:
+            what = f"report_to {name!r}: choose none, {', '.join(REPORTERS)}"
+            raise ConfigError(WHERE, what, field="report_to")
+        if not any(find_spec(package) for package in REPORTERS[name]):
+            package = REPORTERS[name][0]
+            what = f"report_to {name}: {package} is not installed: pip install {package}"
+            raise UnsupportedError(WHERE, what, field="report_to")
+
+
 def check_adapter(folder: Path) -> None:
     """Refuse a folder that is not an adapter in safetensors.
 
@@ -404,6 +433,12 @@ def check_adapter(folder: Path) -> None:
 
 def _save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the adapter and the tokenizer; the file that makes it an adapter comes last."""
+    advice = "free space there, then go on with resume_from_checkpoint: true"
+    with name_full_disk(folder, advice):
+        _write_adapter(model, tokenizer, folder)
+
+
+def _write_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
     partial_folder = folder / ".adapter.partial"
     shutil.rmtree(partial_folder, ignore_errors=True)
     model.save_pretrained(partial_folder, save_embedding_layers=False)

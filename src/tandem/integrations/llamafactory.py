@@ -37,7 +37,6 @@ IGNORED = frozenset(
         "chunk_size",
         "kt_config",
         "use_cache",
-        "max_new_tokens",
         "flash_attn",
     ]
 )
@@ -120,13 +119,14 @@ def _take_model(values: Values, *wanted: str) -> tuple[str, list[str | None]]:
 
 
 def _chat(values: Values) -> list[str]:
-    model, (adapter, system, temperature) = _take_model(
-        values, "adapter_name_or_path", "default_system", "temperature"
+    model, (adapter, system, temperature, tokens) = _take_model(
+        values, "adapter_name_or_path", "default_system", "temperature", "max_new_tokens"
     )
     if values.get("template") in PLAIN_TEMPLATES:
         what = f"template {values['template']}: chats are in the checkpoint's template: remove it"
         raise UnsupportedError(WHERE, what, field="template")
     options = {"--adapter": adapter, "--system": system, "--temperature": temperature}
+    options["--max-tokens"] = tokens
     return ["chat", model, *_make_flags(options)]
 
 

@@ -140,7 +140,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "are dropped.",
         ),
     ] = 2**27
-    known_places: Annotated[
+    location_cache: Annotated[
         int,
         Meta(
             ge=0,

@@ -6,7 +6,7 @@ Other folders import from here alone. Start reading at ``client.py``.
 from tandem.store.client.blocking import drive, make_blocking_client
 from tandem.store.client.buffers import Part, StoreBuffer
 from tandem.store.client.client import AsyncStoreClient
-from tandem.store.client.writing import DEFAULT_OPTIONS, PutOptions, PutResult
+from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult
 
 __all__ = [
     "DEFAULT_OPTIONS",

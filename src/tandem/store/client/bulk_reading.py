@@ -5,7 +5,7 @@ Takes what is simple: the object is there, its best replica answers, its checksu
 (a miss, a lost host, wrong bytes, an empty value) is left to ``reading``, which tries again and
 tells why. Both keep the same rules: nothing is used that outlasted its lease or that differs from
 its checksum. What was read from a remembered place must have its header as well; see
-``known_places``. Where it has not, the master is asked within the same call.
+``location_cache``. Where it has not, the master is asked within the same call.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 from tandem._native import BatchRead
 from tandem.core.errors import NotFoundError, PeerLostError, TandemError
 from tandem.store.client.buffers import Part, Result, ResultPool, ScratchPool, StoreBuffer
-from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import MIN_TIMEOUT_S, MasterCalls
 from tandem.store.client.reading import LEASE_SHARE, OFF_LOOP_BYTES
 from tandem.store.edges import ClientPort, Piece
@@ -37,7 +37,7 @@ NO_RESULTS: "contextlib.nullcontext[list[Result]]" = contextlib.nullcontext([])
 class BulkReader:
     """The simple gets of one client."""
 
-    def __init__(self, calls: MasterCalls, port: ClientPort, places: KnownPlaces) -> None:
+    def __init__(self, calls: MasterCalls, port: ClientPort, places: LocationCache) -> None:
         self._calls = calls
         self._port = port
         self._places = places

@@ -21,17 +21,11 @@ from tandem.store.client.buffers import (
     measure_parts,
 )
 from tandem.store.client.bulk_reading import BulkReader
-from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import RETRY_S, MasterCalls
+from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult, take_only
 from tandem.store.client.reading import ObjectRead, ObjectReader, not_found
-from tandem.store.client.writing import (
-    DEFAULT_OPTIONS,
-    Items,
-    ObjectWriter,
-    PutOptions,
-    PutResult,
-    is_inline,
-)
+from tandem.store.client.writing import Items, ObjectWriter, is_inline
 from tandem.store.config import StoreConfig
 from tandem.store.edges import ClientPort, MasterChannel
 from tandem.store.messages import (
@@ -79,7 +73,7 @@ class AsyncStoreClient:
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
         self._writer = ObjectWriter(self._calls, port)
         self._reader = ObjectReader(self._calls, port)
-        self._places = KnownPlaces(config.known_places)
+        self._places = LocationCache(config.location_cache)
         self._bulk_reader = BulkReader(self._calls, port, self._places)
         self._owner = object()
         """Tells buffers registered here from others; the same for a twin."""
@@ -158,7 +152,7 @@ class AsyncStoreClient:
         Raises: CapacityError when there is no space in time, with what would help; ConfigError
             beyond a limit; PeerLostError or DeadlineError when master or hosts stay away.
         """
-        return _only(await self.put_many([key], [value], options))
+        return take_only(await self.put_many([key], [value], options))
 
     async def put_many(
         self, keys: Sequence[str], values: Sequence[Any], options: PutOptions = DEFAULT_OPTIONS
@@ -188,7 +182,7 @@ class AsyncStoreClient:
         self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
     ) -> PutResult:
         """Store an object out of registered buffers, without a copy. As ``put``."""
-        return _only(await self.put_from_many([key], [parts], options))
+        return take_only(await self.put_from_many([key], [parts], options))
 
     async def put_from_many(
         self,
@@ -221,7 +215,7 @@ class AsyncStoreClient:
         Raises: NotFoundError; CorruptionError if every replica is damaged; PeerLostError or
             DeadlineError if none can be reached.
         """
-        return _only(await self.get_many([key]))
+        return take_only(await self.get_many([key]))
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
         """Return the values: one result a key, NotFoundError and other errors being results."""
@@ -242,7 +236,7 @@ class AsyncStoreClient:
 
         Raises: as ``get``; ConfigError if the range leaves the value.
         """
-        return _only(await self.get_range_many([key], [(offset, length)]))
+        return take_only(await self.get_range_many([key], [(offset, length)]))
 
     async def get_range_many(
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
@@ -262,7 +256,7 @@ class AsyncStoreClient:
             may have been read before that was noticed.
         Raises: as ``get``; ShapeError if the parts are too small.
         """
-        return _only(await self.get_into_many([key], [parts]))
+        return take_only(await self.get_into_many([key], [parts]))
 
     async def get_into_many(
         self, keys: Sequence[str], parts: Sequence[Part | Sequence[Part]]
@@ -316,7 +310,7 @@ class AsyncStoreClient:
 
     async def size(self, key: str) -> int:
         """Return the bytes of a value. Raises: NotFoundError."""
-        return _only(await self.size_many([key]))
+        return take_only(await self.size_many([key]))
 
     async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
         """Return the bytes of each value; results as ``get_many``."""
@@ -404,10 +398,3 @@ class AsyncStoreClient:
         """End what runs behind. The channel and the port are the caller's to close."""
         await self._calls.aclose()
         self._bulk_reader.close()
-
-
-def _only(results: "Sequence[T | TandemError]") -> T:
-    (result,) = results
-    if isinstance(result, TandemError):
-        raise result
-    return result

@@ -7,23 +7,23 @@ object has its answer after that is gone.
 
 import threading
 
-from tandem._native import LocationCache
+from tandem._native import LocationCache as NativeCache
 from tandem.store.messages import Endpoint
 
-__all__ = ["KnownPlaces"]
+__all__ = ["LocationCache"]
 
 MARGIN_SHARE = 0.1
 
 
-class KnownPlaces:
-    """Of one client, for all its threads.
+class LocationCache:
+    """The location cache of one client, for all its threads.
 
     Args:
         max_locations: objects that are remembered; 0 for none.
     """
 
     def __init__(self, max_locations: int) -> None:
-        self.cache = LocationCache(max_locations)
+        self.cache = NativeCache(max_locations)
         self.margin_s = 0.0
         """What must be left of a lease for a place to be used: a read takes its time, and one that
         ends too late is read again, with all that was read beside it."""

@@ -2,9 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from tandem.core.errors import (
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_replicas, to_ms
 from tandem.store.client.buffers import Part
 from tandem.store.client.master_calls import MasterCalls
+from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
@@ -39,7 +39,7 @@ from tandem.store.messages import (
 )
 from tandem.store.patience import UsualTime
 
-__all__ = ["DEFAULT_OPTIONS", "Items", "ObjectWriter", "PutOptions", "PutResult", "is_inline"]
+__all__ = ["Items", "ObjectWriter", "is_inline"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,39 +55,6 @@ WORK_BYTES = 2**22
 """What a write is measured by; twice the bytes may take twice the time."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
-
-
-class PutResult(Enum):
-    """What a put did."""
-
-    CREATED = "created"
-    EXISTS = "exists"
-    """There was an object under the key; it stays as it is. Not with ``upsert``."""
-    REPLACED = "replaced"
-    """A new version took the place of an old one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PutOptions:
-    """How objects are kept."""
-
-    replicas: int = 1
-    """Copies, each on another host; fewer if there are not so many, and then repaired later."""
-    preferred: Sequence[str] = ()
-    """Names of hosts to try first."""
-    same_machine: bool = False
-    """Try hosts of our machine first."""
-    upsert: bool = False
-    """Replace an object of the same key; readers of the old version are not disturbed."""
-    soft_pin_s: float = 0.0
-    """Evicted only after what is not pinned, for so long."""
-    hard_pin: bool = False
-    """Never evicted."""
-    wait_s: float | None = None
-    """How long to wait for space; None = as configured, which is also the most."""
-
-
-DEFAULT_OPTIONS = PutOptions()
 
 
 _OUTCOMES = {
@@ -148,6 +115,20 @@ class Sources:
         return [self.checksums[i] for i in chosen], tables
 
 
+class _Attempt(NamedTuple):
+    """One of several to put the same objects."""
+
+    number: int
+    left: Sequence[int]
+    """Objects without a result."""
+    results: "list[PutResult | TandemError | None]"
+    """Of all objects; what has none afterwards may be tried again."""
+    deadline_s: float
+    first_id: int
+    """Of the request."""
+    settled_below: int
+
+
 def is_inline(sizes: Sequence[int], config: StoreConfig) -> bool:
     """Whether values are small enough to travel with the request."""
     return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
@@ -172,60 +153,59 @@ class ObjectWriter:
         self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
     ) -> "list[PutResult | TandemError]":
         """Put small values with the request itself; results as ``put_items``."""
-        deadline_s = self._calls.deadline_s()
         sizes = [sum(view.size for view in parts) for parts in views]
         blob = b"".join([view.data for parts in views for view in parts])
         checksums = checksum_blob(blob, sizes, layout.CHUNK_BYTES)
-        results: list[PutResult | None] = [None] * len(keys)
-        for _ in range(MAX_ATTEMPTS):
-            left = [i for i, result in enumerate(results) if result is None]
+
+        async def put_once(attempt: _Attempt) -> None:
+            left = attempt.left
+            values = blob
+            if len(left) != len(keys):
+                ends = list(itertools.accumulate(sizes))
+                values = b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left)
+            wait_ms = self._wait_ms(options)
+            request = PutInline(
+                first_put_id=attempt.first_id,
+                keys=[keys[i] for i in left],
+                sizes=[sizes[i] for i in left],
+                checksums=[checksums[i] for i in left],
+                blob=values,
+                settled_below=attempt.settled_below,
+                wait_ms=wait_ms,
+                **self._read_options(options),
+            )
+            answer = await self._calls.call(
+                "put_inline", request, KeyBytes, attempt.deadline_s, extra_s=wait_ms / 1e3
+            )
+            for i, flag in zip(left, answer.flags, strict=True):
+                attempt.results[i] = OUTCOMES[flag]
+
+        return await self._put_all(len(keys), put_once)
+
+    async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
+        """Put all of them; one result each, an error being one."""
+        sources = Sources()  # Made while the master is asked for the first time.
+        return await self._put_all(
+            len(items.keys), lambda attempt: self._put_once(items, sources, options, attempt)
+        )
+
+    async def _put_all(
+        self, count: int, put_once: "Callable[[_Attempt], Coroutine[Any, Any, None]]"
+    ) -> "list[PutResult | TandemError]":
+        """Try until each has a result, with another number each time."""
+        deadline_s = self._calls.deadline_s()
+        results: list[PutResult | TandemError | None] = [None] * count
+        left: Sequence[int] = range(count)
+        for number in range(MAX_ATTEMPTS):
             if not left:
                 break
-            is_whole = len(left) == len(keys)
-            ends = [] if is_whole else list(itertools.accumulate(sizes))
-            flags = await self._put_inline_once(
-                [keys[i] for i in left],
-                [sizes[i] for i in left],
-                [checksums[i] for i in left],
-                blob if is_whole else b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left),
-                options,
-                deadline_s,
-            )
-            for i, flag in zip(left, flags, strict=True):
-                results[i] = OUTCOMES[flag]
+            first_id, settled_below = self._calls.ids.ask(len(left))
+            try:
+                await put_once(_Attempt(number, left, results, deadline_s, first_id, settled_below))
+            finally:
+                self._calls.ids.settle(first_id)
+            left = [i for i, result in enumerate(results) if result is None]
         return [_lost() if result is None else result for result in results]
-
-    async def _put_inline_once(
-        self,
-        keys: list[str],
-        sizes: list[int],
-        checksums: list[int],
-        blob: bytes,
-        options: PutOptions,
-        deadline_s: float,
-    ) -> bytes:
-        first_id, settled_below = self._calls.ids.ask(len(keys))
-        wait_ms = self._wait_ms(options)
-        try:
-            answer = await self._calls.call(
-                "put_inline",
-                PutInline(
-                    first_put_id=first_id,
-                    keys=keys,
-                    sizes=sizes,
-                    checksums=checksums,
-                    blob=blob,
-                    settled_below=settled_below,
-                    wait_ms=wait_ms,
-                    **self._read_options(options),
-                ),
-                KeyBytes,
-                deadline_s,
-                extra_s=wait_ms / 1e3,
-            )
-        finally:
-            self._calls.ids.settle(first_id)
-        return answer.flags
 
     def _read_options(self, options: PutOptions) -> dict[str, Any]:
         """Return what a ``StartPut`` says of how its objects are kept."""
@@ -245,19 +225,6 @@ class ObjectWriter:
         return (
             most_ms if options.wait_s is None else to_ms(options.wait_s, "wait_s", most_ms=most_ms)
         )
-
-    async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
-        """Put all of them; one result each, an error being one."""
-        deadline_s = self._calls.deadline_s()
-        results: list[PutResult | TandemError | None] = [None] * len(items.keys)
-        sources = Sources()  # Made while the master is asked for the first time.
-        left: Sequence[int] = range(len(results))
-        for attempt in range(MAX_ATTEMPTS):
-            if not left:
-                break
-            await self._put_once(items, sources, left, options, results, deadline_s, attempt)
-            left = [i for i, result in enumerate(results) if result is None]
-        return [_lost() if result is None else result for result in results]
 
     async def _prepare(self, items: Items, sources: Sources) -> None:
         """Compute what is to be known of the objects, unless that is done."""
@@ -284,36 +251,10 @@ class ObjectWriter:
             sources.local_at = places
 
     async def _put_once(
-        self,
-        items: Items,
-        sources: Sources,
-        left: Sequence[int],
-        options: PutOptions,
-        results: "list[PutResult | TandemError | None]",
-        deadline_s: float,
-        attempt: int,
+        self, items: Items, sources: Sources, options: PutOptions, attempt: "_Attempt"
     ) -> None:
-        """Try the objects ``left``; those without a result may be tried again."""
-        ids = self._calls.ids.ask(len(left))
-        try:
-            await self._put_numbered(
-                items, sources, left, options, results, deadline_s, attempt, ids
-            )
-        finally:
-            self._calls.ids.settle(ids[0])
-
-    async def _put_numbered(
-        self,
-        items: Items,
-        sources: Sources,
-        left: Sequence[int],
-        options: PutOptions,
-        results: "list[PutResult | TandemError | None]",
-        deadline_s: float,
-        attempt: int,
-        ids: tuple[int, int],
-    ) -> None:
-        first_id, settled_below = ids
+        """Get space, write and commit."""
+        _, left, results, deadline_s, first_id, settled_below = attempt
         wait_ms = self._wait_ms(options)
         request = StartPut(
             first_put_id=first_id,
@@ -350,7 +291,7 @@ class ObjectWriter:
             settled_below=settled_below,
         )
         try:
-            failed = await self._write(items, sources, left, started, deadline_s, attempt)
+            failed = await self._write(items, sources, left, started, deadline_s, attempt.number)
         except BaseException:
             # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
             self._give_up(first_id, started, [endpoint.host for endpoint in started.endpoints])

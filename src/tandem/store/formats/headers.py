@@ -1,4 +1,4 @@
-"""The one codec of what a store believes from files: heads, headers of objects, graves, lines.
+"""The one codec of what a store believes from files: heads, headers of objects, tombstones, lines.
 
 Format: docs/design/store_formats.md, whose version ``FORMAT`` is. Everything is under a CRC-32C
 that is checked before any field is looked at, so that a flipped bit is never a size, an epoch or a
@@ -21,17 +21,17 @@ __all__ = [
     "HEAD_BYTES",
     "MAX_EPOCH",
     "ExtentHeader",
-    "Grave",
     "Head",
+    "RecordTombstone",
     "checksum_bytes",
-    "pack_graves",
     "pack_head",
     "pack_line",
     "pack_object",
-    "parse_graves",
+    "pack_tombstones",
     "parse_head",
     "parse_lines",
     "parse_object",
+    "parse_tombstones",
 ]
 
 FORMAT = 2
@@ -40,8 +40,8 @@ HEAD_BYTES = 4096
 COPIES_AT = (0, 2048)
 """A head is there twice: a process that dies while it writes one leaves the other."""
 HEAD = struct.Struct("<8sII")  # magic, format, bytes of the fields
-GRAVE = struct.Struct("<QQ")  # version, bucket
-GRAVE_COPIES = 2
+TOMBSTONE = struct.Struct("<QQ")  # version, bucket
+TOMBSTONE_COPIES = 2
 LINE_COPIES = 2
 CRC = struct.Struct("<I")
 MAX_EPOCH = 2 ** (63 - VERSION_BITS) - 1
@@ -155,44 +155,46 @@ def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader
     return None if fields is None else ExtentHeader(*fields)
 
 
-# Graves.
+# Tombstones.
 
 
-class Grave(NamedTuple):
+class RecordTombstone(NamedTuple):
     """Says that the record of this version, in this bucket, is dead."""
 
     version: int
     bucket: int
 
 
-def pack_graves(graves: Sequence[Grave]) -> bytes:
+def pack_tombstones(tombstones: Sequence[RecordTombstone]) -> bytes:
     """Return entries for the list of removals, each twice: none must be lost with a bit."""
-    entries = [GRAVE.pack(*grave) for grave in graves]
-    return b"".join((entry + CRC.pack(checksum_bytes(entry))) * GRAVE_COPIES for entry in entries)
+    entries = [TOMBSTONE.pack(*tombstone) for tombstone in tombstones]
+    return b"".join(
+        (entry + CRC.pack(checksum_bytes(entry))) * TOMBSTONE_COPIES for entry in entries
+    )
 
 
-def parse_graves(data: bytes) -> tuple[list[Grave], int]:
+def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
     """Read the list of removals; returns them, and how many copies are damaged.
 
     What is torn at the end is left out: nobody was told that this removal is done.
     """
-    graves: dict[Grave, None] = {}
+    tombstones: dict[RecordTombstone, None] = {}
     num_damaged = 0
-    step = GRAVE.size + CRC.size
+    step = TOMBSTONE.size + CRC.size
     for at in range(0, len(data) - step + 1, step):
-        entry = data[at : at + GRAVE.size]
-        if CRC.unpack_from(data, at + GRAVE.size)[0] == checksum_bytes(entry):
-            graves[Grave(*GRAVE.unpack(entry))] = None
+        entry = data[at : at + TOMBSTONE.size]
+        if CRC.unpack_from(data, at + TOMBSTONE.size)[0] == checksum_bytes(entry):
+            tombstones[RecordTombstone(*TOMBSTONE.unpack(entry))] = None
         else:
             num_damaged += 1
-    return list(graves), num_damaged
+    return list(tombstones), num_damaged
 
 
 # Lines of a roster.
 
 
 def pack_line(body: bytes) -> bytes:
-    """Return JSON, which has no line breaks of its own, as lines of a file: twice, as graves."""
+    """Return JSON, which has no line breaks of its own, as lines of a file, twice."""
     text = b"%d %s" % (FORMAT, body)
     return b"\n%08x %s\n" % (checksum_bytes(text), text) * LINE_COPIES
 

@@ -7,11 +7,8 @@ a disk that fails, fills or hangs costs copies, never a put. See docs/design/sto
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
-
-import numpy as np
 
 from tandem.core.clock import Clock
 from tandem.core.errors import (
@@ -24,19 +21,21 @@ from tandem.core.errors import (
 )
 from tandem.store.damage import DamageList
 from tandem.store.formats import bucket as form
-from tandem.store.formats import layout
 from tandem.store.formats.bucket import Record
-from tandem.store.formats.headers import ExtentHeader, Grave, pack_graves, parse_graves
-from tandem.store.host.disk_index import Bucket, DiskIndex
+from tandem.store.formats.headers import (
+    ExtentHeader,
+    RecordTombstone,
+)
+from tandem.store.host.disk_index import Bucket, DiskIndex, choose_bucket_bytes
 from tandem.store.host.disk_io import (
-    OFF_LOOP_BYTES,
-    PIECE_BYTES,
     DiskIo,
     DiskPort,
     RecordWriter,
-    copy_bytes,
 )
-from tandem.store.host.disk_scan import index_name, read_bucket
+from tandem.store.host.disk_queue import WriteQueue
+from tandem.store.host.disk_reading import RecordReader, read_buckets
+from tandem.store.host.disk_scan import index_name
+from tandem.store.host.disk_tombstones import TombstoneList
 from tandem.store.host.segment import Segment
 from tandem.store.messages import DiskState, DiskStatus
 from tandem.store.metrics import LatencyHistogram
@@ -48,20 +47,10 @@ T = TypeVar("T")
 
 ROUND_BYTES = 32 * 2**20
 """Written between two syncs; a copy counts only after the sync."""
-MAX_QUEUED = 200_000
-"""Objects waiting to be written, some 40 bytes each; beyond it a scan finds them later."""
-MIN_BUCKET_BYTES = 2**20
-MAX_BUCKET_BYTES = 256 * 2**20
-BUCKETS_OF_CAPACITY = 32
-"""A bucket is the grain of eviction: so small a share of the disk, within the bounds above."""
-SCAN_PERIOD_S = 10.0
-SCAN_SLICE = 500
 FULL_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
 REMOVE_ATTEMPTS = 5
 REMOVE_PAUSE_S = 0.2
-COMPACT_GRAVES = 100_000
-GRAVES = "removed"
 COUNTS = (
     "written", "written_bytes", "loaded", "loaded_bytes", "skipped", "evicted", "corrupt", "errors",
 )  # fmt: skip
@@ -102,28 +91,25 @@ class DiskTier:
         """What of the files did not hold together since they were opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
-        wanted = capacity_bytes // BUCKETS_OF_CAPACITY // form.ALIGNMENT * form.ALIGNMENT
-        self._bucket_bytes = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
+        self._bucket_bytes = choose_bucket_bytes(capacity_bytes)
         self._io = DiskIo(port, self._fail)
         self._segment = segment
         self._clock = clock
-        self._graves: list[Grave] = []
-        self._grave_lock = asyncio.Lock()
+        self._tombstones = TombstoneList(
+            self._io,
+            lambda tombstones: self.index.keep_tombstones(tombstones, self._going),
+            self._note_uncompacted,
+        )
         self._ending: set[asyncio.Task[None]] = set()
         """See ``_end``."""
         self._going: dict[int, asyncio.Event] = {}
         """Buckets that are given up, whose files may still be there; set when that has ended."""
         self._leaving: dict[str, Record] = {}
         """What is evicted with them: not found any more, but a start would find it."""
-        self._num_listed = 0
-        """Entries in the file of graves, those of buckets that are gone included."""
         self._next_number = 1
         self._open: Bucket | None = None
-        self._queue: OrderedDict[int, int] = OrderedDict()
-        """Versions by offset: sealed, to be written."""
-        self._is_behind = True
-        """There may be objects in memory that are neither queued nor written."""
-        self._scanned_s = -SCAN_PERIOD_S
+        self._queue = WriteQueue(segment, clock)
+        self._reader = RecordReader(self._io, segment)
         self._offsets: dict[str, int] = {}
         """Where objects that are on the disk lie in memory as well."""
         self._flight: dict[str, Record] = {}
@@ -132,56 +118,42 @@ class DiskTier:
         """Of rounds that failed: perhaps on the disk, and found by the next start."""
         self._round_ended = asyncio.Event()
         self._round_ended.set()
-        self._work = asyncio.Event()
         self._pause_s = 0.0
         self._running: asyncio.Task[None] | None = None
-
-    # Life.
 
     async def open(self) -> None:
         """Read what is on the disk. Torn records are left out, damaged buckets removed.
 
         Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
         """
-        self._graves, num_damaged = parse_graves(await self._io.port.read_note(GRAVES))
+        num_damaged = await self._tombstones.read()
         if num_damaged:
             self.damage.note("list of removals", f"{num_damaged} copies of entries")
-        dead = set(self._graves)
-        for number, nbytes in sorted(await self._io.port.list_buckets()):
+        dead = set(self._tombstones.entries)
+        async for number, nbytes, found in read_buckets(self._io, self.damage):
             self._next_number = max(self._next_number, number + 1)
-            try:
-                found = await read_bucket(self._io, number, nbytes, self.damage)
-            except CorruptionError as error:
-                self.damage.note(f"bucket {number}", error)
-                # First, as ``_remove_files`` says.
-                await self._io.port.drop_note(index_name(number))
-                await self._io.port.quarantine_bucket(number)
-                continue
-            if found is None:  # Whoever made it died then.
-                await self._io.port.drop_note(index_name(number))
-                await self._io.port.drop_bucket(number)
+            if found is None:
                 continue
             self.index.add_bucket(number, nbytes)
             for record in found.records:
-                if Grave(record.header.version, number) not in dead:
+                if RecordTombstone(record.header.version, number) not in dead:
                     older = self.index.add(record)
                     if older is not None:
-                        self._graves.append(Grave(older.header.version, older.bucket))
+                        tombstone = RecordTombstone(older.header.version, older.bucket)
+                        self._tombstones.entries.append(tombstone)
             if not found.has_index or found.end < nbytes:
                 await self._seal(self.index.buckets[number], found.end)
         for number in self.index.pick_dead(-1):
             await self._remove_bucket(number)
-        await self._compact_graves()
+        await self._tombstones.compact()
         while self.index.file_bytes > self.capacity_bytes:
             victim = self.index.pick_victim(-1)
             assert victim is not None
             await self._evict(victim)
         self.stored.clear()
         self.dropped.clear()
-        logger.info(
-            "event=disk_opened objects=%d buckets=%d file_bytes=%d",
-            len(self.index), len(self.index.buckets), self.index.file_bytes,
-        )  # fmt: skip
+        num_buckets, nbytes = len(self.index.buckets), self.index.file_bytes
+        logger.info("event=disk_opened buckets=%d file_bytes=%d", num_buckets, nbytes)
 
     def start(self) -> None:
         """Begin to write behind."""
@@ -228,13 +200,8 @@ class DiskTier:
 
     def on_sealed(self, offset: int, header: ExtentHeader) -> None:
         """An object has become complete in memory: write it behind."""
-        if self.is_failed:
-            return
-        if len(self._queue) >= MAX_QUEUED:
-            self._is_behind = True
-            return
-        self._queue[offset] = header.version
-        self._work.set()
+        if not self.is_failed:
+            self._queue.add(offset, header.version)
 
     def on_loaded(self, offset: int, header: ExtentHeader) -> None:
         """An object of the disk has become complete in memory."""
@@ -244,7 +211,7 @@ class DiskTier:
 
     def on_wiped(self, offset: int, key: str) -> None:
         """An object is gone from memory, for whatever reason."""
-        self._queue.pop(offset, None)
+        self._queue.versions.pop(offset, None)
         if self._offsets.get(key) == offset:
             del self._offsets[key]
 
@@ -259,26 +226,24 @@ class DiskTier:
         leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
         return [*self.index.list_records(), *leaving]
 
-    # Reading.
-
     async def load(self, header: ExtentHeader, offset: int) -> None:
         """Read an object into the segment, where its extent has been taken, and check it.
 
         Raises: NotFoundError if this version is not here; CorruptionError if it is damaged, or
             the disk cannot read it: it is forgotten then.
         """
-        record = self._find(header)
+        record = self.index.find_same(header)
         if record is None and self._ending:
             # It may be going, and is not to be taken for gone while a start would find it.
             await asyncio.wait(list(self._ending))
-            record = self._find(header)
+            record = self.index.find_same(header)
         if record is None or self.is_failed:
             raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
         begin_s = self._clock.now_s()
         self.index.touch(record.bucket)
         try:
-            await self._read_record(record, offset)
-            is_good = await self._check(offset, record.header)
+            await self._reader.read(record, offset)
+            is_good = await self._reader.check(offset, record.header)
         except (DeadlineError, NotFoundError):
             raise  # It hangs; or the bucket was evicted meanwhile.
         except TandemError as error:
@@ -296,45 +261,11 @@ class DiskTier:
         self.counts["loaded"] += 1
         self.counts["loaded_bytes"] += header.size
 
-    def _find(self, header: ExtentHeader) -> Record | None:
-        """Return the record of this very object."""
-        record = self.index.find(header.key)
-        # Size, version and checksum.
-        return record if record is not None and record.header[1:4] == header[1:4] else None
-
-    async def _read_record(self, record: Record, offset: int) -> None:
-        key_bytes = len(record.header.key.encode())
-        table_at = layout.table_offset(key_bytes)
-        end = layout.value_offset(key_bytes, record.header.size) + record.header.size
-        buffer = await self._io.take_buffer()
-        try:
-            for at in range(0, record.length, PIECE_BYTES):
-                nbytes = min(PIECE_BYTES, record.length - at)
-                reading = self._io.port.read(record.bucket, record.position + at, buffer, nbytes)
-                await self._io.bounded(reading, buffer)
-                if at == 0:
-                    head = bytes(buffer.array[:table_at])
-                    if form.parse_record(head, record.bucket, record.position) != record:
-                        raise CorruptionError("store.load", "another record lies there")
-                first, last = max(at, table_at), min(at + nbytes, end)
-                if first < last:
-                    target = self._segment.data[offset + first : offset + last]
-                    await copy_bytes(target, buffer.array[first - at : last - at])
-        finally:
-            self._io.give_buffer(buffer)
-
-    async def _check(self, offset: int, header: ExtentHeader) -> bool:
-        if header.size > OFF_LOOP_BYTES:
-            return await asyncio.to_thread(self._segment.is_intact, offset, header)
-        return self._segment.is_intact(offset, header)
-
     async def _forget_record(self, record: Record) -> None:
         if self.index.is_live(record):
             self.index.remove(record.header.key, record.header.version)
             await self._bury([record])
             self._note_gone(record)
-
-    # Forgetting.
 
     async def forget(self, keys: Sequence[str], versions: Sequence[int]) -> None:
         """Forget objects up to these versions; on return no restart brings them back."""
@@ -362,10 +293,10 @@ class DiskTier:
 
     async def _bury(self, records: Iterable[Record]) -> None:
         """Note durably that records are dead. A disk that cannot loses their buckets instead."""
-        graves = [Grave(record.header.version, record.bucket) for record in records]
-        if not graves or self.is_failed:
+        tombstones = [RecordTombstone(record.header.version, record.bucket) for record in records]
+        if not tombstones or self.is_failed:
             return
-        await self._end(self._write_graves(graves))
+        await self._end(self._write_tombstones(tombstones))
 
     async def _end(self, work: Coroutine[Any, Any, None]) -> None:
         """Carry out what keeps records from coming back that are not found any more.
@@ -377,38 +308,23 @@ class DiskTier:
         task.add_done_callback(self._ending.discard)
         await asyncio.shield(task)
 
-    async def _write_graves(self, graves: Sequence[Grave]) -> None:
-        self._graves += graves
+    async def _write_tombstones(self, tombstones: Sequence[RecordTombstone]) -> None:
         try:
-            async with self._grave_lock:
-                await self._io.bounded(self._io.port.append_note(GRAVES, pack_graves(graves)))
-                self._num_listed += len(graves)
-                if self._num_listed > 2 * len(self._graves) + COMPACT_GRAVES:
-                    await self._shorten_graves()
+            await self._tombstones.append(tombstones)
         except TandemError as error:
             if self.is_failed:
                 return
             self.counts["errors"] += 1
-            logger.warning("event=graves_unwritten reason=%s", error)
+            logger.warning("event=tombstones_unwritten reason=%s", error)
             # Removing a file needs no space.
-            for number in sorted({grave.bucket for grave in graves}):
+            for number in sorted({tombstone.bucket for tombstone in tombstones}):
                 await self._give_up_bucket(number)
         finally:
-            self._work.set()  # A bucket may be dead altogether.
+            self._queue.has_work.set()  # A bucket may be dead altogether.
 
-    async def _shorten_graves(self) -> None:
-        """Compact them behind what has been noted: that holds, whatever becomes of this."""
-        try:
-            await self._io.bounded(self._compact_graves())
-        except TandemError as error:
-            if not self.is_failed:
-                self.counts["errors"] += 1
-                logger.warning("event=graves_not_compacted reason=%s", error)
-
-    async def _compact_graves(self) -> None:
-        self._graves = self.index.keep_graves(self._graves, self._going)
-        await self._io.port.write_note(GRAVES, pack_graves(self._graves))
-        self._num_listed = len(self._graves)
+    def _note_uncompacted(self) -> None:
+        if not self.is_failed:
+            self.counts["errors"] += 1
 
     def _note_gone(self, record: Record) -> None:
         """Tell of a record that no start brings back, unless it has been written anew."""
@@ -422,15 +338,15 @@ class DiskTier:
 
     async def _run(self) -> None:
         while not self.is_failed:
-            await self._wait_for_work()
+            await self._queue.wait()
             if self.is_failed:
                 return
-            self._work.clear()
+            self._queue.has_work.clear()
             try:
                 for number in self.index.pick_dead(-1 if self._open is None else self._open.number):
                     await self._remove_bucket(number)
-                if self._is_behind and not self._queue:
-                    await self._scan()
+                if self._queue.is_behind and not self._queue:
+                    await self._queue.scan(self.index, self._offsets)
                 if self._queue:
                     await self._write_round()
                     self._set_state(DiskState.ACTIVE)
@@ -445,23 +361,9 @@ class DiskTier:
                 self._set_state(DiskState.FAILING, error)
                 self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
             if self.state is not DiskState.ACTIVE:
-                self._is_behind = True  # Of the round that failed; a scan finds them again.
+                self._queue.is_behind = True  # Of the round that failed; a scan finds them again.
                 await asyncio.sleep(self._pause_s)
-                self._work.set()
-
-    async def _wait_for_work(self) -> None:
-        if self._queue:
-            return
-        left_s = self._scanned_s + SCAN_PERIOD_S - self._clock.now_s()
-        if not self._is_behind:
-            await self._work.wait()
-        elif left_s > 0:
-            try:
-                # Not less than a clock can tell apart, or this would be asked again at once.
-                async with asyncio.timeout(max(left_s, 0.01)):
-                    await self._work.wait()
-            except TimeoutError:
-                return
+                self._queue.has_work.set()
 
     def _set_state(self, state: DiskState, error: TandemError | None = None) -> None:
         if state is not self.state:
@@ -469,29 +371,6 @@ class DiskTier:
             level = logging.INFO if error is None else logging.WARNING
             logger.log(level, "event=disk_state state=%s reason=%s", state.value, error)
             self.on_change()
-
-    async def _scan(self) -> None:
-        """Queue what is in memory and not on the disk."""
-        # The very sum that was waited for: another one may round the other way, and never end.
-        if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
-            return
-        self._scanned_s = self._clock.now_s()
-        self._is_behind = False
-        # Not ``scan``: that repairs, while this runs beside seals and wipes.
-        for count, offset in enumerate(self._segment.list_offsets()):
-            if count % SCAN_SLICE == 0:
-                await asyncio.sleep(0)
-            if not self._segment.has_object(offset):
-                continue
-            try:
-                header = self._segment.read_header(offset)
-            except CorruptionError:
-                continue
-            record = self.index.find(header.key)
-            if record is None or record.header.version < header.version:
-                self.on_sealed(offset, header)
-            elif record.header.version == header.version:
-                self._offsets[header.key] = offset
 
     async def _write_round(self) -> None:
         """Write some of the queue, and sync; only then it counts."""
@@ -501,15 +380,15 @@ class DiskTier:
         taken: tuple[int, int] | None = None
         try:
             while self._queue and writer.num_bytes < ROUND_BYTES:
-                taken = offset, version = self._queue.popitem(last=False)
-                header = self._current(offset, version)
+                taken = offset, version = self._queue.versions.popitem(last=False)
+                header = self._queue.find(offset, version, self.index)
                 if header is None:
                     continue
                 length = form.record_bytes(len(header.key.encode()), header.size)
                 if form.HEAD_BYTES + length > self.capacity_bytes:
                     self.counts["skipped"] += 1
                     continue
-                if not await self._check(offset, header):
+                if not await self._reader.check(offset, header):
                     continue  # Rotten, or wiped meanwhile: not to be kept for long.
                 if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
                     await self._count(writer)
@@ -519,16 +398,16 @@ class DiskTier:
                 record = Record(writer.bucket.number, writer.at, header)
                 self._flight[header.key] = record
                 await writer.add(record, offset)
-                if self._current(offset, version) is None:
+                if self._queue.find(offset, version, self.index) is None:
                     writer.torn.append(record)  # Wiped while it was copied.
             await self._count(writer)
         except BaseException:
             # Whatever of this is on the disk is not to come back unless the master wants it.
             self._doubtful |= self._flight
             for record, place in writer.placed:
-                self._queue.setdefault(place, record.header.version)
+                self._queue.put_back(place, record.header.version)
             if taken is not None:
-                self._queue.setdefault(*taken)
+                self._queue.put_back(*taken)
             await writer.abandon()
             await self._abandon_bucket()
             raise
@@ -539,18 +418,6 @@ class DiskTier:
 
     def _write_to(self, bucket: Bucket | None) -> RecordWriter:
         return RecordWriter(self._io, self._segment.data, bucket)
-
-    def _current(self, offset: int, version: int) -> ExtentHeader | None:
-        """Return the header at ``offset`` if it is that of this version and is to be written."""
-        if not self._segment.has_object(offset):
-            return None
-        try:
-            header = self._segment.read_header(offset)
-        except CorruptionError:
-            return None
-        record = self.index.find(header.key)
-        is_there = record is not None and record.header.version >= version
-        return None if header.version != version or is_there else header
 
     async def _count(self, writer: RecordWriter) -> None:
         """Sync what was written; from now on these are copies."""
@@ -584,17 +451,13 @@ class DiskTier:
         writer.torn.clear()
         self.on_change()
 
-    # Buckets.
-
     async def _begin_bucket(self, least_bytes: int) -> Bucket:
         """Seal the open bucket and make another, evicting where there is no room."""
         if self._open is not None:
             sealing, self._open = self._open, None
             await self._seal(sealing, sealing.used_bytes)
-        nbytes = max(self._bucket_bytes, least_bytes)
-        nbytes = max(
-            min(nbytes, self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT), least_bytes
-        )
+        most_bytes = self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT
+        nbytes = max(min(self._bucket_bytes, most_bytes), least_bytes)
         while self.index.file_bytes + nbytes > self.capacity_bytes:
             victim = self.index.pick_victim(-1)
             if victim is None:
@@ -613,16 +476,12 @@ class DiskTier:
             await self._evict(victim)
             await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         opened = self._open = self.index.add_bucket(number, nbytes)
-        buffer = await self._io.take_buffer()
         try:
             head = form.pack_bucket_head(number, nbytes, self._io.port.folder_id)
-            buffer.array[: len(head)] = np.frombuffer(head, np.uint8)
-            await self._io.bounded(self._io.port.write(number, 0, buffer, len(head)), buffer)
+            await self._io.write_bytes(number, head)
         except BaseException:
             await self._abandon_bucket()
             raise
-        finally:
-            self._io.give_buffer(buffer)
         return opened
 
     async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
@@ -706,7 +565,7 @@ class DiskTier:
         await self._io.bounded(self._io.port.drop_bucket(number))
         for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
             del self._doubtful[key]
-        self._graves = [grave for grave in self._graves if grave.bucket != number]
+        self._tombstones.forget_bucket(number)
 
     async def _give_up_bucket(self, number: int) -> None:
         if number in self._going:  # Somebody else does: if that fails, the disk is given up.
@@ -733,8 +592,8 @@ class DiskTier:
             self.dropped[record.header.key] = record.header.version
         self.stored.clear()
         self.index = DiskIndex()
-        self._queue.clear()
+        self._queue.versions.clear()
         self._offsets.clear()
         self._round_ended.set()
         self._set_state(DiskState.FAILED, InternalError("store.disk", "the disk hangs"))
-        self._work.set()
+        self._queue.has_work.set()

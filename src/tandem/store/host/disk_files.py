@@ -6,15 +6,10 @@ files written by a thread. Format: docs/design/store_ssd.md.
 """
 
 import asyncio
-import collections
-import fcntl
 import logging
 import os
-import secrets
-import stat
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +17,10 @@ import numpy.typing as npt
 
 from tandem.core.errors import (
     CapacityError,
-    ConflictError,
-    CorruptionError,
-    InternalError,
-    NotFoundError,
-    PermissionDeniedError,
-    TandemError,
 )
 from tandem.store.damage import DamageList
-from tandem.store.formats.bucket import FOLDER_MAGIC, ID_BYTES, parse_folder_id
-from tandem.store.formats.headers import HEAD_BYTES, pack_head, parse_head
 from tandem.store.host.disk_io import DiskBuffer
+from tandem.store.host.disk_marks import LOCK_NAME, SUFFIX, explained, lock_folder, open_own_file
 from tandem.store.host.segment import check_folder
 from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
 
@@ -40,8 +28,6 @@ __all__ = ["DiskFolder"]
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = "folder"
-SUFFIX = ".bucket"
 QUARANTINED = "bucket.quarantined"
 """The only one: the next takes its place, and a rotting disk is not filled by what it loses."""
 BELIEVED = ".ssd-believed"
@@ -100,10 +86,10 @@ class DiskFolder:
             (folder or file open to others, or a link); UnsupportedError (a later version).
         """
         check_folder(path)
-        descriptor = _open_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        descriptor = open_own_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             damage = DamageList()
-            folder_id = _lock(path, descriptor, damage)
+            folder_id = lock_folder(path, descriptor, damage)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
             # Renamed to be the mark: that takes neither a descriptor nor space.
             with suppress(OSError):  # ``condemn`` tries again.
@@ -158,8 +144,8 @@ class DiskFolder:
 
     def _make_bucket(self, number: int, nbytes: int) -> None:
         path = self._bucket(number)
-        with _explained(path):
-            descriptor = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with explained(path):
+            descriptor = open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 self._reserve(descriptor, nbytes)
                 os.fsync(self._folder)
@@ -204,8 +190,8 @@ class DiskFolder:
 
     def _cut_bucket(self, number: int, nbytes: int) -> None:
         path = self._bucket(number)
-        with _explained(path):
-            descriptor = _open_file(path, os.O_RDWR)
+        with explained(path):
+            descriptor = open_own_file(path, os.O_RDWR)
             try:
                 os.ftruncate(descriptor, nbytes)
             finally:
@@ -222,7 +208,7 @@ class DiskFolder:
         await asyncio.to_thread(self._quarantine, self._bucket(number))
 
     def _quarantine(self, path: Path) -> None:
-        with _explained(path):
+        with explained(path):
             path.rename(self.path / QUARANTINED)
 
     def _bucket(self, number: int) -> Path:
@@ -265,8 +251,8 @@ class DiskFolder:
 
     def _open_segment(self, number: int) -> FileSegment:
         path = self._bucket(number)
-        with _explained(path):
-            descriptor = _open_file(path, os.O_RDWR)
+        with explained(path):
+            descriptor = open_own_file(path, os.O_RDWR)
         try:
             # By way of our descriptor: what was checked is what is opened.
             own = f"/proc/self/fd/{descriptor}"
@@ -288,9 +274,9 @@ class DiskFolder:
 
     def _read_note(self, name: str) -> bytes:
         path = self.path / name
-        with _explained(path):
+        with explained(path):
             try:
-                descriptor = _open_file(path, os.O_RDONLY)
+                descriptor = open_own_file(path, os.O_RDONLY)
             except FileNotFoundError:
                 return b""
             with os.fdopen(descriptor, "rb") as file:
@@ -302,8 +288,8 @@ class DiskFolder:
 
     def _write_note(self, name: str, data: bytes) -> None:
         path, draft = self.path / name, self.path / f"{name}.draft"
-        with _explained(path):
-            descriptor = _open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with explained(path):
+            descriptor = open_own_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
@@ -317,9 +303,9 @@ class DiskFolder:
 
     def _append_note(self, name: str, data: bytes) -> None:
         path = self.path / name
-        with _explained(path):
+        with explained(path):
             is_new = not path.exists()
-            descriptor = _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            descriptor = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 before = os.fstat(descriptor).st_size
                 if os.write(descriptor, data) != len(data):
@@ -336,7 +322,7 @@ class DiskFolder:
         await asyncio.to_thread(self._unlink, self.path / name)
 
     def _unlink(self, path: Path) -> None:
-        with _explained(path):
+        with explained(path):
             path.unlink(missing_ok=True)
 
     def condemn(self) -> None:
@@ -345,90 +331,3 @@ class DiskFolder:
             self._mark.with_suffix(BELIEVED).rename(self._mark)
         except FileNotFoundError:  # Again, or somebody has cleaned up.
             self._mark.touch(mode=0o600)
-
-
-def _open_file(path: Path, flags: int) -> int:
-    """Open a file of ours: regular, closed to others, no link."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    status = os.fstat(descriptor)
-    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    if not is_ours or stat.S_IMODE(status.st_mode) & 0o077 or status.st_nlink > 1:
-        os.close(descriptor)
-        raise PermissionDeniedError(
-            "store.disk", f"{path} must be a file of ours that nobody else can open (0600)"
-        )
-    return descriptor
-
-
-def _lock(path: Path, descriptor: int, damage: DamageList) -> bytes:
-    """Lock the folder and return its id, giving it one if it is new."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConflictError(
-            "store.disk", f"{path} belongs to a live host: give this one another store.ssd_dir"
-        ) from None
-    data = os.pread(descriptor, HEAD_BYTES + 1, 0)
-    folder_id = None
-    if data.strip(b"\0"):
-        try:
-            head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
-        except CorruptionError as error:
-            # Of a length that only ours has, it is damaged. The buckets say whose they are.
-            if len(data) != HEAD_BYTES:
-                raise ConflictError(
-                    "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
-                ) from None
-            damage.note(f"note {LOCK_NAME} of the disk", error)
-            _keep_copy(path / f"{LOCK_NAME}.quarantined", data)
-            folder_id = _ask_buckets(path)
-        else:
-            folder_id = head.copies[0]
-            if not head.is_damaged:
-                return folder_id
-            damage.note(f"note {LOCK_NAME} of the disk", "a copy of it, made anew from the other")
-    elif any(path.glob(f"*{SUFFIX}")):
-        raise ConflictError("store.disk", f"{path}/{LOCK_NAME} is empty: move the folder away")
-    folder_id = secrets.token_bytes(ID_BYTES) if folder_id is None else folder_id
-    os.pwrite(descriptor, pack_head(FOLDER_MAGIC, folder_id), 0)
-    os.fsync(descriptor)
-    return folder_id
-
-
-def _ask_buckets(path: Path) -> bytes | None:
-    """Return the id of the folder that most buckets in it name; None without any."""
-    ids: collections.Counter[bytes] = collections.Counter()
-    for file in path.glob(f"*{SUFFIX}"):
-        descriptor = _open_file(file, os.O_RDONLY)
-        try:
-            ids[parse_folder_id(os.pread(descriptor, HEAD_BYTES, 0))] += 1
-        except CorruptionError:
-            continue
-        finally:
-            os.close(descriptor)
-    return ids.most_common(1)[0][0] if ids else None
-
-
-def _keep_copy(path: Path, data: bytes) -> None:
-    descriptor = _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into ours."""
-    try:
-        yield
-    except TandemError:
-        raise
-    except FileNotFoundError:
-        raise NotFoundError("store.disk", f"{path} is not there") from None
-    except OSError as error:
-        import errno
-
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        kind = CapacityError if is_full else InternalError
-        if isinstance(error, PermissionError):
-            kind = PermissionDeniedError
-        raise kind("store.disk", f"{path}: {error.strerror}") from None

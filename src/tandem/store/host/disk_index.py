@@ -3,10 +3,22 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from tandem.store.formats.bucket import Record
-from tandem.store.formats.headers import HEAD_BYTES, Grave
+from tandem.store.formats.bucket import ALIGNMENT, Record
+from tandem.store.formats.headers import HEAD_BYTES, ExtentHeader, RecordTombstone
 
-__all__ = ["Bucket", "DiskIndex"]
+__all__ = ["Bucket", "DiskIndex", "choose_bucket_bytes"]
+
+MIN_BUCKET_BYTES = 2**20
+MAX_BUCKET_BYTES = 256 * 2**20
+BUCKETS_OF_CAPACITY = 32
+"""A bucket is the grain of eviction: so small a share of the disk, within the bounds above."""
+
+
+def choose_bucket_bytes(capacity_bytes: int) -> int:
+    """Return how large the buckets of a disk are."""
+    wanted = capacity_bytes // BUCKETS_OF_CAPACITY // ALIGNMENT * ALIGNMENT
+    return max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
+
 
 SPARSE_SHARE = 0.25
 """A bucket with less of it alive goes before older ones: little is lost for its space."""
@@ -126,11 +138,22 @@ class DiskIndex:
             return min(sparse, key=lambda bucket: bucket.live_bytes).number
         return min(able, key=lambda bucket: bucket.used_tick).number if able else None
 
-    def keep_graves(self, graves: Iterable[Grave], going: Collection[int] = ()) -> list[Grave]:
-        """Return the graves of buckets that are there: the others have nothing to hold down.
+    def find_same(self, header: ExtentHeader) -> Record | None:
+        """Return the record of this very object: of its size, version and checksum."""
+        record = self.find(header.key)
+        return record if record is not None and record.header[1:4] == header[1:4] else None
+
+    def keep_tombstones(
+        self, tombstones: Iterable[RecordTombstone], going: Collection[int] = ()
+    ) -> list[RecordTombstone]:
+        """Return the tombstones of buckets that are there: the others have nothing to hold down.
 
         Args:
-            graves: to choose from.
+            tombstones: to choose from.
             going: buckets that are dropped here, but whose files may be there.
         """
-        return [grave for grave in graves if grave.bucket in self.buckets or grave.bucket in going]
+        return [
+            tombstone
+            for tombstone in tombstones
+            if tombstone.bucket in self.buckets or tombstone.bucket in going
+        ]

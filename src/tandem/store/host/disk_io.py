@@ -135,6 +135,15 @@ class DiskIo:
         await self._buffers.acquire()
         return self._free.pop() if self._free else self.port.make_buffer(PIECE_BYTES)
 
+    async def write_bytes(self, number: int, data: bytes) -> None:
+        """Write to the beginning of a bucket what fits a buffer."""
+        buffer = await self.take_buffer()
+        try:
+            buffer.array[: len(data)] = np.frombuffer(data, np.uint8)
+            await self.bounded(self.port.write(number, 0, buffer, len(data)), buffer)
+        finally:
+            self.give_buffer(buffer)
+
     def give_buffer(self, buffer: DiskBuffer) -> None:
         """Give one back; it is lent again when the disk has done with it."""
         task = self._busy.pop(id(buffer), None)

@@ -8,12 +8,13 @@ complete; writes that are under way are the master's business. Not thread-safe.
 
 import itertools
 from array import array
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from tandem.store.master.state.victims import ALIVE, VictimColumns, Victims, view
 
 __all__ = ["NO_ROW", "Directory", "Passes", "Replica", "Staged"]
 
@@ -22,9 +23,7 @@ MAX_REPLICAS = 255
 _FREE_HOST = 0xFFFF
 _DISK = 0x8000
 """Marks, in the column of hosts, a copy on the host's disk."""
-_ALIVE, _HARD = 1, 2
-_VICTIM_BATCH = 16_384
-"""Eviction candidates found by one pass over the columns."""
+_ALIVE, _HARD = ALIVE, 2
 
 
 LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
@@ -84,7 +83,17 @@ class Directory:
         self._spare_replicas = array("i")
         self._soft_until_ms: dict[int, int] = {}
         self._lost_hosts: set[int] = set()
-        self._victims: dict[int | None, deque[tuple[int, int]]] = {}
+        self._victims = Victims(
+            VictimColumns(
+                self._size,
+                self._flags,
+                self._used_tick,
+                self._lease_until_ms,
+                self._soft_until_ms,
+            ),
+            self._rows_on_host,
+            lambda row, host: any(replica.host == host for replica in self.replicas(row)),
+        )
         self._num_unreadable = 0
         self._tick = 0
         self.total_bytes = 0
@@ -228,12 +237,12 @@ class Directory:
         """Return up to ``limit`` rows that fewer hosts have than wanted and that can be copied:
         those in memory.
         """
-        memory, live, wanted = _view(self._memory), _view(self._live), _view(self._wanted)
+        memory, live, wanted = view(self._memory), view(self._live), view(self._wanted)
         return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
 
     def count_under_replicated(self) -> int:
         """Return how many readable objects fewer hosts have than wanted, in memory or on disks."""
-        live, wanted = _view(self._live), _view(self._wanted)
+        live, wanted = view(self._live), view(self._wanted)
         return int(np.count_nonzero((live > 0) & (live < wanted)))
 
     @property
@@ -480,8 +489,8 @@ class Directory:
             return
         self._lost_hosts.add(host)
         in_memory, rows = self._rows_of_host(host)
-        live = _view(self._live)
-        _view(self._memory)[in_memory] -= 1
+        live = view(self._live)
+        view(self._memory)[in_memory] -= 1
         live[rows] -= 1
         self._num_unreadable += int(np.count_nonzero(live[rows] == 0))
 
@@ -491,9 +500,9 @@ class Directory:
             return
         self._lost_hosts.remove(host)
         in_memory, rows = self._rows_of_host(host)
-        live = _view(self._live)
+        live = view(self._live)
         self._num_unreadable -= int(np.count_nonzero(live[rows] == 0))
-        _view(self._memory)[in_memory] += 1
+        view(self._memory)[in_memory] += 1
         live[rows] += 1
 
     def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -530,10 +539,10 @@ class Directory:
         if host in self._lost_hosts:
             return []
         rows = self._rows_on_host(host)
-        memory, wanted = _view(self._memory)[rows], _view(self._wanted)[rows]
-        rows = rows[(memory > wanted) & (_view(self._lease_until_ms)[rows] <= now_ms)]
-        rows = rows[np.argsort(_view(self._used_tick)[rows])]
-        ends = np.cumsum(np.maximum(_view(self._size)[rows], 1))
+        memory, wanted = view(self._memory)[rows], view(self._wanted)[rows]
+        rows = rows[(memory > wanted) & (view(self._lease_until_ms)[rows] <= now_ms)]
+        rows = rows[np.argsort(view(self._used_tick)[rows])]
+        ends = np.cumsum(np.maximum(view(self._size)[rows], 1))
         return rows[: int(np.searchsorted(ends, min_bytes)) + 1].tolist()
 
     def pick_victims(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
@@ -547,64 +556,12 @@ class Directory:
             min_bytes: of values; more is returned only by the last of them.
             host: only objects with a replica there; None for any.
         """
-        chosen: list[int] = []
-        missing = min_bytes
-        for soft in (False, True):
-            taken = set(chosen)
-            for refilled in (False, True):
-                if missing <= 0:
-                    return chosen
-                if refilled:
-                    self._victims[host] = self._find_victims(now_ms, host, soft, missing, taken)
-                for row in self._iterate_victims(now_ms, host, soft, taken):
-                    chosen.append(row)
-                    taken.add(row)
-                    missing -= max(self._size[row], 1)
-                    if missing <= 0:
-                        break
-        return chosen
-
-    def _iterate_victims(
-        self, now_ms: int, host: int | None, soft: bool, taken: set[int]
-    ) -> Iterator[int]:
-        queue = self._victims.get(host)
-        while queue:
-            row, tick = queue.popleft()
-            is_current = self._flags[row] == _ALIVE and self._used_tick[row] == tick
-            if not is_current or row in taken or self._lease_until_ms[row] > now_ms:
-                continue
-            if self._soft_until_ms.get(row, 0) > now_ms and not soft:
-                continue
-            if host is None or any(replica.host == host for replica in self.replicas(row)):
-                yield row
-
-    def _find_victims(
-        self, now_ms: int, host: int | None, soft: bool, min_bytes: int, taken: set[int]
-    ) -> deque[tuple[int, int]]:
-        able = (_view(self._flags) == _ALIVE) & (_view(self._lease_until_ms) <= now_ms)
-        if host is not None:
-            there = np.zeros(len(able), dtype=bool)
-            there[self._rows_on_host(host)] = True
-            able &= there
-        if taken:
-            able[list(taken)] = False
-        pinned = [row for row, until_ms in self._soft_until_ms.items() if until_ms > now_ms]
-        if pinned and not soft:
-            able[pinned] = False
-        rows = np.flatnonzero(able)
-        ticks = _view(self._used_tick)[rows]
-        # Enough for this call and, since a pass over a million rows takes milliseconds, for some.
         mean_bytes = max(1, self.total_bytes // max(1, len(self._rows)))
-        count = 2 * (min_bytes // mean_bytes) + _VICTIM_BATCH
-        if count < len(rows):
-            nearest = np.argpartition(ticks, count)[:count]
-            rows, ticks = rows[nearest], ticks[nearest]
-        order = np.argsort(ticks)
-        return deque(zip(rows[order].tolist(), ticks[order].tolist(), strict=True))
+        return self._victims.pick(now_ms, min_bytes, host, mean_bytes)
 
     def _rows_on_host(self, host: int) -> npt.NDArray[np.int64]:
-        at = np.flatnonzero(_view(self._replica_host) == host)
-        return _view(self._replica_row)[at].astype(np.int64)
+        at = np.flatnonzero(view(self._replica_host) == host)
+        return view(self._replica_row)[at].astype(np.int64)
 
     def _take_row(self) -> int:
         return self._spare_rows.pop() if self._spare_rows else self._take_rows(1)[0]
@@ -641,8 +598,3 @@ def _take(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> l
             column.frombytes(bytes(column.itemsize * missing))
         taken += range(first, first + missing)
     return taken
-
-
-def _view(column: "array[int]") -> npt.NDArray[Any]:
-    # Only for the moment: an array that somebody views cannot grow.
-    return np.frombuffer(column, dtype=column.typecode) if column else np.empty(0, column.typecode)

@@ -13,7 +13,8 @@ import pytest
 from store_world import StoreWorld
 from test_store_sim import CONFIG
 
-from tandem._native import BatchRead, LocationCache
+from tandem._native import BatchRead
+from tandem._native import LocationCache as NativeCache
 from tandem.core.clock import ManualClock
 from tandem.core.errors import (
     CorruptionError,
@@ -34,7 +35,7 @@ from tandem.store import (
     StoreConfig,
 )
 from tandem.store.client import bulk_reading as bulk_reading_module
-from tandem.store.client.location_cache import KnownPlaces
+from tandem.store.client.location_cache import LocationCache
 from tandem.store.formats import layout
 from tandem.store.host.host import StoreHost
 from tandem.store.local import LocalStore
@@ -96,7 +97,7 @@ async def settle(work):
 @pytest.mark.asyncio
 async def test_what_is_remembered_is_bounded_and_can_be_nothing():
     for limit, expected in ((0, 0), (3, 3), (100, 10)):
-        config = StoreConfig(recovery_ms=0, segment_bytes=2**24, known_places=limit)
+        config = StoreConfig(recovery_ms=0, segment_bytes=2**24, location_cache=limit)
         async with LocalStore(config) as store:
             keys = [f"key-{i}" for i in range(10)]
             await store.client.put_many(keys, [b"value"] * 10)
@@ -176,7 +177,7 @@ async def test_a_place_is_not_used_at_the_end_of_its_lease():
 
 
 def test_the_hosts_of_a_session_are_forgotten_with_it():
-    places = KnownPlaces(10)
+    places = LocationCache(10)
     for i in range(5):
         endpoint = Endpoint(i, f"h{i}", "", "", 0)
         number = places.number(endpoint)
@@ -189,7 +190,7 @@ def test_the_hosts_of_a_session_are_forgotten_with_it():
 
 
 def test_columns_that_do_not_fit_are_refused():
-    cache = LocationCache(4)
+    cache = NativeCache(4)
     for columns, versions in ((b"1" * 31, b""), (bytes(32), bytes(7)), (bytes(64), bytes(8))):
         with pytest.raises(CorruptionError):
             BatchRead(["key"], 1).place([0], columns, versions, [(0, 0, 0)], 1.0, cache, 0)

@@ -1,0 +1,73 @@
+"""Records of a disk that are dead: listed durably, so that no start finds them again."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from tandem.core.errors import TandemError
+from tandem.store.formats.headers import RecordTombstone, pack_tombstones, parse_tombstones
+from tandem.store.host.disk_io import DiskIo
+
+__all__ = ["TombstoneList"]
+
+logger = logging.getLogger(__name__)
+
+COMPACT_TOMBSTONES = 100_000
+TOMBSTONES = "removed"
+
+
+class TombstoneList:
+    """The tombstones of one disk.
+
+    Args:
+        io: of the disk; borrowed.
+        keep: returns those that still have something to hold down.
+        on_error: called when the list could not be compacted.
+    """
+
+    def __init__(
+        self,
+        io: DiskIo,
+        keep: Callable[[Iterable[RecordTombstone]], list[RecordTombstone]],
+        on_error: Callable[[], None],
+    ) -> None:
+        self.entries: list[RecordTombstone] = []
+        self._io = io
+        self._keep = keep
+        self._on_error = on_error
+        self._lock = asyncio.Lock()
+        self._num_listed = 0
+        """Entries in the file, those of buckets that are gone included."""
+
+    async def read(self) -> int:
+        """Read the file; returns how many copies of entries are damaged."""
+        self.entries, num_damaged = parse_tombstones(await self._io.port.read_note(TOMBSTONES))
+        return num_damaged
+
+    async def append(self, tombstones: Sequence[RecordTombstone]) -> None:
+        """List more, durably. Raises: what the disk does; they are listed in memory then."""
+        self.entries += tombstones
+        async with self._lock:
+            packed = pack_tombstones(tombstones)
+            await self._io.bounded(self._io.port.append_note(TOMBSTONES, packed))
+            self._num_listed += len(tombstones)
+            if self._num_listed > 2 * len(self.entries) + COMPACT_TOMBSTONES:
+                await self._shorten()
+
+    async def _shorten(self) -> None:
+        """Compact the list behind what has been noted: that holds, whatever becomes of this."""
+        try:
+            await self._io.bounded(self.compact())
+        except TandemError as error:
+            logger.warning("event=tombstones_not_compacted reason=%s", error)
+            self._on_error()
+
+    async def compact(self) -> None:
+        """Write the list anew, without those that hold nothing down."""
+        self.entries = self._keep(self.entries)
+        await self._io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
+        self._num_listed = len(self.entries)
+
+    def forget_bucket(self, number: int) -> None:
+        """The bucket is gone."""
+        self.entries = [entry for entry in self.entries if entry.bucket != number]

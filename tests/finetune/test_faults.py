@@ -1,0 +1,115 @@
+"""What goes wrong in a run is named, and nothing that looks whole is half-written."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
+from tandem.finetune import trainer
+from tandem.finetune.export import export_merged
+from tandem.finetune.recipe import make_recipe
+from tandem.finetune.trainer import finetune
+
+KILLED = """
+import json, os, sys
+from tandem.finetune import {module} as module
+whole = module.publish_folder
+calls = []
+def kill(partial, final):
+    calls.append(final)
+    if len(calls) == {call}:
+        os.kill(os.getpid(), 9)
+    whole(partial, final)
+module.publish_folder = kill
+from tandem.finetune.export import export_merged
+from tandem.finetune.recipe import make_recipe
+from tandem.finetune.trainer import finetune
+{work}
+"""
+
+
+def run_killed(module: str, call: int, work: str) -> None:
+    """Run Python that kills itself when a whole folder is about to get its name."""
+    code = KILLED.format(module=module, call=call, work=work)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 512 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_leaves_no_checkpoint(small_disk, make_values, tmp_path):
+    """The checkpoint that did not fit is gone; the export neither has a folder."""
+    values = make_values(small_disk / "out", lora_rank=8, save_steps=1, plot_loss=False)
+    with pytest.raises(CapacityError, match=r"is full.*resume_from_checkpoint"):
+        finetune(make_recipe(values))
+    assert not list((small_disk / "out").glob("*checkpoint*"))
+    assert not (small_disk / "out" / "adapter_config.json").exists()
+    shutil.rmtree(small_disk / "out")
+    whole = make_values(tmp_path / "whole", max_steps=1, plot_loss=False)
+    finetune(make_recipe(whole))
+    with pytest.raises(CapacityError, match="is full"):
+        export_merged("demo", tmp_path / "whole", small_disk / "merged")
+    assert not list(small_disk.iterdir())
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
+def test_a_reporter_that_is_not_installed_is_refused_before_the_model(
+    name, make_values, tmp_path, monkeypatch
+):
+    """By the name of its package, not after minutes of loading."""
+    monkeypatch.setattr(trainer, "find_spec", lambda package: None)
+    monkeypatch.setattr(trainer, "load_frozen", lambda *args, **options: pytest.fail("loaded"))
+    values = make_values(tmp_path / "out", report_to=name)
+    with pytest.raises(UnsupportedError, match=f"pip install {name}"):
+        finetune(make_recipe(values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reporter_that_nobody_knows_is_refused(make_values, tmp_path):
+    """With the names that there are."""
+    with pytest.raises(ConfigError, match="tensorboard"):
+        finetune(make_recipe(make_values(tmp_path / "out", report_to="tensorbord")))
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_a_checkpoint_resumes_bit_by_bit(make_values, tmp_path):
+    """kill -9 when the second checkpoint is written but has no name yet."""
+    whole, out = make_values(tmp_path / "whole"), make_values(tmp_path / "out")
+    finetune(make_recipe(whole))
+    run_killed("callbacks", 2, f"finetune(make_recipe({out!r}))")
+    names = {p.name for p in (tmp_path / "out").iterdir() if "checkpoint" in p.name}
+    assert names == {"checkpoint-2", ".checkpoint-4.partial"}
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    finetune(make_recipe({**out, "resume_from_checkpoint": True}))
+    first, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "out")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    run_killed(
+        "export", 1, f"export_merged('demo', {values_dir(out)!r}, {values_dir(out) + 'm'!r})"
+    )
+    assert not (tmp_path / "outm").exists()
+    assert (tmp_path / ".outm.partial").is_dir()
+    assert (export_merged("demo", tmp_path / "out", tmp_path / "outm") / "config.json").is_file()
+    assert not (tmp_path / ".outm.partial").exists()
+
+
+def values_dir(values) -> str:
+    return values["output_dir"]
