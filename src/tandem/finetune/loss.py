@@ -118,9 +118,8 @@ def compute_loss(
     hidden = model.base_model(**values)[0][:, :-1].flatten(0, 1)
     total = _Loss.apply(head, hidden, labels)
     assert isinstance(total, Tensor), type(total)
-    if num_items is None:
-        num_items = (labels != IGNORED_LABEL).sum()
-    return total / num_items
+    count: Tensor | int = (labels != IGNORED_LABEL).sum() if num_items is None else num_items
+    return total / count
 
 
 def _is_plain(model: Any, head: Head) -> bool:

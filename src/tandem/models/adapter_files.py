@@ -251,5 +251,5 @@ def _digest(modules: dict[str, LoraWeights]) -> str:
         digest.update(f"{name}\0".encode() + struct.pack("<d", weights.scale))
         for tensor in (weights.a_RK, weights.b_NR):
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -30,9 +30,7 @@ class _PollingSelector(selectors.EpollSelector):
         self.sources: list[CallSource] = []
         self.is_warm = False
 
-    def select(
-        self, timeout: float | None = None
-    ) -> "list[tuple[selectors.SelectorKey, selectors._EventMask]]":
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if not self.is_warm or (timeout is not None and timeout <= 0):
             return super().select(timeout)
         self.is_warm = False

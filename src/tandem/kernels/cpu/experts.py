@@ -203,8 +203,11 @@ class PackedExperts:
         ):
             self._bank.pack_blocks(self._pool, expert_id, gate.blocks, up.blocks, down.blocks)
             return
-        for matrix in (gate, up, down):
-            assert isinstance(matrix, QuantizedMatrix), "one expert in blocks and in codes"
+        assert (
+            isinstance(gate, QuantizedMatrix)
+            and isinstance(up, QuantizedMatrix)
+            and isinstance(down, QuantizedMatrix)
+        ), "one expert in blocks and in codes"
         self._bank.pack_codes(self._pool, expert_id, gate.arrays, up.arrays, down.arrays)
 
     def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:

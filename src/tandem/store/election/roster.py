@@ -199,7 +199,7 @@ class RosterWriter:
         self,
         store: RosterStore,
         roster: Roster,
-        schedule: Callable[[Coroutine[Any, Any, None]], None],
+        schedule: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._store = store
         self._roster = roster
