@@ -98,6 +98,9 @@ class HeldUp:
         assert self.may_go.wait(TIMEOUT_S)
         self.bank.forward(*args)
 
+    def __getattr__(self, name):
+        return getattr(self.bank, name)
+
 
 @pytest.fixture
 def held_up(load, monkeypatch):

@@ -272,8 +272,8 @@ async def test_a_host_with_a_higher_epoch_makes_a_leader_resign_not_rise():
     assert resigned == [9]
     assert master.state.versions.order_epoch() == 7
     single = StoreMaster(CONFIG, clock=MonotonicClock(), epoch=7, draw=lambda n: 0)
-    single.outbid(9)
-    assert single.order_epoch() == 10
+    single.state.versions.outbid(9)
+    assert single.state.versions.order_epoch() == 10
 
 
 @pytest.mark.asyncio

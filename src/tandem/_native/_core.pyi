@@ -214,9 +214,7 @@ class WakeupTimes:
 
     @property
     def condvar_ns(self) -> int:
-        """
-        The same by std::thread and std::condition_variable, in alternating bursts.
-        """
+        """The same by std::thread and CondVar, in alternating bursts."""
 
     @property
     def ratio(self) -> float:

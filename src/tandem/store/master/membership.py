@@ -7,7 +7,7 @@ has or is declared lost: see ``state/awaited.py``.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tandem.core.errors import (
     CapacityError,
@@ -386,6 +386,10 @@ class Membership:
 
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
         """Take news of a host's disk; answers which of the objects stored there it should keep."""
+        # A host may have written what it sealed before its answer to the order has been taken here:
+        # the object is not there yet, and is not gone.
+        while busy := self._find_commit(report.stored):
+            await asyncio.shield(busy)
         host = self._joining(caller, report.session)
         directory = self._state.directory
         if host.stage is HostStage.JOINING or report.number < host.disk_number:
@@ -406,6 +410,17 @@ class Membership:
                 directory.add_disk(row, host.number)
             flags[i] = 1
         return KeyBytes(bytes(flags))
+
+    def _find_commit(self, stored: Mapping[str, int]) -> "asyncio.Future[None] | None":
+        """Return what is done when a commit that may show one of these objects has ended."""
+        directory = self._state.directory
+        for key, version in stored.items():
+            busy = self._state.committing.get(key)
+            if busy is not None:
+                row = directory.find(key)
+                if row == NO_ROW or directory.version(row) < version:
+                    return busy
+        return None
 
     async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
         """All pages have come; and whether all writers of before are gone."""

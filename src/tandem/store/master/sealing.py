@@ -53,7 +53,6 @@ class Sealing:
         self._state = state
         self._departures = departures
         self._allocation = allocation
-        self._sealing: dict[str, asyncio.Future[None]] = {}
 
     async def seal(self, batch: PutBatch, checksums: Sequence[int], blob: Blob) -> bytes:
         """Seal and show; hosts are sent of the blob what is theirs."""
@@ -65,7 +64,7 @@ class Sealing:
                 await self._state.awaited.wait_learnt(left_s)
                 await asyncio.sleep(UNSURE_LOOK_S)
                 continue
-            async with _KeysHeld(self._sealing, batch.keys):
+            async with _KeysHeld(self._state.committing, batch.keys):
                 if self._is_unsure(batch) and self._state.clock.now_s() < deadline_s:
                     continue
                 return await self._seal_held(batch, checksums, blob)

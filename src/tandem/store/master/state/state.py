@@ -66,6 +66,8 @@ class StoreState:
         self.awaited = Awaited(self.hosts, self.now_ms, self.tasks)
         self.copies: dict[str, CopyUnderWay] = {}
         """By key: copies that hosts are making."""
+        self.committing: dict[str, asyncio.Future[None]] = {}
+        """By key: done when the commit that seals an object of it has ended."""
         self.space_freed = asyncio.Event()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
