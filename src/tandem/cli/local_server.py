@@ -118,5 +118,6 @@ def _find_reason(lines: list[str]) -> str:
 
 
 def _pump(stream: IO[str], put: Callable[[str], None]) -> None:
-    for line in stream:
-        put(line)
+    with stream:
+        for line in stream:
+            put(line)
