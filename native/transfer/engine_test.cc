@@ -180,7 +180,7 @@ TEST(engine_answers_calls_of_many_threads_while_connections_close) {
     std::thread server([&] {
       std::vector<std::shared_ptr<IncomingCall>> kept;
       for (;;) {
-        auto calls = giver->take_calls(16);
+        auto calls = giver->wait_calls(16);
         if (!calls) break;
         for (auto& call : *calls) {
           num_executed.fetch_add(1);
