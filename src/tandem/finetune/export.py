@@ -8,11 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.core.errors import ConflictError, ShapeError, UnsupportedError
-from tandem.finetune.adapters import Adapter, read_adapter
+from tandem.core.errors import ConflictError, UnsupportedError
 from tandem.finetune.artefacts import name_full_disk
 from tandem.finetune.checkpoints import publish_folder
+from tandem.models.adapter_files import AdapterFiles, read_adapter_files
 from tandem.models.families import open_checkpoint
+from tandem.models.sources.safetensors import read_header
 
 __all__ = ["export_merged"]
 
@@ -30,23 +31,27 @@ def export_merged(model: str, adapter_folder: str | Path, export_dir: str | Path
         adapter_folder: of an adapter in PEFT's format.
         export_dir: made here; must not exist, or be empty.
 
-    Raises: as ``read_adapter``; ConflictError (``export_dir`` holds something); UnsupportedError
-        (the checkpoint is quantized, or has no such weight); ShapeError (an update does not fit).
+    Raises: as ``read_adapter_files``; ConflictError (``export_dir`` holds something);
+        UnsupportedError (the checkpoint is quantized, or has no such weight).
     """
     checkpoint = open_checkpoint(model)
     if checkpoint.quantization is not None:
         what = f"{model} stores quantized weights, to which nothing can be added: use a bf16 one"
         raise UnsupportedError(WHERE, what)
-    adapter = read_adapter(Path(adapter_folder))
+    files = sorted(checkpoint.folder.glob("*.safetensors"))
+    shapes = _list_shapes(files)
+
+    def find_shape(module: str) -> tuple[int, int]:
+        shape = shapes.get(f"{module}.weight", ())
+        if len(shape) != 2:
+            what = f"the checkpoint has no matrix {module}.weight: the adapter is of another model"
+            raise UnsupportedError(WHERE, what)
+        return shape[0], shape[1]
+
+    adapter = read_adapter_files(Path(adapter_folder), find_shape)
     final = Path(export_dir)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ConflictError(WHERE, f"{final} holds something: name a new folder")
-    files = sorted(checkpoint.folder.glob("*.safetensors"))
-    missing = {f"{name}.weight" for name in adapter.pairs} - _list_names(files)
-    if missing:
-        first = min(missing)
-        what = f"the checkpoint has no tensor {first}: {len(missing)} of the adapter's do not fit"
-        raise UnsupportedError(WHERE, what)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -66,15 +71,11 @@ def export_merged(model: str, adapter_folder: str | Path, export_dir: str | Path
     return final
 
 
-def _list_names(files: list[Path]) -> set[str]:
-    names: set[str] = set()
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    return names
+def _list_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for path in files for name, entry in read_header(path).items()}
 
 
-def _merge_file(source: Path, target: Path, adapter: Adapter) -> None:
+def _merge_file(source: Path, target: Path, adapter: AdapterFiles) -> None:
     tensors: dict[str, Tensor] = {}
     with safe_open(source, framework="pt") as file:
         metadata = file.metadata()
@@ -83,12 +84,9 @@ def _merge_file(source: Path, target: Path, adapter: Adapter) -> None:
     save_file(tensors, target, metadata=metadata or {"format": "pt"})
 
 
-def _merge(name: str, weight: Tensor, adapter: Adapter) -> Tensor:
-    pair = adapter.pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-    if pair is None:
+def _merge(name: str, weight: Tensor, adapter: AdapterFiles) -> Tensor:
+    lora = adapter.modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    if lora is None:
         return weight
-    if weight.shape != (len(pair.b_NR), pair.a_RK.shape[1]):
-        what = f"{name} is {tuple(weight.shape)}, its update {(len(pair.b_NR), pair.a_RK.shape[1])}"
-        raise ShapeError(WHERE, what)
-    update = pair.b_NR.to(torch.float32) @ pair.a_RK.to(torch.float32)
-    return weight.to(torch.float32).add_(update, alpha=adapter.scale).to(weight.dtype)
+    update = lora.b_NR.to(torch.float32) @ lora.a_RK.to(torch.float32)
+    return weight.to(torch.float32).add_(update, alpha=lora.scale).to(weight.dtype)

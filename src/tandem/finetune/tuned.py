@@ -5,19 +5,20 @@ For looking at what was learned; a server is faster at many requests.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 
-from tandem.core.errors import ConfigError
-from tandem.finetune.adapters import read_adapter
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.finetune.examples import IGNORED_LABEL, Example, collate, encode, make_template
 from tandem.finetune.model import load_frozen, load_tokenizer
 from tandem.finetune.records import Conversation
 from tandem.finetune.targets import take_names_literally
+from tandem.models.adapter_files import read_adapter_files
 
 __all__ = ["TunedModel"]
 
@@ -33,7 +34,7 @@ class TunedModel:
         expert_format: as of ``load_frozen``.
         num_threads: of the kernels; None = all cores.
 
-    Raises: as ``load_frozen``, ``read_adapter`` and ``make_template``.
+    Raises: as ``load_frozen``, ``read_adapter_files`` and ``make_template``.
     """
 
     def __init__(
@@ -46,9 +47,6 @@ class TunedModel:
         expert_format: str = "auto",
         num_threads: int | None = None,
     ) -> None:
-        if adapter is not None:
-            # Checked before PEFT believes it.
-            read_adapter(Path(adapter))
         frozen = load_frozen(
             model, is_bf16=is_bf16, expert_format=expert_format, num_threads=num_threads
         )
@@ -57,6 +55,8 @@ class TunedModel:
         self._ends = _list_ends(frozen.checkpoint.spec.eos_token_ids, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
+            # Checked before PEFT believes it.
+            read_adapter_files(Path(adapter), _find_shapes(frozen.model))
             with warnings.catch_warnings(), take_names_literally(frozen.model):
                 # PEFT calls transformers by names that will change.
                 warnings.simplefilter("ignore", FutureWarning)
@@ -124,6 +124,19 @@ class TunedModel:
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         return float(loss), int((labels != IGNORED_LABEL).sum())
+
+
+def _find_shapes(model: nn.Module) -> Callable[[str], tuple[int, int]]:
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+    def find_shape(name: str) -> tuple[int, int]:
+        module = linear.get(name)
+        if module is None:
+            what = f"the model has no linear module {name}: the adapter is of another model"
+            raise UnsupportedError("finetune.read_adapter", what)
+        return module.out_features, module.in_features
+
+    return find_shape
 
 
 def _list_ends(of_model: Sequence[int], tokenizer: Any) -> list[int]:
