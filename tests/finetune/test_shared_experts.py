@@ -9,10 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem._native import ThreadPool
 from tandem.finetune.recipe import make_recipe
 from tandem.finetune.trainer import finetune
 from tandem.finetune.tuned import TunedModel
+from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.hub import DEMO_FOLDER
+from tandem.models.loader import load_model
+from tandem.models.planner import plan_model
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,17 @@ def checkpoint(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)
     return str(folder)
+
+
+def compute_served(checkpoint, adapter, ids):
+    """Return the logits [T, V] of the model that is served, with the adapter loaded into it."""
+    formats = {"expert_format": "none", "linear_format": "none"}
+    pool = ThreadPool(2)
+    model = load_model(plan_model(checkpoint, dtype="float32", **formats), pool)
+    model.enable_adapters(1, pool)
+    digest = model.adapters.install(model.adapters.read(adapter)).digest
+    chunk = SequenceChunk(ids, 0, [1, 0, 2], "all", digest)
+    return model.forward(PagedBatch.build([chunk], 16), model.allocate_kv(3, block_size=16))
 
 
 @pytest.mark.parametrize("expert_format", ["bf16", "none"])
@@ -67,6 +82,12 @@ def test_shared_experts_are_trained_saved_and_resumed(
     for name, stored in adapter.items():
         assert torch.equal(loaded[name.replace(".weight", ".default.weight")], stored)
     del without
+    if expert_format == "none":  # Both sides in float32.
+        ids = list(range(5, 45))
+        with torch.no_grad():
+            want = with_it._model(torch.tensor([ids])).logits[0]
+        got = compute_served(checkpoint, tmp_path / "out", ids)
+        assert float((got - want).norm() / want.norm()) < 1e-5
     again = {**values, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": True}
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "out" / "checkpoint-1", tmp_path / "again" / "checkpoint-1")
