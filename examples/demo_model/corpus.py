@@ -110,18 +110,22 @@ class Function:
     source: str
 
 
-def extract_functions(text: str) -> list[Function]:
-    """Find the functions of a file that have a docstring and are 4 to 40 lines long."""
+def parse_source(text: str) -> ast.Module:
+    """Return the syntax tree of a file; an empty one if it is not Python of this version."""
     try:
         with warnings.catch_warnings():
             # Some files hold invalid escapes; a warning for each says nothing about this recipe.
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)
+            return ast.parse(text)
     except (SyntaxError, ValueError):
-        return []
+        return ast.Module([], [])
+
+
+def extract_functions(text: str) -> list[Function]:
+    """Find the functions of a file that have a docstring and are 4 to 40 lines long."""
     lines = text.splitlines()
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parse_source(text)):
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
             continue
         doc = ast.get_docstring(node)

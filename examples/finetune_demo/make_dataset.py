@@ -14,12 +14,11 @@ import random
 import re
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "demo_model"))
 
-from corpus import SourceFile, read_corpus
+from corpus import SourceFile, parse_source, read_corpus
 
 QUESTION = "What does this function do?"
 MAX_FILE_BYTES = 1 << 20
@@ -71,15 +70,9 @@ def split_rows(
 
 def make_rows(text: str) -> list[dict]:
     """Return a row for each function of a file whose docstring begins with a short sentence."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return []
     lines = text.splitlines()
     rows = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parse_source(text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
         answer = find_sentence(ast.get_docstring(node) or "")

@@ -4,71 +4,17 @@ import pytest
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.finetune.recipe import make_recipe, read_recipe
+from tutorial import RECIPE, RULE, RULE_PATH
 
-TUTORIAL = """\
-### model
-model_name_or_path: opensourcerelease/DeepSeek-V3-bf16
-trust_remote_code: true
-### method
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-### dataset
-dataset: identity
-template: deepseek
-cutoff_len: 2048
-max_samples: 100000
-overwrite_cache: true
-preprocessing_num_workers: 16
-dataloader_num_workers: 4
-### output
-output_dir: saves/Kllama_deepseekV3
-logging_steps: 10
-save_steps: 500
-plot_loss: true
-overwrite_output_dir: true
-save_only_model: false
-report_to: none # choices: [none, wandb, tensorboard, swanlab, mlflow]
-### train
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-ddp_timeout: 180000000
-resume_from_checkpoint: null
-### ktransformers
-use_kt: true # use KTransformers as LoRA sft backend
-kt_optimize_rule: rule.yaml
-cpu_infer: 32
-chunk_size: 8192
-"""
-RULE = r"""
-- match:
-    name: "^model\\.layers\\.([0-9]|[12][0-9])\\.mlp\\.experts$"
-  replace:
-    class: ktransformers.operators.experts.KTransformersExperts
-    kwargs:
-      prefill_device: "cuda:0"
-      prefill_op: "KExpertsTorch"
-      generate_device: "cpu"
-      generate_op: "KSFTExpertsCPU"
-      out_device: "cuda:0"
-      backend: "AMXInt8"
-  recursive: False
-"""
 LEAST = {"model_name_or_path": "demo", "output_dir": "out"}
 
 
 def test_the_tutorials_recipe(tmp_path, monkeypatch):
     """All its keys are obeyed, or noted as having no effect; overrides go before the file."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(TUTORIAL)
-    (tmp_path / "rule.yaml").write_text(RULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / RULE_PATH).parent.mkdir(parents=True)
+    (tmp_path / RULE_PATH).write_text(RULE)
     recipe = read_recipe("recipe.yaml", ["lora_rank=16", "learning_rate=1e-3"])
     assert (recipe.method.lora_rank, recipe.train.learning_rate) == (16, 1e-3)
     assert recipe.model.expert_format == "int8"
