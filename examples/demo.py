@@ -9,8 +9,8 @@ import time
 
 import httpx
 
-from tandem.cli.local_server import connect
-from tandem.cli.stream import StreamResult, stream_events
+from tandem.cli.asking.local_server import connect
+from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.core.errors import TandemError
 
 MAX_TOKENS = 96

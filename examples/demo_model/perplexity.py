@@ -17,11 +17,11 @@ from corpus import read_corpus
 from stream import encode_files
 from tokenizers import Tokenizer
 
-from tandem.kernels.formats import WEIGHT_FORMATS
 from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.hub import resolve_folder
-from tandem.models.loader import CausalModel, load_model
-from tandem.models.planner import plan_model
+from tandem.kernels.weights.formats import WEIGHT_FORMATS
+from tandem.models.loading.hub import resolve_folder
+from tandem.models.loading.loader import CausalModel, load_model
+from tandem.models.planning.planner import plan_model
 
 WINDOW = 512
 BLOCK_SIZE = 64

@@ -304,7 +304,7 @@ void bind_kernels(nb::module_& module) {
                    "object, object | None], up: tuple[object, object, object | None], down: "
                    "tuple[object, object, object | None]) -> None"),
            "Lay out the codes of one expert: of each matrix codes, scales and minima; see\n"
-           "`tandem.kernels.formats.QuantizedMatrix`.\n\n"
+           "`tandem.kernels.weights.formats.QuantizedMatrix`.\n\n"
            "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
            "    UnsupportedError (what is no code of the format, or a scale that is not finite).")
       .def("pack_blocks", &pack_blocks, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
@@ -312,7 +312,7 @@ void bind_kernels(nb::module_& module) {
                    "tuple[list[tuple[str, object]], object | None], up: tuple[list[tuple[str, "
                    "object]], object | None], down: tuple[list[tuple[str, object]], object | None]) "
                    "-> None"),
-           "Lay out one expert that is blocks; see `tandem.kernels.blocks.BlockMatrix`.\n\n"
+           "Lay out one expert that is blocks; see `tandem.kernels.weights.blocks.BlockMatrix`.\n\n"
            "Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);\n"
            "    UnsupportedError (a kind that the format does not hold, or a scale that is not\n"
            "    finite in it).")

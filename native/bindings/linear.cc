@@ -203,13 +203,13 @@ void bind_linear(nb::module_& module) {
       .def("pack_codes", &pack_matrix_codes, "pool"_a, "codes"_a, "scales"_a, "minima"_a.none(),
            nb::sig("def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: "
                    "object | None) -> None"),
-           "Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.\n\n"
+           "Lay out the codes of all rows; see `tandem.kernels.weights.formats.QuantizedMatrix`.\n\n"
            "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no\n"
            "    code of the format, or a scale that is not finite).")
       .def("pack_blocks", &pack_matrix_blocks, "pool"_a, "blocks"_a,
            nb::sig("def pack_blocks(self, pool: ThreadPool, blocks: tuple[list[tuple[str, object]], "
                    "object | None]) -> None"),
-           "Lay out the blocks of all rows; see `tandem.kernels.blocks.BlockMatrix`.\n\n"
+           "Lay out the blocks of all rows; see `tandem.kernels.weights.blocks.BlockMatrix`.\n\n"
            "Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (a kind that the\n"
            "    format does not hold, or a scale that is not finite in it).")
       .def("pack", &pack_matrix, "pool"_a, "weights"_a, "first_row"_a = 0,

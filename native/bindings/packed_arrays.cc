@@ -37,7 +37,7 @@ MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const
                columns);
   const auto size = static_cast<size_t>(format.group_size);
   const size_t groups = size == 0 ? 1 : (columns + size - 1) / size;
-  const bool is_block = format.is_float && format.bits == 8;
+  const bool is_block = format.is_float && format.bits == 8 && format.group_size != 0;
   const auto scale_array = nb::cast<AnyInput>(scales);
   check_matrix(scale_array, where, (text + ".scales").c_str(),
                format.is_float ? is_float(scale_array.dtype()) : is_fp16(scale_array.dtype()),

@@ -229,6 +229,9 @@ void bind_store_reads(nb::module_& module) {
            "    hosts: number in the columns, of the endpoint, and where its segment begins.\n"
            "    generation: of the cache, when the master was asked.\n\n"
            "Raises: CorruptionError (numbers that no object has; the length of a column).")
+      .def("take_given_up", [](BatchRead& self) { return self.core.take_given_up(); },
+           "Indexes of what has been given up since the last time: these are done, unless they are\n"
+           "placed anew.")
       .def("list_endpoints", [](const BatchRead& self) { return self.core.list_endpoints(); },
            "Those with something to read.")
       .def("plan", &plan, "endpoint"_a,
@@ -253,12 +256,12 @@ void bind_store_reads(nb::module_& module) {
              self.core.check_direct(index, checksum);
            }, "index"_a, "checksum"_a, "Drop a direct value if its checksum is not this one.")
       .def("finish", &finish, "values"_a, "scratch"_a, "now_s"_a, "cache"_a,
-           nb::sig("def finish(self, values: list, scratch: object, now_s: float, "
+           nb::sig("def finish(self, values: list[bytes | None], scratch: object, now_s: float, "
                    "cache: LocationCache) -> list[int]"),
            "Set the values that are good and whose leases hold; forget the places of the others.\n\n"
            "Returns: the direct ones among the good, whose values are the caller's to set.")
       .def("finish_into", &finish_into, "sizes"_a, "scratch"_a, "memory"_a, "now_s"_a, "cache"_a,
-           nb::sig("def finish_into(self, sizes: list, scratch: object, memory: object, "
+           nb::sig("def finish_into(self, sizes: list[int], scratch: object, memory: object, "
                    "now_s: float, cache: LocationCache) -> None"),
            "As `finish`: copy values to their targets, and set their sizes.")
       .def("fail",

@@ -86,17 +86,20 @@ inline F32 odd_of(Bf16Pair w) {
 }
 
 // Scaled weights are exact for powers of two, else rounded once.
-template <int kBits>
+template <int kBits, FloatScales kScales>
 void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* tile) {
   constexpr size_t kGroup = kBits == 8 ? 128 : 32;
   constexpr size_t kStep = kBits == 8 ? 4 : 8;
-  constexpr size_t kGroupBytes = kFloatHeaderBytes + kPanelColumns * kGroup * kBits / 8;
+  constexpr size_t kHeader = kFloatGroupHeader<kScales>;
+  constexpr size_t kGroupBytes = kHeader + kPanelColumns * kGroup * kBits / 8;
   for (size_t i = 0; i < num_k; i += kStep) {
     const size_t k = first_k + i;
-    const uint8_t* p = panel + k / kGroup * kGroupBytes;
-    const uint8_t* codes = p + kFloatHeaderBytes + k % kGroup / kStep * kStepBytes;
+    const uint8_t* p = panel + kFloatPanelHeader<kScales> + k / kGroup * kGroupBytes;
+    const uint8_t* codes = p + kHeader + k % kGroup / kStep * kStepBytes;
     for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      const F32 scale = load_float_scale<kBits>(p, c);
+      F32 scale = load_float_scale<kBits, kScales>(p, c);
+      if constexpr (kScales == FloatScales::kRow)
+        scale = scale * load_f32(reinterpret_cast<const float*>(panel) + c);
       const I32 words = load_i32(codes + c * 4);
       const auto put = [&](size_t at, Bf16Pair w) TANDEM_INLINE {
         store_f32(tile + (i + at) * kPanelColumns + c, even_of(w) * scale);
@@ -121,10 +124,12 @@ void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k,
     __builtin_memset(tile + num_k * kPanelColumns, 0, (kTileInputs - num_k) * kPanelColumns * 2);
   if (format.bits == 16) return split_bf16(panel, first_k, num_k, tile);
   alignas(64) float wide[kTileInputs * kPanelColumns];
-  if (format.is_float && format.bits == 8)
-    widen_floats<8>(panel, first_k, num_k, wide);
+  if (format.is_float && format.bits == 8 && format.group_size == 0)
+    widen_floats<8, FloatScales::kRow>(panel, first_k, num_k, wide);
+  else if (format.is_float && format.bits == 8)
+    widen_floats<8, FloatScales::kGroup>(panel, first_k, num_k, wide);
   else if (format.is_float)
-    widen_floats<4>(panel, first_k, num_k, wide);
+    widen_floats<4, FloatScales::kGroup>(panel, first_k, num_k, wide);
   else
     widen_ints(format, panel, first_k, num_k, wide);
   store_bf16(tile, wide, num_k * kPanelColumns);

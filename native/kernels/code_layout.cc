@@ -17,17 +17,19 @@ constexpr uint16_t kFp16Exponent = 0x7c00;
 struct Layout {
   WeightFormat format;
   size_t unit;           // Inputs of a group; of the padding, where a row has one scale.
+  size_t row_bytes;      // Of scales before the panel, where a row has one.
   size_t header_bytes;   // Before the codes of each group.
   uint8_t padding;       // The code of what is not there.
   bool is_row;
 };
 
 Layout make_layout(const WeightFormat& format) {
-  const bool is_row = has_codes(format) && format.group_size == 0;
+  const bool is_row = format.group_size == 0;
+  const size_t row_bytes = !is_row ? 0 : format.is_float ? kRowHeaderBytes : kPanelColumns * 2;
   const size_t unit = unit_size(format);
   const size_t code_bytes = kPanelColumns * unit * static_cast<size_t>(format.bits) / 8;
   const bool is_centred = has_codes(format) && !format.has_minimum;
-  return {format, unit, group_bytes(format, unit) - code_bytes,
+  return {format, unit, row_bytes, group_bytes(format, unit) - code_bytes,
           static_cast<uint8_t>(is_centred ? 1 << (format.bits - 1) : 0), is_row};
 }
 
@@ -89,11 +91,12 @@ Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, s
       std::memcpy(out + kPanelColumns * 2 + column * 2, &minimum, 2);
     return {};
   }
-  const size_t scale_row = layout.format.bits == 8 ? row / kLayoutBlockRows : row;
+  const bool is_block = layout.format.bits == 8 && !layout.is_row;
+  const size_t scale_row = is_block ? row / kLayoutBlockRows : row;
   const float scale = static_cast<const float*>(matrix.scales)[scale_row * num_groups + group];
   if (layout.format.bits == 8) {
     if (!std::isfinite(scale)) return refuse(row, "a scale that is not finite");
-    std::memcpy(out + column % 16 * sizeof scale, &scale, sizeof scale);
+    std::memcpy(out + (layout.is_row ? column : column % 16) * sizeof scale, &scale, sizeof scale);
     return {};
   }
   uint32_t bits;
@@ -121,7 +124,7 @@ Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint
           place_scale(layout, matrix, source.first_row + c, 0, num_groups, c, panel);
       if (!placed.is_ok()) return placed;
     }
-    body += kPanelColumns * 2;
+    body += layout.row_bytes;
   }
   uint8_t codes[kMaxGroupSize];
   for (size_t k = 0; k < size; k += layout.unit, body += group_bytes(format, layout.unit)) {
@@ -143,7 +146,7 @@ Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint
       place_codes(format, codes, layout.unit, c, body + layout.header_bytes);
     }
     // Of a block of e4m3 with few outputs, too, all copies of the scale are the same.
-    if (format.is_float && format.bits == 8)
+    if (format.is_float && format.bits == 8 && !layout.is_row)
       for (size_t i = 4; i < kFloatHeaderBytes; i += 4) std::memcpy(body + i, body, 4);
   }
   return {};

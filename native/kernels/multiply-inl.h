@@ -109,10 +109,28 @@ inline void scale_row(float* out, const uint8_t* panel) {
     store_f32(out + c, load_f32(out + c) * load_fp16(scales + c));
 }
 
-// The scales of columns [column, column + kLanes) of a group of a float format.
-template <int kBits>
+// The same of e4m3, whose scales are fp32.
+inline void scale_float_row(float* out, const uint8_t* panel) {
+  const float* scales = reinterpret_cast<const float*>(panel);
+  for (size_t c = 0; c < kPanelColumns; c += kLanes)
+    store_f32(out + c, load_f32(out + c) * load_f32(scales + c));
+}
+
+// What stands beside the codes of a float format.
+enum class FloatScales { kGroup, kRow };
+
+template <FloatScales kScales>
+constexpr size_t kFloatGroupHeader = kScales == FloatScales::kRow ? 0 : kFloatHeaderBytes;
+template <FloatScales kScales>
+constexpr size_t kFloatPanelHeader = kScales == FloatScales::kRow ? kRowHeaderBytes : 0;
+
+// The scales of columns [column, column + kLanes) of a group of a float format, but for the one of a
+// row.
+template <int kBits, FloatScales kScales>
 TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) {
-  if constexpr (kBits == 8)
+  if constexpr (kScales == FloatScales::kRow)
+    return set_f32(kE4m3Factor);
+  else if constexpr (kBits == 8)
     return load_f32(reinterpret_cast<const float*>(header)) * set_f32(kE4m3Factor);
   else
     return as_f32(shift_left_23(load_u8(header + column)));
@@ -201,7 +219,7 @@ void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
 }
 
 // e4m3 and e2m1, widened to bf16 in registers: as tile_int, with sums of a group in fp32.
-template <int kRows, int kVectors, int kBits>
+template <int kRows, int kVectors, int kBits, FloatScales kScales>
 void tile_float(const Tile& tile, size_t first_row) {
   constexpr size_t kGroup = kBits == 8 ? 128 : 32;
   constexpr size_t kStep = kBits == 8 ? 4 : 8;
@@ -212,14 +230,14 @@ void tile_float(const Tile& tile, size_t first_row) {
     out[r.value] = tile.out + (first_row + r.value) * tile.out_stride;
     for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(out[r.value] + c, zero_f32());
   });
-  const uint8_t* p = tile.panel;
+  const uint8_t* p = tile.panel + kFloatPanelHeader<kScales>;
   for (size_t first = 0; first < tile.size; first += kGroup) {
     for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
       F32 acc[kRows][kVectors];
       unroll<kRows>([&](auto r) TANDEM_INLINE {
         unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = zero_f32(); });
       });
-      const uint8_t* codes = p + kFloatHeaderBytes + column * 4;
+      const uint8_t* codes = p + kFloatGroupHeader<kScales> + column * 4;
       for (size_t k = first; k < first + kGroup; k += kStep, codes += kStepBytes) {
         prefetch_step<kVectors>(codes);
         // A vector of weights at a time: widened, all of them would not fit beside the sums.
@@ -245,15 +263,17 @@ void tile_float(const Tile& tile, size_t first_row) {
       }
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
         const size_t at = column + v.value * kLanes;
-        const F32 scale = load_float_scale<kBits>(p, at);
+        const F32 scale = load_float_scale<kBits, kScales>(p, at);
         unroll<kRows>([&](auto r) TANDEM_INLINE {
           float* sum = out[r.value] + at;
           store_f32(sum, fma(acc[r.value][v.value], scale, load_f32(sum)));
         });
       });
     }
-    p += kFloatHeaderBytes + kPanelColumns * kGroup * kBits / 8;
+    p += kFloatGroupHeader<kScales> + kPanelColumns * kGroup * kBits / 8;
   }
+  if constexpr (kScales == FloatScales::kRow)
+    unroll<kRows>([&](auto r) TANDEM_INLINE { scale_float_row(out[r.value], tile.panel); });
 }
 
 template <int kRows>
@@ -268,8 +288,11 @@ void run_block(const Tile& tile, size_t row) {
     return;
   }
   void (*run)(const Tile&, size_t);
-  if (format.is_float)
-    run = format.bits == 8 ? tile_float<kRows, kBf16Vectors, 8> : tile_float<kRows, kBf16Vectors, 4>;
+  if (format.is_float && format.bits == 8)
+    run = format.group_size == 0 ? tile_float<kRows, kBf16Vectors, 8, FloatScales::kRow>
+                                 : tile_float<kRows, kBf16Vectors, 8, FloatScales::kGroup>;
+  else if (format.is_float)
+    run = tile_float<kRows, kBf16Vectors, 4, FloatScales::kGroup>;
   else if (format.bits == 8 && format.group_size == 0)
     run = tile_int<kRows, kVectors, 8, Scales::kRow>;
   else if (format.bits == 8)

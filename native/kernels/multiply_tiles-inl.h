@@ -185,27 +185,33 @@ inline void widen_floats(const uint8_t* codes, size_t group_size, uint8_t* out) 
   }
 }
 
-template <int kBits>
+template <int kBits, FloatScales kScales>
 void tiles_float(const TileRows& rows) {
   constexpr size_t kGroup = kBits == 8 ? 128 : 32;
   TileScratch scratch;
   Tiles tiles(rows.count, kMaxStepBytes);
   clear_out(rows);
-  const uint8_t* p = rows.tile->panel;
+  const uint8_t* p = rows.tile->panel + kFloatPanelHeader<kScales>;
   for (size_t k = 0; k < rows.tile->size; k += kGroup) {
-    widen_floats<kBits>(p + kFloatHeaderBytes, kGroup, scratch.weights);
+    widen_floats<kBits>(p + kFloatGroupHeader<kScales>, kGroup, scratch.weights);
     tiles.clear();
     add_bf16_steps(tiles, rows, k, k + kGroup, kMaxStepBytes / 2, scratch.weights, scratch);
     store_tiles(tiles, scratch);
-    add_sums(rows, scratch, [&](size_t column) { return load_float_scale<kBits>(p, column); });
-    p += kFloatHeaderBytes + kPanelColumns * kGroup * kBits / 8;
+    add_sums(rows, scratch,
+             [&](size_t column) { return load_float_scale<kBits, kScales>(p, column); });
+    p += kFloatGroupHeader<kScales> + kPanelColumns * kGroup * kBits / 8;
   }
+  if constexpr (kScales == FloatScales::kRow)
+    for (size_t i = 0; i < rows.count; ++i) scale_float_row(find_out(rows, i), rows.tile->panel);
 }
 
 void run_tiles(const TileRows& rows) {
   const WeightFormat& format = rows.tile->format;
   if (format.bits == 16) return tiles_bf16(rows);
-  if (format.is_float) return format.bits == 8 ? tiles_float<8>(rows) : tiles_float<4>(rows);
+  if (format.is_float && format.bits == 4) return tiles_float<4, FloatScales::kGroup>(rows);
+  if (format.is_float)
+    return format.group_size == 0 ? tiles_float<8, FloatScales::kRow>(rows)
+                                  : tiles_float<8, FloatScales::kGroup>(rows);
   if (format.bits == 8 && format.group_size == 0) return tiles_int<8, Scales::kRow>(rows);
   if (format.bits == 8)
     return format.has_minimum ? tiles_int<8, Scales::kGroupMinimum>(rows)

@@ -229,15 +229,17 @@ inline I32 narrow_float(F32 magnitude, int32_t mantissa, int32_t bias, float sma
   return select(is_less(magnitude, set_f32(smallest_normal)), subnormal, normal);
 }
 
-// Chunks are whole groups of 128 inputs; the block of 128 outputs shares the scale.
+// Chunks are whole groups of 128 inputs; the block of 128 outputs, or the row, shares the scale.
 bool pack_e4m3(const PackTask& task, const float* w, size_t first, size_t count, size_t column) {
   constexpr size_t kGroup = 128;
-  constexpr size_t kGroupBytes = kFloatHeaderBytes + kPanelColumns * kGroup;
+  const bool is_row = task.format.group_size == 0;
+  const size_t header = is_row ? 0 : kFloatHeaderBytes;
+  uint8_t* groups = task.panel + (is_row ? kRowHeaderBytes : 0);
   alignas(64) uint8_t codes[kGroup];
   for (size_t k = 0; k < count; k += kGroup) {
-    uint8_t* out = task.panel + (first + k) / kGroup * kGroupBytes;
+    uint8_t* out = groups + (first + k) / kGroup * (header + kPanelColumns * kGroup);
     float scale;
-    __builtin_memcpy(&scale, out, sizeof scale);
+    __builtin_memcpy(&scale, is_row ? task.panel + column * sizeof scale : out, sizeof scale);
     // Written by pack() before the columns; NaN says that the block cannot be held.
     if (!(scale == scale)) return false;
     const F32 divisor = set_f32(scale == 0.0f ? 1.0f : scale);
@@ -247,7 +249,7 @@ bool pack_e4m3(const PackTask& task, const float* w, size_t first, size_t count,
       const I32 code = narrow_float(at_most(ratio, set_f32(kLargestE4m3)), 3, 7, 0x1p-6f, 0x1p-9f);
       store_u8(codes + i, code | ((as_i32(value) >> 24) & set_i32(0x80)));
     }
-    uint8_t* at = out + kFloatHeaderBytes + column / 4 * 16 + column % 4 * 2;
+    uint8_t* at = out + header + column / 4 * 16 + column % 4 * 2;
     for (size_t i = 0; i < kGroup; i += 4, at += kStepBytes) {
       __builtin_memcpy(at, codes + i, 2);
       __builtin_memcpy(at + 8, codes + i + 2, 2);
@@ -311,17 +313,29 @@ void pack_row_codes(const PackTask& task, const RowCoders& rows, const float* w,
   place_ints(8, codes, count, column, task.panel + kPanelColumns * 2 + first * kPanelColumns);
 }
 
-// Block scales of e4m3, into the headers of the panel's groups.
-void write_block_scales(const PackTask& task) {
+// The scale that e4m3 fills a block of this largest magnitude with; NaN if it cannot be held.
+float choose_e4m3_scale(uint32_t amax_bits) {
+  const bool is_finite = amax_bits <= bits_of(kLargestFloat);
+  return is_finite ? float_of(amax_bits) / kLargestE4m3 : __builtin_nanf("");
+}
+
+// Scales of e4m3, before the panel of rows, or into the headers of the groups of blocks.
+void write_e4m3_scales(const PackTask& task, size_t num_columns) {
+  if (task.format.group_size == 0) {
+    for (size_t c = 0; c < num_columns; ++c) {
+      const size_t row = task.first_row + c;
+      const float scale = choose_e4m3_scale(scan_block(task, row, row + 1, 0, task.row_size));
+      __builtin_memcpy(task.panel + c * sizeof scale, &scale, sizeof scale);
+    }
+    return;
+  }
   constexpr size_t kGroup = 128;
   const size_t first_row = task.first_row / kGroup * kGroup;
   const size_t last_row = task.num_rows < first_row + kGroup ? task.num_rows : first_row + kGroup;
   uint8_t* out = task.panel;
   for (size_t k = task.first_k; k < task.last_k; k += kGroup) {
     const size_t last_k = task.last_k < k + kGroup ? task.last_k : k + kGroup;
-    const uint32_t amax_bits = scan_block(task, first_row, last_row, k, last_k);
-    const bool is_finite = amax_bits <= bits_of(kLargestFloat);
-    const float scale = is_finite ? float_of(amax_bits) / kLargestE4m3 : __builtin_nanf("");
+    const float scale = choose_e4m3_scale(scan_block(task, first_row, last_row, k, last_k));
     for (size_t i = 0; i < kFloatHeaderBytes; i += sizeof scale)
       __builtin_memcpy(out + i, &scale, sizeof scale);
     out += kFloatHeaderBytes + kPanelColumns * kGroup;
@@ -332,6 +346,7 @@ size_t panel_size_bytes(const PackTask& task) {
   const WeightFormat& format = task.format;
   const size_t codes = kPanelColumns * task.size * static_cast<size_t>(format.bits) / 8;
   if (format.bits == 16) return codes;
+  if (format.is_float && format.group_size == 0) return codes + kRowHeaderBytes;
   if (format.is_float)
     return codes + task.size / static_cast<size_t>(format.group_size) * kFloatHeaderBytes;
   const size_t scales = kPanelColumns * 2 * (format.has_minimum ? 2 : 1);
@@ -347,7 +362,7 @@ int64_t pack(const PackTask& task) {
   const bool is_e4m3 = format.is_float && format.bits == 8;
   const bool is_row = has_codes(format) && format.group_size == 0;
   if (num_columns < kPanelColumns) __builtin_memset(task.panel, 0, panel_size_bytes(task));
-  if (is_e4m3) write_block_scales(task);
+  if (is_e4m3) write_e4m3_scales(task, num_columns);
   RowCoders rows;
   if (is_row)
     for (size_t c = 0; c < num_columns; ++c)

@@ -16,8 +16,9 @@ constexpr size_t kMaxTaskPieces = 4;
 // An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
 constexpr size_t kMaxIntSize = 65536;
 
+// Of a group, or of a panel with one scale a row.
 size_t header_bytes(const WeightFormat& format) {
-  if (format.is_float) return kFloatHeaderBytes;
+  if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
   return kPanelColumns * 2 * (format.has_minimum ? 2 : 1);
 }
 
@@ -35,14 +36,14 @@ Status check_format(const WeightFormat& format) {
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
   if (format.bits == 16 && g == 0 && !format.has_minimum) return {};
   if (format.is_float && !format.has_minimum) {
-    if ((format.bits == 8 && g == 128) || (format.bits == 4 && g == 32)) return {};
+    if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
   } else if (!format.is_float) {
     if ((format.bits == 8 || format.bits == 4) && is_group) return {};
     if (format.bits == 8 && g == 0 && !format.has_minimum) return {};
   }
   return Error{Code::kUnsupported, "kernels.check_format",
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
-                   ": there are kernels for bf16, e4m3 in blocks of 128, e2m1 in groups of 32, 8 "
+                   ": there are kernels for bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
                    "bits in groups of 16 to 128 or in rows, and 4 bits in groups of 32 to 128",
                "format"};
 }
@@ -83,7 +84,7 @@ size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
 }
 
 size_t panel_bytes(const WeightFormat& format, size_t size) {
-  const bool is_row = has_codes(format) && format.group_size == 0;
+  const bool is_row = format.bits < 16 && format.group_size == 0;
   return group_bytes(format, padded_size(format, size)) + (is_row ? header_bytes(format) : 0);
 }
 

@@ -101,13 +101,14 @@ TANDEM_INLINE inline void widen_codes(I32 codes, size_t column, F32 offset,
 template <int kBits, bool kIsE4m3>
 void turn_codes(const WeightFormat& format, const uint8_t* panel, size_t next, size_t first_k,
                 uint8_t* out) {
-  const bool is_row = !kIsE4m3 && format.group_size == 0;
+  const bool is_row = format.group_size == 0;
   const size_t group =
       kIsE4m3 ? 128 : static_cast<size_t>(is_row ? kRowGroupSize : format.group_size);
-  const size_t header =
-      kIsE4m3 ? kFloatHeaderBytes : (is_row ? 0 : kScaleBytes * (format.has_minimum ? 2 : 1));
+  const size_t group_header =
+      kIsE4m3 ? kFloatHeaderBytes : kScaleBytes * (format.has_minimum ? 2 : 1);
+  const size_t header = is_row ? 0 : group_header;
   const size_t group_bytes = header + kPanelColumns * group * kBits / 8;
-  const uint8_t* groups = panel + (is_row ? kScaleBytes : 0);
+  const uint8_t* groups = panel + (is_row ? (kIsE4m3 ? kRowHeaderBytes : kScaleBytes) : 0);
   const F32 offset = set_f32(format.has_minimum ? 0.0f : static_cast<float>(1 << (kBits - 1)));
   PanelScales scales[2];
   const uint8_t* codes[2];
@@ -116,13 +117,13 @@ void turn_codes(const WeightFormat& format, const uint8_t* panel, size_t next, s
     const uint8_t* p = groups + k / group * group_bytes;
     const uint8_t* from = is_row ? panel : p;
     codes[half] = p + header + k % group * kPanelColumns * kBits / 8;
-    float factor = 0.0f;
-    if constexpr (kIsE4m3) {
-      __builtin_memcpy(&factor, p, sizeof factor);
-      factor *= 256.0f;
-    }
     for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      store_f32(scales[half].scale + c, kIsE4m3 ? set_f32(factor) : widen_fp16(from + c * 2));
+      F32 scale;
+      if constexpr (kIsE4m3)  // A block's header is the same 16 numbers for all columns.
+        scale = load_f32(reinterpret_cast<const float*>(from) + (is_row ? c : 0)) * set_f32(256.0f);
+      else
+        scale = widen_fp16(from + c * 2);
+      store_f32(scales[half].scale + c, scale);
       store_f32(scales[half].minimum + c, !kIsE4m3 && format.has_minimum
                                               ? widen_fp16(from + kScaleBytes + c * 2)
                                               : zero_f32());

@@ -6,7 +6,7 @@
 // with scale and minimum in fp16. Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
 // other one, the activations, stays signed. A group size of 0 is one group a row. Float formats
 // hold the weight, or what a scale multiplies: bf16; e4m3 (fp8) with an fp32 scale for blocks of
-// 128 x 128; e2m1 (mxfp4) with a power of two, e8m0, for 32 inputs of one output.
+// 128 x 128, or for one output (a group size of 0); e2m1 (mxfp4) with a power of two, e8m0, for 32 inputs of one output.
 //
 // A matrix [N outputs, K inputs] is packed as panels of kPanelColumns outputs. A panel is one
 // stream, read front to back:
@@ -17,6 +17,7 @@
 //   bf16:    value[ceil(K/2)][64 columns][2 k]
 //   e4m3:    for each 128 inputs { fp32 scale[16], all equal; codes[32][16 x 4 columns][4 k] },
 //     where the 16 bytes of four columns hold k = 0, 1 of each, then k = 2, 3 of each.
+//     One scale a row: fp32 scale[64], then the codes of all K, in whole groups of 128.
 //   e2m1:    for each 32 inputs { e8m0 scale[64]; codes[4][64 columns][8 k] }, where the four bytes
 //     of a column hold k = 0, 2, 4, 6 in the nibbles of the lower half and 1, 3, 5, 7 in the upper.
 // Outputs beyond N and inputs beyond K are zero.
@@ -33,6 +34,8 @@ inline constexpr int kMaxGroupSize = 128;
 inline constexpr int kRowGroupSize = 128;
 // Bytes of scales before each group of e4m3 and of e2m1 codes.
 inline constexpr size_t kFloatHeaderBytes = 64;
+// Bytes of scales before a panel of e4m3 with one scale a row.
+inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
 
 // No member functions: sources compiled for a wide ISA share this header with all others.
 struct WeightFormat {

@@ -215,6 +215,16 @@ std::vector<uint32_t> BatchRead::finish(double now_s, LocationCache& cache, bool
   return done;
 }
 
+std::vector<uint32_t> BatchRead::take_given_up() {
+  std::vector<uint32_t> taken;
+  for (uint32_t i = 0; i < objects_.size(); ++i) {
+    if (objects_[i].state != State::kGivenUp) continue;
+    objects_[i].state = State::kDone;
+    taken.push_back(i);
+  }
+  return taken;
+}
+
 void BatchRead::copy_to_target(uint32_t index, const uint8_t* scratch, uint8_t* memory) const {
   const Object& object = objects_[index];
   std::memcpy(memory + targets_[index].offset, scratch + object.scratch_at, object.location.size);

@@ -89,6 +89,10 @@ class BatchRead {
   // Copies a value that is done, and was not direct, to its target.
   void copy_to_target(uint32_t index, const uint8_t* scratch, uint8_t* memory) const;
 
+  // Returns what has been given up since the last time; from now on these are done, unless they are
+  // placed anew.
+  std::vector<uint32_t> take_given_up();
+
   size_t num_keys() const { return objects_.size(); }
   uint64_t size_of(uint32_t index) const { return objects_[index].location.size; }
   bool is_direct(uint32_t index) const { return size_of(index) >= direct_bytes_; }

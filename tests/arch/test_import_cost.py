@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "tandem._native._core")
         ("tandem.core.wire", HEAVY),
         ("tandem.rpc", HEAVY),
         ("tandem.placement", HEAVY),
-        ("tandem.engine.scheduler", HEAVY),
+        ("tandem.engine.scheduling.scheduler", HEAVY),
         ("tandem.engine.cluster.client", HEAVY[:2]),  # It asks the native probe for cores.
         ("tandem.server.config", HEAVY),
         ("tandem.cli.main", HEAVY),

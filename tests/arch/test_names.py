@@ -24,7 +24,7 @@ def files(names):
 @pytest.mark.parametrize(
     "said",
     [
-        "`engine/scheduler.py`",
+        "`engine/scheduling/scheduler.py`",
         "`scheduler.py`",
         "`docs/design/store.md`",
         "``tandem.core.clock``",

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tandem.bench import attention
 from tandem.bench.harness import run_cases
+from tandem.bench.operators import attention
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,10 @@ import pytest
 from tandem.bench.children import start_child
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from tandem.bench.children import start_child
+# A shell has its background commands ignore it, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 child = start_child([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 time.sleep(600)

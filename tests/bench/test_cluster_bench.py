@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tandem.bench import cluster
 from tandem.bench.harness import run_cases
+from tandem.bench.serving import cluster
 
 
 def test_cases_at_toy_size():

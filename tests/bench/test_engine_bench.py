@@ -6,9 +6,9 @@ import sys
 
 from transformers.utils.logging import disable_progress_bar
 
-from tandem.bench.driver import EngineDriver
-from tandem.bench.engine import _make_deep_model
 from tandem.bench.harness import BenchRecord
+from tandem.bench.serving.driver import EngineDriver
+from tandem.bench.serving.engine import _make_deep_model
 
 LAYERS = 48
 CALLS_PER_LAYER = 60

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="the bench needs the `serve` extra")
 
-from tandem.bench.families import make_cases
+from tandem.bench.serving.families import make_cases
 
 
 def test_a_case_records_the_operators_of_a_step():

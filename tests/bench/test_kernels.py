@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tandem.bench import linear, moe
 from tandem.bench.harness import run_cases
+from tandem.bench.operators import linear, moe
 
 ALL_SHAPES = list(moe.SHAPES)
 TOY_SHAPES = [moe.Shape("toy", 256, 128, 2, 4), moe.Shape("toy-2", 512, 256, 2, 2)]

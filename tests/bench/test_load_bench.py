@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tandem.bench.load import make_cases
+from tandem.bench.serving.load import make_cases
 from tandem.core.errors import UnsupportedError
 
 
 def test_the_child_loads_and_tells(tmp_path):
     """As the benchmark starts it, without the rival, which takes ten minutes to install."""
-    command = [sys.executable, "-m", "tandem.bench.load_child", "demo", str(tmp_path), "5,6,7"]
+    module = "tandem.bench.serving.load_child"
+    command = [sys.executable, "-m", module, "demo", str(tmp_path), "5,6,7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)

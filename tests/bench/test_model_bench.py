@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tandem.bench import model as model_bench
+from tandem.bench.serving import model as model_bench
 
 
 def run_case(pattern):

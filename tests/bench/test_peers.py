@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.bench import peers
+from tandem.bench.rivals import peers
 from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 
 SCRIPT = """

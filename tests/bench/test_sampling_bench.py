@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tandem.bench import sampling
 from tandem.bench.harness import run_cases
+from tandem.bench.operators import sampling
 
 
 @pytest.fixture(autouse=True)

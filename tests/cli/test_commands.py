@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tandem.cli.commands.plan import plan
 from tandem.cli.config import SHORT_NAMES, Config
-from tandem.cli.plan import plan
 from tandem.core.config import list_fields
 
 

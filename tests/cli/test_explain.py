@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cli.explain import render_timeline
+from tandem.cli.commands.explain import render_timeline
 from tandem.cli.main import app
 from tandem.core.errors import TandemError
 from tandem.core.timeline import (
@@ -103,7 +103,7 @@ def test_a_request_in_the_queue_and_one_that_is_forgotten():
 
 def test_json_is_the_record(monkeypatch):
     timeline = make_timeline(make_instance())
-    monkeypatch.setattr("tandem.cli.explain._fetch", lambda *_: timeline)
+    monkeypatch.setattr("tandem.cli.commands.explain._fetch", lambda *_: timeline)
     result = CliRunner().invoke(app, ["explain", "cmpl-1", "--json"])
     assert result.exit_code == 0
     assert msgspec.json.decode(result.stdout, type=RequestTimeline) == timeline

@@ -63,6 +63,7 @@ def make_broken_inputs(tmp_path):
     binary = tmp_path / "c.yaml"
     binary.write_bytes(b"\xff\xfe: [")
     fast = "--rpc.connect-timeout-ms=200"
+    master = f"--store.master=ipc://{empty}/m"
     return [
         (["serve"], "name a model"),
         (["serve", str(empty)], "config.json does not exist"),
@@ -80,6 +81,13 @@ def make_broken_inputs(tmp_path):
         (["serve", "demo", "--store.transports", "pigeon"], "one of cma, local"),
         (["serve", "demo", "--no-such-flag", "1"], "--no-such-flag"),
         (["config", "show", "--engine.threads", "-1"], "engine.threads"),
+        (["serve", "demo", "--store.memory", "1B"], "from 64 KiB"),
+        (["serve", "demo", "--store.memory", "900GiB"], "512 GiB"),
+        (["serve", "demo", "--store.memory", "1GiB", "--store.master", "h:1"], "one of the two"),
+        (["serve", "demo", "--store.ssd-dir", str(empty)], "give store.memory"),
+        (["serve", "demo", "--prefill", "1", "--decode", "0"], "at least one of both"),
+        (["serve", "demo", "--unified", "1", "--prefill", "1", "--decode", "1"], "one of the two"),
+        (["store", "host", "--store.ssd-dir", str(binary / "ssd"), master, fast], "c.yaml"),
         (["nosuch"], "nosuch"),
         (["bench", "nosuch"], "no benchmark"),
         (["pull", "nosuch"], "not a hub id"),

@@ -12,7 +12,7 @@ def test_generated_pages_are_current():
         [sys.executable, str(ROOT / "tools" / "reference.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
 

@@ -100,7 +100,7 @@ class Client:
 
 def list_children(server):
     """Children that may be harmed, by what they are."""
-    names = {"tandem.engine.instance": "instance", "tandem.store.process": "store"}
+    names = {"tandem.engine.process.instance": "instance", "tandem.store.process": "store"}
     found = []
     for pid, command in list_tree(server.process.pid).items():
         found += [(pid, name) for module, name in names.items() if module in command]

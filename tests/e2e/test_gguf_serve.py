@@ -22,9 +22,9 @@ from loading import load_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.hub import DEMO_FOLDER
-from tandem.server.chat_template import ChatTemplate
-from tandem.server.tokenizer import load_tokenizer
+from tandem.models.loading.hub import DEMO_FOLDER
+from tandem.server.text.chat_template import ChatTemplate
+from tandem.server.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers, 1234 and it's."}]
 NUM_TOKENS = 24

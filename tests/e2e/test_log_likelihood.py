@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from tandem.models.hub import resolve_folder
+from tandem.models.loading.hub import resolve_folder
 
 CONTEXT = "def add(a, b):\n"
 CONTINUATIONS = ["    return a + b\n", "    return b\n\n\ndef", "x", " 世界"]

@@ -14,11 +14,14 @@ import pytest
 LONG = {"model": "demo", "prompt": "def f(x):\n", "max_tokens": 200, "ignore_eos": True}
 
 
-def stream_to_end(url: str, body: dict) -> tuple[int, list[dict], httpx.Headers]:
+def stream_to_end(
+    url: str, body: dict, headers: dict[str, str] | None = None
+) -> tuple[int, list[dict], httpx.Headers]:
     """Post a streaming request; return status, events and headers."""
     with (
         httpx.Client(
             base_url=url,
+            headers=headers,
             timeout=120,
             trust_env=False,
             verify=False,  # Plain HTTP; to load certificates takes a hundred clients seconds.
@@ -36,8 +39,9 @@ def stream_to_end(url: str, body: dict) -> tuple[int, list[dict], httpx.Headers]
         return 200, events, response.headers
 
 
-def test_64_streams_16_queued_the_rest_refused(serve_demo):
-    with serve_demo("--engine.max-running", "64", "--engine.max-queue", "16") as server:
+def test_64_streams_16_queued_the_rest_refused_then_sigterm_drains(serve_demo):
+    limits = ["--engine.max-running", "64", "--engine.max-queue", "16"]
+    with serve_demo(*limits, "--server.drain-timeout-s", "30") as server:
         with concurrent.futures.ThreadPoolExecutor(100) as pool:
             # Long enough that the first ones still run when the last one comes.
             body = {**LONG, "max_tokens": 400}
@@ -55,6 +59,26 @@ def test_64_streams_16_queued_the_rest_refused(serve_demo):
             else:
                 assert events[-1]["choices"][0]["finish_reason"] == "length"
         server.wait_until(server.is_idle)
+        check_that_sigterm_drains(server)
+
+
+def check_that_sigterm_drains(server):
+    """New requests are refused, the running one ends, the status is 0, no process is left."""
+    instance = server.instance_pid()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        # Long enough to be seen running, also by who is slow to look.
+        job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 1500})
+        server.wait_until(lambda: server.stats()["num_running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(
+            lambda: server.client.post("/v1/completions", json=LONG).status_code == 503
+        )
+        status, events, _ = job.result(timeout=60)
+    assert status == 200
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(timeout=30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(instance, 0)
 
 
 def test_streams_outlive_a_killed_instance(serve_demo):
@@ -129,30 +153,22 @@ def test_who_asks_while_no_instance_comes_back_is_told_to_retry(serve_demo):
         assert server.client.post("/v1/completions", json=body).status_code == 200
 
 
-def test_sigterm_drains_and_ends_with_status_0(serve_demo):
-    with serve_demo("--server.drain-timeout-s", "30") as server:
-        instance = server.instance_pid()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            # Long enough to be seen running, also by who is slow to look.
-            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 1500})
-            server.wait_until(lambda: server.stats()["num_running"] == 1)
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_until(
-                lambda: server.client.post("/v1/completions", json=LONG).status_code == 503
-            )
-            status, events, _ = job.result(timeout=60)
-        assert status == 200
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(timeout=30) == 0
-        with pytest.raises(ProcessLookupError):
-            os.kill(instance, 0)
+def test_api_key_guards_all_but_health_then_a_second_interrupt_ends_what_runs(serve_demo):
+    """Then Ctrl-C twice: the stream ends at once, the process with status 0 and clean logs."""
+    key = {"TANDEM_SERVER__API_KEY": "s3cret"}
+    with serve_demo("--server.drain-timeout-s", "600", env=key) as server:
+        assert server.client.get("/health").status_code == 200
+        assert server.client.get("/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer s3cret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+        wrong = {"Authorization": "Bearer s3cres"}
+        assert server.client.get("/v1/models", headers=wrong).status_code == 401
+        command = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        assert "s3cret" not in command.stdout
 
-
-def test_a_second_interrupt_ends_what_runs_without_noise(serve_demo):
-    """Ctrl-C twice: the stream ends at once, the process with status 0 and clean logs."""
-    with serve_demo("--server.drain-timeout-s", "600") as server:
+        server.client.headers.update(headers)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 2000})
+            job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 2000}, headers)
             server.wait_until(lambda: server.stats()["num_running"] == 1)
             server.process.send_signal(signal.SIGINT)
             server.wait_until(
@@ -168,18 +184,6 @@ def test_a_second_interrupt_ends_what_runs_without_noise(serve_demo):
     assert "leaked" not in text
 
 
-def test_api_key_guards_all_but_health(serve_demo):
-    with serve_demo(env={"TANDEM_SERVER__API_KEY": "s3cret"}) as server:
-        assert server.client.get("/health").status_code == 200
-        assert server.client.get("/v1/models").status_code == 401
-        headers = {"Authorization": "Bearer s3cret"}
-        assert server.client.get("/v1/models", headers=headers).status_code == 200
-        wrong = {"Authorization": "Bearer s3cres"}
-        assert server.client.get("/v1/models", headers=wrong).status_code == 401
-        command = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-        assert "s3cret" not in command.stdout
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -187,7 +191,8 @@ def test_api_key_guards_all_but_health(serve_demo):
         (["demo", "--max-model-len", "100000"], ["max_model_len", "2048"]),
         (["demo", "--host", "0.0.0.0"], ["api_key"]),
         (["demo", "--engine.blok-size", "1"], ["blok-size"]),
-        (["demo", "--engine.num-kv-blocks", "2"], ["blocks"]),
+        # The same path as the length, which an instance refuses as well.
+        pytest.param(["demo", "--engine.num-kv-blocks", "2"], ["blocks"], marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_cannot_start_says_why(flags, words):

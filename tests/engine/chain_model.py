@@ -10,7 +10,7 @@ import hashlib
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import MlaLayout
 from tandem.engine.runner import SequenceResult
-from tandem.engine.sampling import SampledToken
+from tandem.engine.sampler_state import SampledToken
 
 BLOCK = 4
 NUM_LAYERS = 2

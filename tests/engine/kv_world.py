@@ -21,7 +21,7 @@ from tandem.core.errors import TandemError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.cluster.client import ClusterClient
 from tandem.engine.cluster.config import ClusterConfig
-from tandem.engine.instance import InstanceSpec
+from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.store_tier import make_object_key
 from tandem.models.config import ModelConfig

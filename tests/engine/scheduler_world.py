@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
-from tandem.engine.loads import LoadDecision
-from tandem.engine.plan import BlockLoad
-from tandem.engine.prefix_index import PrefixIndex
-from tandem.engine.request import Request, RequestState
-from tandem.engine.scheduler import Scheduler, StepPlan
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.loads import LoadDecision
+from tandem.engine.scheduling.plan import BlockLoad
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.scheduler import Scheduler, StepPlan
 
 BLOCK_SIZE = 4
 ORDERS = ["chunked", "prefill_first", "decode_first"]

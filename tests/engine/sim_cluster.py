@@ -72,6 +72,8 @@ class Lane:
 class SimClient:
     """A ``SessionClient``, and the other end of it: a ``ServerPeer``."""
 
+    silence_s = 0.0
+
     def __init__(self, world, instance: SimInstance) -> None:
         self._world, self._instance = world, instance
         self._take_event = self._note_lost = None
@@ -258,5 +260,11 @@ class SimLauncher:
         self._world.instances[spec.name] = instance
         return SimChild(self._world, instance)
 
-    def close(self) -> None:
+    async def prepare(self) -> None:
+        pass
+
+    async def discard(self) -> None:
+        pass
+
+    async def close(self) -> None:
         pass

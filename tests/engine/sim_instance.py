@@ -16,7 +16,6 @@ from chain_model import (
 from sim_peers import Listener, SimPeerPort
 
 from tandem.core.wire import InstanceInfo, KvPeer
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.combined import CombinedTransfers
@@ -24,9 +23,10 @@ from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
-from tandem.engine.instance_api import InstanceApi
-from tandem.engine.prefix_index import PrefixIndex
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.tiers.store_tier import BlockMemory, StoreTier
 from tandem.sim import LoopClock

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.engine.blocks import BlockPool
+from tandem.engine.scheduling.blocks import BlockPool
 
 
 def count(pool):

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 
-from tandem.engine import child_process
+from tandem.engine.process import child_process
 
 TIMEOUT_S = 60.0
 

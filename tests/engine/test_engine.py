@@ -8,13 +8,13 @@ import pytest
 from tandem.core.clock import ManualClock
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.runner import SequenceResult
-from tandem.engine.sampling import BROKEN_ROW, SampledToken
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.sampler_state import BROKEN_ROW, SampledToken
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
 
 EOS = 90
 VOCAB = 100

@@ -8,10 +8,10 @@ from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine import build as building
-from tandem.engine.blocks import BlockPool
 from tandem.engine.build import build_engine, plan_engine
 from tandem.engine.config import EngineConfig
-from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.models.config import ModelConfig
 
 

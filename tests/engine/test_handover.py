@@ -19,13 +19,13 @@ from tandem.core.wire import (
     PrefillKv,
     SamplingParams,
 )
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.runner import SequenceResult
-from tandem.engine.sampling import SampledToken, draw_uniform
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.sampler_state import SampledToken, draw_uniform
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
 
 SIZE = 4
 VOCAB = 1000

@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
-from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.rpc import Auth, generate_secret
 
 BLOCK = 4

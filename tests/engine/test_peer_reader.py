@@ -9,8 +9,8 @@ from tandem.core.wire import KvHandle, PrefillKv, SamplingParams
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
-from tandem.engine.plan import BlockLoad, StepPlan
-from tandem.engine.request import Request
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.request import Request
 
 
 class Sink:

@@ -5,8 +5,8 @@ import hashlib
 import pytest
 
 from tandem.core.spec import make_root_key
-from tandem.engine.blocks import BlockPool
-from tandem.engine.prefix_index import PrefixIndex, hash_block
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex, hash_block
 
 SIZE = 4
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tandem.engine.blocks import BlockPool
-from tandem.engine.prefix_index import PrefixIndex
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
 
 SIZE = 3
 NUM_BLOCKS = 12

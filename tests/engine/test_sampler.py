@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem.core.wire import SamplingParams
 from tandem.engine.sampler import gather_logprobs, sample_tokens
-from tandem.engine.sampling import BROKEN_ROW, SamplerState, draw_uniform
+from tandem.engine.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
 
 VOCAB = 40
 

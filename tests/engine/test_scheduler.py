@@ -9,11 +9,11 @@ import pytest
 from tandem.core.config import list_fields
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import FinishReason, SamplingParams
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
-from tandem.engine.prefix_index import PrefixIndex
-from tandem.engine.request import Request, RequestState
-from tandem.engine.scheduler import MAX_CANDIDATES, Scheduler
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.scheduler import MAX_CANDIDATES, Scheduler
 
 SIZE = 4
 

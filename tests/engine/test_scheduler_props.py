@@ -24,10 +24,10 @@ from scheduler_world import (
 
 from tandem.core.errors import CapacityError, ConflictError
 from tandem.core.wire import FinishReason
-from tandem.engine.blocks import BlockPool
-from tandem.engine.loads import BlockLoads
-from tandem.engine.prefix_index import PrefixIndex, PrefixMatch
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.loads import BlockLoads
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.scheduling.scheduler import Scheduler
 
 tokens = st.integers(0, VOCABULARY - 1)
 

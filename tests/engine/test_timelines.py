@@ -6,15 +6,15 @@ import pytest
 from tandem.core.clock import ManualClock
 from tandem.core.timeline import MissReason, PrefixMiss, StoreLookup, describe_miss
 from tandem.core.wire import AddRequest, SamplingParams
-from tandem.engine import prefix_index
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.loads import LoadDecision
-from tandem.engine.prefix_index import PrefixIndex
 from tandem.engine.runner import SequenceResult
-from tandem.engine.sampling import SampledToken
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.sampler_state import SampledToken
+from tandem.engine.scheduling import prefix_index
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.loads import LoadDecision
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.timelines import TimelineLog
 
 SIZE = 4

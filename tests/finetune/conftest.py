@@ -1,7 +1,6 @@
 """A recipe on the demo model, and a dataset to learn from."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +55,15 @@ def make_values(dataset_dir) -> Any:
 @pytest.fixture(scope="session")
 def adapt() -> Any:
     """Return ``adapt(model)``: the model with adapters of rank 8 on all targets."""
-    from peft import get_peft_model
-
-    from tandem.finetune.recipe import make_recipe
-    from tandem.finetune.targets import take_names_literally
-    from tandem.finetune.trainer import make_lora_config
+    from tandem.finetune.recipes.recipe import make_recipe
+    from tandem.finetune.training.expert_adapters import adapt_model
+    from tandem.finetune.training.trainer import make_lora_config
 
     recipe = make_recipe({"model_name_or_path": "demo", "output_dir": "out"})
 
     def add(model: Any) -> Any:
-        with warnings.catch_warnings(), take_names_literally(model):
-            warnings.simplefilter("ignore")
-            return get_peft_model(model, make_lora_config(recipe, model), low_cpu_mem_usage=True)
+        # PEFT tells that the model has another name than the recipe's.
+        model.name_or_path = recipe.model.model_name_or_path
+        return adapt_model(model, make_lora_config(recipe, model), is_empty=True)
 
     return add

@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from tandem.core.errors import ConfigError
-from tandem.finetune.examples import IGNORED_LABEL, Example, collate, encode, make_template, pack
-from tandem.finetune.model import load_tokenizer
-from tandem.finetune.records import Conversation, Message
+from tandem.finetune.data.examples import (
+    IGNORED_LABEL,
+    Example,
+    collate,
+    encode,
+    make_template,
+    pack,
+)
+from tandem.finetune.data.records import Conversation, Message
+from tandem.finetune.training.model import load_tokenizer
 from tandem.models.families import open_checkpoint
 
 TALK = Conversation(

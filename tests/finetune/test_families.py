@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem._native import ThreadPool
-from tandem.finetune.fake_step import StepShape, _run_step, simulate_step
-from tandem.finetune.model import load_frozen
+from tandem.finetune.forecast.fake_step import StepShape, _run_step, simulate_step
+from tandem.finetune.training.model import load_frozen
 from tandem.kernels.cpu.experts import PackedExperts
-from tandem.models.roles import list_layers
-from tandem.models.skeleton import build_skeleton
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.roles import list_layers
 
 COMMON = {
     "vocab_size": 64,

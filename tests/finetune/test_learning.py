@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ConfigError
-from tandem.finetune.examples import Example, collate, pack
-from tandem.finetune.model import load_frozen
-from tandem.finetune.targets import find_targets, name_targets
-from tandem.models.hub import DEMO_FOLDER
+from tandem.finetune.data.examples import Example, collate, pack
+from tandem.finetune.recipes.targets import find_targets, name_targets
+from tandem.finetune.training.model import load_frozen
+from tandem.models.loading.hub import DEMO_FOLDER
 
 STEPS = 4
 BOUNDS = {"none": 1e-5, "bf16": 5e-3, "int8": 1e-2, "int4": 1e-1}
@@ -85,8 +85,10 @@ def test_targets(pool):
     targets = find_targets(model, "all")
     assert name_targets(model, targets) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert find_targets(model, "q_proj") == [t for t in targets if t.endswith("q_proj")]
-    with pytest.raises(ConfigError, match="routed experts are frozen"):
-        find_targets(model, "experts")
+    assert find_targets(model, "all,experts") == targets
+    assert find_targets(model, "experts") == []
+    with pytest.raises(ConfigError, match="choose of all, experts, "):
+        find_targets(model, "gate_up_proj")
     with pytest.raises(ConfigError, match="q_prj"):
         find_targets(model, "q_prj")
 

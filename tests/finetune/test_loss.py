@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tandem.finetune import loss as loss_module
-from tandem.finetune.examples import IGNORED_LABEL
-from tandem.finetune.loss import compute_loss, find_head
+from tandem.finetune.data.examples import IGNORED_LABEL
+from tandem.finetune.training import loss as loss_module
+from tandem.finetune.training.loss import compute_loss, find_head
 
 
 @pytest.fixture(scope="module")

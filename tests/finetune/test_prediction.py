@@ -8,14 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.finetune.fake_step import StepShape, simulate_step
-from tandem.finetune.model import count_weight_bytes, load_frozen
-from tandem.finetune.prediction import predict_run
-from tandem.finetune.recipe import make_recipe
-from tandem.finetune.trainer import count_steps, finetune
+from tandem.finetune.forecast.fake_step import StepShape, simulate_step
+from tandem.finetune.forecast.prediction import predict_run
+from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training.model import count_weight_bytes, load_frozen
+from tandem.finetune.training.trainer import count_steps, finetune
 from tandem.models.families import open_checkpoint
-from tandem.models.roles import list_layers
-from tandem.models.skeleton import build_skeleton
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.roles import list_layers
 
 SHAPE = StepShape(
     num_rows=2,

@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
-from tandem.finetune.recipe import make_recipe, read_recipe
+from tandem.finetune.recipes.recipe import make_recipe, read_recipe
 from tutorial import RECIPE, RULE, RULE_PATH
 
 LEAST = {"model_name_or_path": "demo", "output_dir": "out"}

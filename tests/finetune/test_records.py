@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
-from tandem.finetune.records import Message, load_dataset
+from tandem.finetune.data.records import Message, load_dataset
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["Hi", "Hello"]]}
 WANTED = [("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3")]

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.core.errors import ConflictError
-from tandem.finetune.recipe import make_recipe
-from tandem.finetune.trainer import finetune
+from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training.trainer import finetune
 
 
 @pytest.fixture(scope="module")

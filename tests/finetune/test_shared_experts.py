@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem._native import ThreadPool
-from tandem.finetune.recipe import make_recipe
-from tandem.finetune.trainer import finetune
+from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training.trainer import finetune
 from tandem.finetune.tuned import TunedModel
 from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.hub import DEMO_FOLDER
-from tandem.models.loader import load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.hub import DEMO_FOLDER
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_the_merged_checkpoint_answers_as_the_adapter_does(adapter, tmp_path):
 
 
 def _folders(merged):
-    from tandem.models.hub import DEMO_FOLDER
+    from tandem.models.loading.hub import DEMO_FOLDER
 
     return DEMO_FOLDER, merged
 

@@ -100,7 +100,7 @@ def make_tiny_deepseek(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-    from tandem.models.hub import DEMO_FOLDER
+    from tandem.models.loading.hub import DEMO_FOLDER
 
     config = DeepseekV3Config(
         vocab_size=4096,

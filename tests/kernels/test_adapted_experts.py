@@ -13,7 +13,7 @@ from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.packed_oracle import decode
-from tandem.kernels.formats import find_format
+from tandem.kernels.weights.formats import find_format
 
 NUM_EXPERTS, HIDDEN, INNER, RANK, TOKENS, SCALE = 3, 128, 256, 4, 33, 2.0
 NAMES = ["x", "weights", "gate_up_a", "gate_up_b", "down_a", "down_b"]

@@ -13,11 +13,11 @@ import torch
 
 from tandem.core.spec import GqaLayout
 from tandem.kernels import paged, reference, tolerance
-from tandem.kernels.attention import PLAIN, AttentionRule
 from tandem.kernels.execution import choose_execution
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.attention import PLAIN, AttentionRule
+from tandem.kernels.operators.rope import Rope, RopeParameters
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
-from tandem.kernels.rope import Rope, RopeParameters
 from tandem.kernels.torch import attention as torch_attention
 
 HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3

@@ -13,8 +13,8 @@ import torch
 from tandem._native import ThreadPool
 from tandem.core.errors import ConflictError, DeadlineError, ShapeError
 from tandem.kernels.cpu.experts import NativeExperts
-from tandem.kernels.formats import WEIGHT_FORMATS
 from tandem.kernels.torch.experts import Experts
+from tandem.kernels.weights.formats import WEIGHT_FORMATS
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 128, 64, 3
 TIMEOUT_S = 60

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
-from tandem.kernels.formats import (
+from tandem.kernels.weights.formats import (
     WEIGHT_FORMATS,
     QuantizedMatrix,
     WeightFormat,
@@ -24,6 +24,7 @@ INTEGER = [f for f in WEIGHT_FORMATS.values() if f.is_integer]
 EXPERT_ERRORS = {
     "bf16": 0.005,
     "fp8": 0.05,
+    "fp8row": 0.05,
     "mxfp4": 0.21,
     "int8row": 0.024,
     "int8g32": 0.016,
@@ -153,6 +154,17 @@ def test_decoded_checkpoints_keep_their_weights(name: str):
     again = dequantize(quantize(weights, weight_format))
     # The scale of fp8 goes through a product and a quotient, each rounded to float32.
     np.testing.assert_allclose(again, weights, rtol=2.0**-22 if name == "fp8" else 0, atol=0)
+
+
+def test_fp8row_has_a_scale_for_each_output():
+    """Rows of very different sizes are coded alike; a block's scale loses the small ones."""
+    rng = np.random.default_rng(5)
+    weights = rng.standard_normal((130, 200)) * np.exp2(rng.integers(-30, 30, (130, 1)))
+    matrix = quantize(weights, WEIGHT_FORMATS["fp8row"])
+    assert matrix.scales.shape == (130, 1)
+    off = np.abs(dequantize(matrix) - weights).max(1) / np.abs(weights).max(1)
+    assert (off <= 2.0**-4).all()
+    assert WEIGHT_FORMATS["fp8row"].bits_per_weight == 8
 
 
 def test_mxfp4_scales_lose_no_more_than_its_widest_step():

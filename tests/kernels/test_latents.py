@@ -16,18 +16,18 @@ from tandem.core.kv_layout import MlaLayout
 from tandem.kernels import paged, reference, tolerance
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.execution import choose_execution
-from tandem.kernels.formats import find_format
-from tandem.kernels.head_matrix import PackedHeads, choose_head_format, count_head_bytes
-from tandem.kernels.matrix import TENSORS, MatrixSettings
-from tandem.kernels.mla import MlaAttention, MlaSizes
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.mla import MlaAttention, MlaSizes
+from tandem.kernels.operators.rope import Rope, RopeParameters
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
-from tandem.kernels.rope import Rope, RopeParameters
+from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.head_matrix import PackedHeads, choose_head_format, count_head_bytes
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings
 
 ISAS = _native.kernel_isas()
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 every_isa = pytest.mark.parametrize("isa", ISAS)
-FORMATS = ["bf16", "fp8", "int8row", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
+FORMATS = ["bf16", "fp8", "fp8row", "int8row", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 8, 16, 24
 
 

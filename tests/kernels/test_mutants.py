@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.kernels import reference, tolerance
-from tandem.kernels.linear import Linear
-from tandem.kernels.mlp import Mlp
-from tandem.kernels.norm import RmsNorm
+from tandem.kernels.operators.linear import Linear
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -20,7 +20,7 @@ from tandem.core.errors import (
 )
 from tandem.kernels.activation import Activation
 from tandem.kernels.cpu.experts import PackedExperts, count_bytes
-from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
@@ -28,6 +28,7 @@ SLOW_ISAS = ("plain", "amx_emulated")
 FORMATS = [
     "bf16",
     "fp8",
+    "fp8row",
     "mxfp4",
     "int8row",
     "int8g128",
@@ -234,6 +235,8 @@ def read_scales(header: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
     """Return the scale of each column."""
     if not weight_format.is_float:
         return header.view(np.float16)
+    if weight_format.bits == 8 and not weight_format.has_blocks:
+        return header.view(np.float32)
     if weight_format.bits == 8:
         assert len(set(header.view(np.float32))) == 1
         return np.full(PANEL, header.view(np.float32)[0])
@@ -247,6 +250,8 @@ def read_panel(data: np.ndarray, size: int, weight_format: WeightFormat) -> Quan
     scales = np.zeros((PANEL, size // group_size), np.float64)
     minima = np.zeros((PANEL, size // group_size), np.float16)
     header = PANEL if weight_format.is_float else PANEL * 2
+    if weight_format.name == "fp8row":
+        header = PANEL * 4
     group_bytes = len(data) // (size // group_size)
     for group in range(size // group_size):
         part = data[group * group_bytes : (group + 1) * group_bytes]
@@ -270,7 +275,7 @@ def test_packed_bytes_hold_the_naive_codes(name: str, pool: ThreadPool):
     down[1, :, :32] = 0
     experts = PackedExperts.pack(weight_format, gate_up, down, pool=pool)
     # One scale a row adds nothing to a large matrix, but it does here.
-    row_bytes = PANEL * 2 if weight_format.group_size == 0 else 0
+    row_bytes = {"int8row": PANEL * 2, "fp8row": PANEL * 4}.get(name, 0)
     hidden_bytes = PANEL * HIDDEN * weight_format.bits_per_weight / 8 + row_bytes
     inner_bytes = PANEL * INNER * weight_format.bits_per_weight / 8 + row_bytes
     data = experts.packed[1]

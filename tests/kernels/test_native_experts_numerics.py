@@ -15,13 +15,14 @@ from tandem._native import ThreadPool, kernel_isas
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.packed_oracle import Layer, activate, decode, run_experts
-from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
 FORMATS = [
     "bf16",
     "fp8",
+    "fp8row",
     "mxfp4",
     "int8row",
     "int8g128",
@@ -139,6 +140,8 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
         ("int8row", 130, 200),
         ("fp8", 77, 35),
         ("fp8", 130, 200),
+        ("fp8row", 77, 35),
+        ("fp8row", 130, 200),
         ("mxfp4", 33, 70),
     ],
 )
@@ -292,6 +295,7 @@ def test_mutants_are_caught(name: str, pool: ThreadPool):
     [
         ("bf16", 0.005),
         ("fp8", 0.05),
+        ("fp8row", 0.05),
         ("mxfp4", 0.21),
         ("int8row", 0.024),
         ("int8g32", 0.016),

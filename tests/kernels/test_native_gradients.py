@@ -28,10 +28,10 @@ from tandem.kernels.cpu.gradient_oracle import (
 )
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.cpu.packed_oracle import Layer, decode
-from tandem.kernels.formats import WEIGHT_FORMATS, find_format
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, find_format
 
 FORMATS = ["bf16", "int8row", "int8g128", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
-FORMATS += ["fp8", "mxfp4"]
+FORMATS += ["fp8", "fp8row", "mxfp4"]
 GPT_OSS = Activation(alpha=1.702, limit=1.0, up_offset=1.0)
 
 

@@ -22,7 +22,7 @@ from tandem.core.errors import (
 )
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
 from tandem.kernels.cpu.packed_oracle import decode, run_linear
-from tandem.kernels.formats import WEIGHT_FORMATS, WeightFormat
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
@@ -31,6 +31,7 @@ FORMATS = list(WEIGHT_FORMATS)
 SOME_FORMATS = [
     "bf16",
     "fp8",
+    "fp8row",
     "mxfp4",
     "int8row",
     "int8g128",
@@ -89,6 +90,7 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
         ("bf16", 77, 130),
         ("fp8", 77, 130),
         ("fp8", 1, 300),
+        ("fp8row", 77, 130),
         ("mxfp4", 50, 65),
         ("int8row", 77, 130),
         ("int8g16", 48, 1),
@@ -106,7 +108,7 @@ def test_every_regime(name: str, rows: int, pool: ThreadPool):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "int8g32", "int4g32"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
     x = draw(5, INS, seed=5)

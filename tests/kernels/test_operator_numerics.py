@@ -10,11 +10,11 @@ import torch
 
 from tandem.core.errors import ShapeError
 from tandem.kernels import reference, tolerance
-from tandem.kernels.linear import Embedding, Linear, LmHead
-from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import MoeBlock, Router
-from tandem.kernels.norm import RmsNorm
-from tandem.kernels.rope import Rope, RopeParameters, apply_rope_
+from tandem.kernels.operators.linear import Embedding, Linear, LmHead
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.moe import MoeBlock, Router
+from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.rope import Rope, RopeParameters, apply_rope_
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.experts import Experts
 

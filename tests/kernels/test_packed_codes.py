@@ -13,7 +13,13 @@ from tandem._native import ThreadPool
 from tandem.core.errors import ConflictError, ShapeError, UnsupportedError
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, quantize, select_rows, stack
+from tandem.kernels.weights.formats import (
+    WEIGHT_FORMATS,
+    QuantizedMatrix,
+    quantize,
+    select_rows,
+    stack,
+)
 
 CODED = [name for name in WEIGHT_FORMATS if name != "bf16"]
 
@@ -69,7 +75,7 @@ def test_codes_of_experts_make_the_packers_bytes(name: str, pool: ThreadPool):
     assert torch.equal(split.forward(x, ids, weights), whole.forward(x, ids, weights))
 
 
-@pytest.mark.parametrize("name", ["int8g32", "int4g64", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8g32", "int4g64", "mxfp4", "fp8row"])
 def test_stacked_and_selected_rows_are_those_of_the_whole(name: str):
     whole = quantize(draw(12, 128).numpy(), WEIGHT_FORMATS[name])
     parts = [select_rows(whole, slice(a, a + 4)) for a in (0, 4, 8)]
@@ -96,6 +102,8 @@ def damage(matrix: QuantizedMatrix, what: str, value: float) -> QuantizedMatrix:
         ("fp8", "codes", 0x7F),
         ("fp8", "codes", 0xFF),
         ("fp8", "scales", np.inf),
+        ("fp8row", "codes", 0xFF),
+        ("fp8row", "scales", np.nan),
         ("mxfp4", "codes", 16),
         ("mxfp4", "scales", 3.0),
         ("mxfp4", "scales", 0.0),

@@ -1,6 +1,7 @@
 """Tiny checkpoints of every family, written by transformers itself, and ways to run a model."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from transformers import (  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk  # noqa: E402
-from tandem.models.loader import CausalModel  # noqa: E402
+from tandem.models.loading.loader import CausalModel  # noqa: E402
 
 transformers_logging.disable_progress_bar()
 
@@ -119,14 +120,29 @@ def save_model() -> Callable[..., Any]:
     return save
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory, make_config, save_model) -> Callable[..., Path]:
+    """Return ``saved(model_type, shard_size, changes)``: a folder made once; not to be changed."""
+    folders: dict[str, Path] = {}
+
+    def find(model_type: str, shard_size: str, changes: dict[str, Any]) -> Path:
+        key = repr((model_type, shard_size, sorted(changes.items())))
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("saved") / model_type
+            save_model(make_config(model_type, **changes), folder, shard_size=shard_size)
+            folders[key] = folder
+        return folders[key]
+
+    return find
+
+
 @pytest.fixture
-def checkpoint(tmp_path, make_config, save_model) -> Callable[..., Path]:
+def checkpoint(tmp_path, saved) -> Callable[..., Path]:
     """Return ``checkpoint(model_type, **changes)``: a folder with a random model in it."""
 
     def make(model_type: str, *, shard_size: str = "1GB", **changes: Any) -> Path:
         folder = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
-        save_model(make_config(model_type, **changes), folder, shard_size=shard_size)
-        return folder
+        return shutil.copytree(saved(model_type, shard_size, changes), folder)
 
     return make
 

@@ -1,9 +1,12 @@
 """Plan and load in one call, for tests that look at what is loaded."""
 
-from tandem.models.loader import CausalModel, load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import CausalModel, load_model
+from tandem.models.planning.planner import plan_model
 
 
-def load_checkpoint(path_or_id, *, pool=None, progress=None, **options) -> CausalModel:
+def load_checkpoint(
+    path_or_id, *, pool=None, progress=None, is_written_behind=False, **options
+) -> CausalModel:
     """Load as ``plan_model(path_or_id, **options)`` says."""
-    return load_model(plan_model(path_or_id, **options), pool, progress)
+    plan = plan_model(path_or_id, **options)
+    return load_model(plan, pool, progress, is_written_behind=is_written_behind)

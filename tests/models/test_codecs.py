@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.kernels.formats import dequantize
-from tandem.models.quantization import read_quantization
+from tandem.kernels.weights.formats import dequantize
+from tandem.models.planning.quantization import read_quantization
 from tandem.models.sources.containers import open_source
 
 MXFP4 = read_quantization({"quantization_config": {"quant_method": "mxfp4"}})

@@ -5,7 +5,7 @@ import torch
 from loading import load_checkpoint
 
 from tandem.core.errors import UnsupportedError
-from tandem.models.planner import describe_model, plan_model
+from tandem.models.planning.planner import describe_model, plan_model
 
 PROMPT = list(range(3, 40))
 

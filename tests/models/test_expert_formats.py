@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ShapeError, UnsupportedError
 from tandem.core.spec import ModelSpec
-from tandem.kernels.formats import dequantize, find_format, quantize, round_to_bf16
-from tandem.models.planner import plan_model
-from tandem.models.precision import choose_dtype
+from tandem.kernels.weights.formats import dequantize, find_format, quantize, round_to_bf16
+from tandem.models.planning.planner import plan_model
+from tandem.models.planning.precision import choose_dtype
 
 IDS = list(range(3, 60))
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
@@ -216,7 +216,7 @@ def test_auto_dtype_looks_at_the_machine(has_unit, changes, dtype, monkeypatch):
         avx512_bf16 = has_unit
         amx_bf16 = False
 
-    monkeypatch.setattr("tandem.models.precision.cpu_features", Features)
+    monkeypatch.setattr("tandem.models.planning.precision.cpu_features", Features)
     chosen = choose_dtype(make_spec(**({"checkpoint_dtype": "bfloat16"} | changes)), "auto")
     assert chosen.dtype == dtype
     assert choose_dtype(chosen, "float32").dtype == "float32"

@@ -17,11 +17,11 @@ from quantized import CODERS, SLOW, write_quantized
 from safetensors.torch import load_file
 
 from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
-from tandem.kernels.formats import WEIGHT_FORMATS, quantize
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, quantize
 from tandem.models import export
 from tandem.models.export import export_checkpoint
 from tandem.models.families import open_checkpoint
-from tandem.models.planner import plan_model
+from tandem.models.planning.planner import plan_model
 from tandem.models.sources.containers import open_source
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
@@ -43,7 +43,7 @@ def read(folder, name, *shape):
         return values
 
 
-SOME = ("fp8", "int8row", "int8g16min", "int8g128", "int4g32", "int4g64sym")
+SOME = ("fp8", "fp8row", "int8row", "int8g16min", "int8g128", "int4g32", "int4g64sym")
 FORMATS = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
     for name in WEIGHT_FORMATS
@@ -70,7 +70,7 @@ def test_what_is_written_is_taken_over_as_it_is(name, moe, tmp_path, open_sessio
                 assert np.array_equal(packed.codes, ours.codes)
                 assert np.array_equal(packed.scales, ours.scales)
             # Half a step of e4m3 is a 16th of a value; one of integers is of the range.
-            bits = 4 if name == "fp8" else WEIGHT_FORMATS[name].bits - 1
+            bits = 4 if WEIGHT_FORMATS[name].is_float else WEIGHT_FORMATS[name].bits - 1
             step = 2.0**-bits * 2 * stored[weight].abs().max()
             assert (values - stored[weight]).abs().max() <= step
     plan = plan_model(out, dtype="float32")

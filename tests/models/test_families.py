@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import GqaLayout
 from tandem.models.families import FAMILIES
-from tandem.models.planner import describe_model
+from tandem.models.planning.planner import describe_model
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,23 @@ def test_wrong_values_are_config_errors(name, checkpoint, edit_config):
     edit_config(folder, **WRONG[name])
     with pytest.raises(ConfigError):
         load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_absurd_layers_are_refused_before_anything_lists_them(model_type, checkpoint, edit_config):
+    """transformers' configuration has a list of the types of all layers."""
+    folder = checkpoint(model_type)
+    describe_model(folder)
+    edit_config(folder, num_hidden_layers=10**6, layer_types=None)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="num_hidden_layers") as caught:
+            describe_model(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    assert caught.value.field == "num_hidden_layers"
 
 
 def test_more_experts_per_token_than_there_are(checkpoint, edit_config):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tandem.core.errors import UnsupportedError
-from tandem.kernels.formats import dequantize as dequantize_codes
-from tandem.kernels.recode import can_hold, join_formats, recode
+from tandem.kernels.weights.formats import dequantize as dequantize_codes
+from tandem.kernels.weights.recode import can_hold, join_formats, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES, TYPE_IDS
 

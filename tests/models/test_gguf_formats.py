@@ -20,8 +20,8 @@ from loading import load_checkpoint
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES
-from tandem.models.loader import load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
 from tandem.models.sources.gguf_header import BLOCK_SIZES
 
 FIXTURES = json.loads((Path(__file__).parent / "fixtures" / "gguf_blocks.json").read_text())

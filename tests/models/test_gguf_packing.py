@@ -12,17 +12,23 @@ from test_gguf_blocks import draw_blocks, draw_sane
 
 from tandem._native import ThreadPool, decode_blocks
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.kernels.blocks import (
+from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.cpu.linear import PackedLinear
+from tandem.kernels.weights.blocks import (
     BlockMatrix,
     convert_codes,
     interleave_rows,
     select_outputs,
     stack_outputs,
 )
-from tandem.kernels.cpu.experts import PackedExperts
-from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.formats import WEIGHT_FORMATS, QuantizedMatrix, find_format, select_rows, stack
-from tandem.kernels.recode import can_hold, recode
+from tandem.kernels.weights.formats import (
+    WEIGHT_FORMATS,
+    QuantizedMatrix,
+    find_format,
+    select_rows,
+    stack,
+)
+from tandem.kernels.weights.recode import can_hold, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES
 

@@ -2,13 +2,17 @@
 
 Method: true files are damaged at random (bits flipped, ranges cut, copied, zeroed, numbers replaced
 by extremes, descriptions shuffled) and read whole: header, configuration, tokenizer, every weight.
-Whatever happens must be one of our errors, and what is read must lie within the file. The long form
-runs for as many seconds as ``TANDEM_FUZZ_S`` says, ten minutes without it.
+Whatever happens must be one of our errors, and what is read must lie within the file. The process
+may take little more memory than it has: a number that makes the reader allocate is a MemoryError
+here, and a failure. The long form runs for as many seconds as ``TANDEM_FUZZ_S`` says, ten minutes
+without it.
 """
 
 import os
+import resource
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +25,15 @@ from hypothesis import strategies as st
 from tandem._native import ThreadPool
 from tandem.core.errors import TandemError
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.models.gguf.config import read_gguf_config
+from tandem.models.gguf.config import ARCHITECTURES, read_gguf_config
 from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.sources.gguf import GgufSource
 
 EXTREMES = (0, 1, 7, 8, 31, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 60, (1 << 64) - 1)
 MAX_PEAK_BYTES = 1 << 20
 """Of a weight of a damaged file of a few KiB."""
+MAX_GROWTH_BYTES = 512 << 20
+"""Of this process: far above what reading such a file takes, and what hypothesis keeps."""
 
 
 def texts(*values: str) -> bytes:
@@ -40,31 +46,33 @@ def numbers(kind: int, code: str, *values: float) -> bytes:
     )
 
 
-def make_model() -> bytes:
-    """A whole small model with weights in several types."""
-    tokens = [*(chr(97 + i) for i in range(26)), "ab", "<|im_end|>"]
-    metadata = [
-        ("general.architecture", "llama"),
-        ("llama.block_count", 1),
-        ("llama.context_length", 64),
-        ("llama.embedding_length", 32),
-        ("llama.feed_forward_length", 32),
-        ("llama.attention.head_count", 2),
-        ("llama.attention.layer_norm_rms_epsilon", struct.pack("<If", 6, 1e-5)),
-        ("tokenizer.ggml.model", "gpt2"),
-        ("tokenizer.ggml.tokens", texts(*tokens)),
-        ("tokenizer.ggml.token_type", numbers(5, "i", *([1] * 27 + [3]))),
-        ("tokenizer.ggml.merges", texts("a b")),
-        ("tokenizer.ggml.eos_token_id", 27),
-        ("tokenizer.chat_template", "{{ messages }}"),
-    ]
+TOKENS = [*(chr(97 + i) for i in range(26)), "ab", "<|im_end|>"]
+METADATA = [
+    ("general.architecture", "llama"),
+    ("llama.block_count", 1),
+    ("llama.context_length", 64),
+    ("llama.embedding_length", 32),
+    ("llama.feed_forward_length", 32),
+    ("llama.attention.head_count", 2),
+    ("llama.attention.layer_norm_rms_epsilon", struct.pack("<If", 6, 1e-5)),
+    ("tokenizer.ggml.model", "gpt2"),
+    ("tokenizer.ggml.tokens", texts(*TOKENS)),
+    ("tokenizer.ggml.token_type", numbers(5, "i", *([1] * 27 + [3]))),
+    ("tokenizer.ggml.merges", texts("a b")),
+    ("tokenizer.ggml.eos_token_id", 27),
+    ("tokenizer.chat_template", "{{ messages }}"),
+]
+
+
+def make_tensors() -> list[Tensor]:
+    """Of a whole small model, in several types."""
     rng = np.random.default_rng(0)
 
     def tensor(name, shape, kind, size):
         return Tensor(name, shape, kind, rng.integers(0, 256, size, dtype=np.uint8).tobytes())
 
     layer = "blk.0."
-    tensors = [
+    return [
         tensor("token_embd.weight", (28, 32), 8, 28 * 34),
         tensor("output_norm.weight", (32,), 0, 128),
         tensor(f"{layer}attn_norm.weight", (32,), 0, 128),
@@ -75,10 +83,9 @@ def make_model() -> bytes:
         tensor(f"{layer}ffn_up_exps.weight", (2, 16, 32), 39, 32 * 17),
         tensor("rope_freqs.weight", (8,), 0, 32),
     ]
-    return Gguf(metadata=metadata, tensors=tensors).build()
 
 
-MODEL = make_model()
+MODEL = Gguf(metadata=METADATA, tensors=make_tensors()).build()
 POOL = ThreadPool(1)
 HEADER_BYTES = MODEL.index(b"rope_freqs.weight") + 64
 
@@ -176,6 +183,108 @@ def test_the_undamaged_model_is_read_whole(tmp_path):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "model.gguf"
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Let an allocation that no such file justifies fail, before the machine is out of memory."""
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + MAX_GROWTH_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def change(metadata: dict[str, object]) -> bytes:
+    """The model with other or more metadata."""
+    pairs = dict(METADATA) | metadata
+    return Gguf(metadata=list(pairs.items()), tensors=make_tensors()).build()
+
+
+@pytest.mark.parametrize("tensors_less", [0, 1])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "embedding_length",
+        "attention.head_count",
+        "attention.key_length",
+        "feed_forward_length",
+        "expert_count",
+    ],
+)
+@pytest.mark.parametrize("size", [1 << 27, (1 << 32) - 1])
+def test_sizes_that_the_file_has_no_weights_for_are_refused(key, size, tensors_less, path):
+    """With factors of RoPE, which are compared to computed ones, and without them."""
+    pairs = dict(METADATA) | {f"llama.{key}": size}
+    tensors = make_tensors()[: -tensors_less or None]
+    Gguf(metadata=list(pairs.items()), tensors=tensors).write(path)
+    with pytest.raises(TandemError) as caught:
+        read_gguf_config(path)
+    assert not tensors_less or key in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["split.count", "split.no", "split.tensors.count"])
+def test_numbers_of_parts_that_are_arrays_are_refused(key, path):
+    path.write_bytes(change({key: numbers(4, "I", 1, 1)}))
+    with pytest.raises(TandemError):
+        read_gguf_config(path)
+
+
+KEYS = (
+    "block_count",
+    "nextn_predict_layers",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.kv_lora_rank",
+    "attention.clamp_kqv",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "expert_gating_func",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_log_multiplier",
+)
+VALUES = st.one_of(
+    st.sampled_from(EXTREMES).map(lambda n: struct.pack("<IQ", 10, n)),
+    st.sampled_from((-1, 0, 1, -(1 << 31))).map(lambda n: struct.pack("<Ii", 5, n)),
+    st.floats().map(lambda x: struct.pack("<Id", 12, x)),
+    st.sampled_from(("", "yarn", "linear", "none", "longrope")),
+    st.lists(st.sampled_from((0, 1, 32)), max_size=2).map(lambda n: numbers(4, "I", *n)),
+    st.just(texts("a", "b")),
+)
+
+
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    values=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
+)
+@settings(max_examples=300)
+def test_any_metadata_is_understood_or_refused(path, architecture, values):
+    """Of all architectures, each of which has arithmetic of its own."""
+    known = {key.removeprefix("llama."): v for key, v in METADATA if key.startswith("llama.")}
+    mine = {f"{architecture}.{key}": value for key, value in (known | values).items()}
+    path.write_bytes(change({"general.architecture": architecture} | mine))
+    try:
+        config, _ = read_gguf_config(path)
+    except TandemError:
+        return
+    assert config["num_hidden_layers"] <= len(make_tensors())
+    assert config["head_dim"] >= 1
 
 
 @given(data=damages())

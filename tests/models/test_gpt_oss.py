@@ -20,7 +20,7 @@ from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
 from tandem.kernels import tolerance
 from tandem.models.codecs.mxfp4 import E2M1, decode_mxfp4
 from tandem.models.convert import convert_model
-from tandem.models.planner import describe_model, plan_model
+from tandem.models.planning.planner import describe_model, plan_model
 
 IDS = [(37 * i) % 120 + 3 for i in range(70)]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 6}

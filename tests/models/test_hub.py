@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
-from tandem.models.hub import pull, resolve_folder
+from tandem.models.loading.hub import pull, resolve_folder
 
 COMMIT = "a" * 40
 
@@ -71,7 +71,7 @@ def test_repository_without_safetensors(cache):
 
 
 def test_progress_reports_bytes_and_draws_nothing(capfd):
-    from tandem.models.hub import _make_progress_class
+    from tandem.models.loading.hub import _make_progress_class
 
     calls = []
     make_bar = _make_progress_class(lambda *call: calls.append(call))

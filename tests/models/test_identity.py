@@ -15,7 +15,7 @@ from loading import load_checkpoint
 from tandem.core.spec import NUMERICS_VERSION
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models import identity
-from tandem.models.hub import DEMO_FOLDER
+from tandem.models.loading.hub import DEMO_FOLDER
 
 IDS = list(range(3, 40))
 SIZES = {

@@ -13,7 +13,7 @@ from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig
-from tandem.engine.instance import InstanceSpec
+from tandem.engine.process.instance import InstanceSpec
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 

@@ -9,10 +9,10 @@ import torch
 from loading import load_checkpoint
 
 from tandem.core.wire import SamplingParams
-from tandem.engine.blocks import BlockCopy
-from tandem.engine.plan import ScheduledSequence, StepPlan
-from tandem.engine.request import Request
-from tandem.engine.sampling import SamplerState
+from tandem.engine.sampler_state import SamplerState
+from tandem.engine.scheduling.blocks import BlockCopy
+from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tandem.engine.scheduling.request import Request
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels import paged
 

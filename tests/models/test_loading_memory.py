@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 PROBE = """
 import sys
 import torch
-from tandem.models.loader import load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 def anonymous():

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from tandem.core.errors import ConflictError, UnsupportedError
 from tandem.core.model_plan import AttentionSpec, MlpSpec, ModelPlan, MoeSpec, RopeSpec
-from tandem.models.loader import load_model
-from tandem.models.plan_report import render_plan
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.plan_report import render_plan
+from tandem.models.planning.planner import plan_model
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
 

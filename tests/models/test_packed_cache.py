@@ -20,9 +20,9 @@ from loading import load_checkpoint
 
 from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError
-from tandem.models import packed_cache
 from tandem.models.convert import convert_model
-from tandem.models.packed_cache import PackedCache, choose_root
+from tandem.models.loading import packed_cache
+from tandem.models.loading.packed_cache import choose_root
 
 IDS = list(range(3, 40))
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "dtype": "bfloat16"}
@@ -74,8 +74,8 @@ SECOND_PROCESS = """
 import sys
 from pathlib import Path
 from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.loader import load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
 plan = plan_model(
     sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
 )
@@ -356,6 +356,7 @@ def test_convert_needs_experts(checkpoint, tmp_path):
 
 KILLED = """
 import os, signal, sys
+from tandem.models.loading import packed_cache
 from tandem.models.convert import convert_model
 count = 0
 def stop(*_):
@@ -363,24 +364,76 @@ def stop(*_):
     count += 1
     if count == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2], progress=stop)
+if sys.argv[4] == "write":
+    packed_cache.WRITE_BYTES = 4096
+    write = os.write
+    def write_and_stop(descriptor, data):
+        stop()
+        return write(descriptor, data)
+    os.write = write_and_stop
+    stop_reading = None
+else:
+    stop_reading = stop
+convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2], progress=stop_reading)
 """
 
 
-@pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_killed_conversion_goes_on(done, folder, cache_root, open_session):
-    # Each layer's experts are 6 times 3 tensors; the kill falls among those of the next layer.
-    tensors_read = 18 * done + 7
+@pytest.mark.parametrize(("done", "when"), [(0, "read"), (2, "read"), (1, "write")])
+def test_a_killed_conversion_goes_on(done, when, folder, cache_root, open_session, tmp_path):
+    """Of the layer that the kill falls in nothing is left that looks whole."""
+    if when == "read":
+        # Each layer's experts are 6 times 3 tensors.
+        count = 18 * done + 7
+    else:
+        convert_model(folder, "int8g32", packed_cache=str(tmp_path / "other"))
+        sizes = [path.stat().st_size for path in find_files(tmp_path / "other")]
+        count = sum(-(-size // 4096) for size in sizes[:done]) + 3
     result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(cache_root), str(tensors_read)],
+        [sys.executable, "-c", KILLED, str(folder), str(cache_root), str(count), when],
         check=False,
         timeout=180,
     )
     assert result.returncode == -signal.SIGKILL
     assert len(find_files(cache_root)) == done
-    assert len(list(cache_root.rglob("*.partial"))) == 1
-    report = convert_model(folder, "int8g32", packed_cache=str(cache_root))
+    assert len(list(cache_root.rglob("*.partial"))) == (when == "write")
+    report = convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
     assert (report.num_files, report.num_packed) == (3, 3 - done)
+    assert not list(cache_root.rglob("*.partial"))
+    assert torch.equal(run(folder, open_session, cache_root), run(folder, open_session))
+
+
+TWO = """
+import sys
+from tandem.models.convert import convert_model
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+sys.stdin.readline()
+convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2])
+"""
+
+
+def test_two_conversions_at_once_leave_one_whole_cache(folder, cache_root, open_session):
+    """Either one ends well, or it says that the other writes; what is there is right."""
+    command = [sys.executable, "-c", TWO, str(folder), str(cache_root)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    both = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    watchdog = threading.Timer(180, lambda: [process.kill() for process in both])
+    watchdog.start()
+    try:
+        for process in both:
+            assert process.stdout.readline() == "ready\n"
+        for process in both:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        texts = [process.communicate()[1] for process in both]
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+    assert 0 in [process.returncode for process in both], texts
+    for process, text in zip(both, texts, strict=True):
+        assert process.returncode == 0 or "does not take" in text
+    report = convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
+    assert (report.num_files, report.num_packed) == (3, 0)
     assert not list(cache_root.rglob("*.partial"))
     assert torch.equal(run(folder, open_session, cache_root), run(folder, open_session))
 
@@ -392,12 +445,3 @@ def test_auto_keeps_only_what_is_worth_it(tmp_path):
     assert large is not None
     assert large.is_relative_to(packed_cache.DEFAULT_ROOT.expanduser())
     assert choose_root("auto", tmp_path / "x", 1 << 40) != choose_root("auto", tmp_path, 1 << 40)
-
-
-def test_memory_that_was_not_committed_leaves_no_file(tmp_path):
-    with PackedCache(tmp_path / "c", source="s", weight_format="bf16") as cache:
-        memory = cache.reserve("a", 4096)
-        assert memory is not None
-        memory[:] = 1
-    assert not list((tmp_path / "c").glob("a*"))
-    assert cache.find("a", 4096) is None

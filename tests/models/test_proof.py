@@ -12,19 +12,19 @@ import torch
 from published import PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tandem.cli.verify import render_proof
+from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
 from tandem.kernels import paged
 from tandem.kernels.activation import Activation
-from tandem.kernels.attention import Attention
-from tandem.kernels.decoder_layer import DecoderLayer
-from tandem.kernels.linear import Embedding, LmHead
-from tandem.kernels.mla import MlaAttention
-from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import MoeBlock, Router
-from tandem.kernels.norm import RmsNorm
+from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.linear import Embedding, LmHead
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.moe import MoeBlock, Router
+from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
-from tandem.kernels.rope import Rope
 from tandem.kernels.torch import attention as torch_attention
 from tandem.kernels.torch.experts import Experts
 from tandem.models.families import FAMILIES, open_checkpoint

@@ -15,11 +15,12 @@ from loading import load_checkpoint
 from quantized import CODERS, is_linear, list_kinds, write_plain, write_quantized
 from transformers import AutoModelForCausalLM
 
+from tandem.core.errors import ShapeError
 from tandem.kernels import tolerance
-from tandem.kernels.formats import dequantize
+from tandem.kernels.weights.formats import dequantize
 from tandem.models.families import open_checkpoint
-from tandem.models.planner import describe_model, plan_model
-from tandem.models.quantization import read_quantization
+from tandem.models.planning.planner import describe_model, plan_model
+from tandem.models.planning.quantization import read_quantization
 from tandem.models.sources.containers import open_source
 
 SIZES = {
@@ -51,7 +52,7 @@ HELD = {
     "ct int4 channel": "int4g128sym",
     "ct w8a8": "int8row",
     "ct w8a8 asym": "int8g128min",
-    "ct fp8 channel": None,
+    "ct fp8 channel": "fp8row",
     "ct fp8 tensor": "fp8",
     "ct fp8 block": "fp8",
     "gptq 4 g128": "int4g128sym",
@@ -132,7 +133,7 @@ def test_packed_codes_are_the_values(kind, coded):
             values = torch.empty(packed.codes.shape)
             source.read_into(name, values)
             off = np.abs(dequantize(packed) - values.double().numpy()).max()
-            rounding = 2.0**-23 if HELD[kind] == "fp8" else 2.0**-10
+            rounding = 2.0**-23 if HELD[kind] in ("fp8", "fp8row") else 2.0**-10
             assert off <= rounding * values.abs().max().item()
 
 
@@ -153,8 +154,8 @@ def test_plan_says_what_is_kept_what_is_decoded_and_what_is_ignored(coded):
     folder, _ = coded("llama", "ct fp8 channel")
     plan = plan_model(folder, dtype="bfloat16")
     (reason,) = {m.reason for m in plan.matrices if m.role == "qkv"}
-    assert "decoded from fp8 with a scale for each output, which no format here holds" in reason
-    assert {m.weight_format for m in plan.matrices if m.role == "qkv"} == {"bf16"}
+    assert reason == "as the checkpoint stores it: fp8 with a scale for each output"
+    assert {m.weight_format for m in plan.matrices if m.role == "qkv"} == {"fp8row"}
 
 
 def test_unused_scales_are_listed_with_the_reason(coded, edit_weights):
@@ -353,3 +354,27 @@ def test_the_cache_changes_nothing(coded, open_session, tmp_path):
     for _ in range(2):
         model = load_checkpoint(folder, dtype="float32", packed_cache=cache)
         assert torch.equal(open_session(model).run(IDS), expected)
+
+
+def stack_experts(tensors):
+    """Store the e4m3 experts of each layer as transformers' own fp8 modules keep them."""
+    layers = sorted({n.split(".experts.")[0] for n in tensors if ".experts.0." in n})
+    for layer in layers:
+        for part in ("weight", "weight_scale_inv"):
+            suffix = part.removeprefix("weight")
+            parts = {
+                key: [tensors.pop(f"{layer}.experts.{i}.{key}_proj.{part}") for i in range(3)]
+                for key in ("gate", "up", "down")
+            }
+            both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+            tensors[f"{layer}.experts.gate_up_proj{suffix}"] = torch.stack(both)
+            tensors[f"{layer}.experts.down_proj{suffix}"] = torch.stack(parts["down"])
+
+
+@pytest.mark.parametrize("expert_format", ["auto", "none", "fp8"])
+def test_stacked_experts_in_fp8_are_refused_by_name(expert_format, coded, edit_weights):
+    """One tensor for all experts has values only, or mxfp4; its e4m3 is never read as values."""
+    folder, _ = coded("qwen3_moe", "fp8 blocks")
+    edit_weights(folder, stack_experts)
+    with pytest.raises(ShapeError, match=r"experts\.gate_up_proj.*F8_E4M3"):
+        load_checkpoint(folder, dtype="float32", expert_format=expert_format)

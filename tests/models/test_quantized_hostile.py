@@ -25,8 +25,8 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.core.errors import TandemError as AnyError
-from tandem.models.planner import describe_model, plan_model
-from tandem.models.quantization import METHODS, read_quantization
+from tandem.models.planning.planner import describe_model, plan_model
+from tandem.models.planning.quantization import METHODS, read_quantization
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
 Q = "model.layers.0.self_attn.q_proj"

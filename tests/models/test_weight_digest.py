@@ -17,10 +17,10 @@ from loading import load_checkpoint
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import CorruptionError
-from tandem.models import weight_digest
 from tandem.models.convert import convert_model
+from tandem.models.loading import weight_digest
+from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.sources.containers import open_source
-from tandem.models.weight_digest import DigestCache, WeightHasher, name_packed_source
 
 
 @pytest.fixture(autouse=True)

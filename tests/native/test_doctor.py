@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tandem import _native
-from tandem.cli import doctor
+from tandem.cli.commands import doctor
 from tandem.core.errors import ConfigError
 
 

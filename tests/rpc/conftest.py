@@ -14,8 +14,8 @@ import zmq
 
 import tandem
 from tandem.rpc import RpcConfig, make_identity, make_runtime_dir
-from tandem.rpc.frames import Hello, decode_frame, encode_frame
 from tandem.rpc.handshake import make_limits
+from tandem.rpc.wire.frames import Hello, decode_frame, encode_frame
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
 CHILD_TIMEOUT_S = 20.0

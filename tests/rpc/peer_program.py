@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.rpc import Auth, Peer, RpcClient, RpcConfig, RpcServer, make_identity
-from tandem.rpc.frames import Call, Reply, as_body
+from tandem.rpc.wire.frames import Call, Reply, as_body
 
 
 class Point(msgspec.Struct):

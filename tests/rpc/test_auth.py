@@ -20,8 +20,8 @@ from tandem.rpc import (
     read_secret,
     write_secret,
 )
-from tandem.rpc.auth import derive_key_bytes
-from tandem.rpc.endpoint import parse_endpoint
+from tandem.rpc.trust.auth import derive_key_bytes
+from tandem.rpc.wire.endpoint import parse_endpoint
 
 TEST_TIMEOUT_S = 20
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -193,7 +193,7 @@ def test_a_message_without_msgpack_form_fails_the_side_that_made_it(endpoint):
         async with connect(server) as client:
             with pytest.raises(ConfigError, match="msgpack"):
                 await client.call("bad", object(), int)
-            with pytest.raises(ConfigError, match="msgpack"):
+            with pytest.raises(InternalError, match="msgpack"):
                 await client.call("bad", None, int)
 
     run(scenario())

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
-from tandem.rpc.frames import Event, Welcome, as_body, encode_frame
+from tandem.rpc.wire.frames import Event, Welcome, as_body, encode_frame
 
 TEST_TIMEOUT_S = 20
 

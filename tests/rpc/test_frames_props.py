@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tandem.core.errors import CorruptionError, TandemError, UnsupportedError
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
-from tandem.rpc.frames import (
+from tandem.rpc.handshake import make_limits
+from tandem.rpc.wire.frames import (
     Beat,
     Bye,
     Call,
@@ -31,7 +32,6 @@ from tandem.rpc.frames import (
     make_bye,
     make_fault,
 )
-from tandem.rpc.handshake import make_limits
 
 TEST_TIMEOUT_S = 30
 

@@ -16,8 +16,9 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
-from tandem.rpc.frames import Bye, Cancel, Welcome, decode_frame, encode_frame
 from tandem.rpc.handshake import make_limits
+from tandem.rpc.session import ClientSession
+from tandem.rpc.wire.frames import Bye, Cancel, Welcome, decode_frame, encode_frame
 
 TEST_TIMEOUT_S = 20
 
@@ -91,6 +92,7 @@ def test_elements_appended_by_a_later_version_are_ignored(endpoint, raw_client):
         1,
         msgspec.to_builtins(make_identity("later")),
         [4096, 60_000, 16, 4096, 5],
+        None,
         "new",
     ]
 
@@ -225,7 +227,27 @@ def test_more_clients_than_allowed_are_refused(endpoint):
             make_client(endpoint),
         ):
             with pytest.raises(CapacityError, match="1 clients"):
-                await make_client(endpoint, config=RpcConfig(connect_timeout_ms=200)).connect()
+                await make_client(endpoint, config=RpcConfig(connect_timeout_ms=1000)).connect()
+
+    run(scenario())
+
+
+def test_a_refusal_is_told_although_later_attempts_get_no_answer(endpoint, monkeypatch):
+    open_session, attempts = ClientSession.open, []
+
+    async def open_once(session, timeout_s):
+        attempts.append(timeout_s)
+        return await open_session(session, timeout_s if len(attempts) == 1 else 0.0)
+
+    async def scenario():
+        async with (
+            make_server(endpoint, config=RpcConfig(max_peers=1)),
+            make_client(endpoint),
+        ):
+            monkeypatch.setattr(ClientSession, "open", open_once)
+            with pytest.raises(CapacityError, match="1 clients"):
+                await make_client(endpoint, config=RpcConfig(connect_timeout_ms=1000)).connect()
+        assert len(attempts) > 1
 
     run(scenario())
 

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.rpc import Auth, RpcClient, make_identity
-from tandem.rpc.frames import Call, Reply, as_body
+from tandem.rpc.wire.frames import Call, Reply, as_body
 
 BATCHES = 21
 CALLS_PER_BATCH = 150

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.core.errors import ConfigError, ConflictError, NotFoundError, PermissionDeniedError
 from tandem.rpc import Auth, RpcClient, RpcServer, make_identity, make_runtime_dir
-from tandem.rpc.runtime_dir import check_runtime_dir, check_socket_free
+from tandem.rpc.trust.runtime_dir import check_runtime_dir, check_socket_free
 
 TEST_TIMEOUT_S = 20
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

@@ -19,7 +19,7 @@ import pytest
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
-from tandem.rpc.frames import Beat, Welcome, encode_frame
+from tandem.rpc.wire.frames import Beat, Welcome, encode_frame
 
 TEST_TIMEOUT_S = 30
 QUICK = RpcConfig(heartbeat_interval_ms=50, lease_ms=600)

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, make_info
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
 from tandem.server.run import RunningServer, run_server
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.text.tokenizer import Tokenizer
 
 WAIT_S = 20.0
 

@@ -3,7 +3,7 @@
 import pytest
 import requests
 
-from tandem.server.auth import ADMIN_PATHS
+from tandem.server.edge.auth import ADMIN_PATHS
 
 ADMIN = "admin-key"
 

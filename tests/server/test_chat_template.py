@@ -7,7 +7,7 @@ memory and on time, after each of which the next conversation renders.
 import pytest
 
 from tandem.core.errors import ConfigError
-from tandem.server.chat_template import ChatTemplate
+from tandem.server.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>&'\""}]
 

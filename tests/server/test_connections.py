@@ -15,10 +15,10 @@ import requests
 from fake_engine import FakeEngine, make_info
 from serving import WAIT_S, wait_until
 
+from tandem.server.edge.sse import EventStream
 from tandem.server.generation import GenerationGroup
 from tandem.server.lifecycle import Lifecycle
-from tandem.server.metrics import ServerMetrics
-from tandem.server.sse import EventStream
+from tandem.server.telemetry.metrics import ServerMetrics
 
 BODY = {"prompt": "hello", "max_tokens": 200, "stream": True}
 FREE_WITHIN_S = 0.1

@@ -10,7 +10,7 @@ from serving import WAIT_S, wait_until
 
 from tandem.core.logs import current_request_id
 from tandem.core.wire import InstanceStage, InstanceStats
-from tandem.server.load_log import LoadReport
+from tandem.server.telemetry.load_log import LoadReport
 
 
 class Lines(logging.Handler):

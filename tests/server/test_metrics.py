@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.server.metrics import METRICS
+from tandem.server.telemetry.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 

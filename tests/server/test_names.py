@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.server.names import find_names
+from tandem.server.api.names import find_names
 
 
 @pytest.fixture

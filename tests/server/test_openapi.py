@@ -10,8 +10,8 @@ import re
 import pytest
 import requests
 
-from tandem.server.auth import ADMIN_PATHS
-from tandem.server.endpoints import list_endpoints
+from tandem.server.api.endpoints import list_endpoints
+from tandem.server.edge.auth import ADMIN_PATHS
 
 
 @pytest.fixture

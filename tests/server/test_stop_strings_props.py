@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.server.stop_strings import StopMatcher, StopStrings
+from tandem.server.text.stop_strings import StopMatcher, StopStrings
 
 # Few letters, so that stop strings overlap themselves and each other.
 texts = st.text("ab\n", max_size=30)

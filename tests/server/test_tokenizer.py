@@ -6,8 +6,8 @@ import pytest
 from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
 
 from tandem.core.errors import ConfigError, TandemError
-from tandem.server.sampling import SamplingDefaults, choice_seed, load_sampling_defaults
-from tandem.server.tokenizer import load_tokenizer
+from tandem.server.api.sampling import SamplingDefaults, choice_seed, load_sampling_defaults
+from tandem.server.text.tokenizer import load_tokenizer
 
 TEXT = "the cat, 世界 😀\n<|im_end|>"
 
@@ -47,7 +47,7 @@ def test_transformers_reads_the_same(folder):
     assert ours.special_tokens["eos_token"] == theirs.eos_token
     assert ours.chat_template == theirs.chat_template
     messages = [{"role": "user", "content": "hi"}]
-    from tandem.server.chat_template import ChatTemplate
+    from tandem.server.text.chat_template import ChatTemplate
 
     template = ChatTemplate(ours.chat_template, ours.special_tokens)
     try:

@@ -14,7 +14,7 @@ from tandem.core.timeline import (
     PrefixMiss,
     RequestTimeline,
 )
-from tandem.server.tracing import make_tracer, write_spans
+from tandem.server.telemetry.tracing import make_tracer, write_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.text.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

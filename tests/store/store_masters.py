@@ -279,7 +279,9 @@ class MastersWorld(StoreWorld):
             is_ours, epoch = host.master is caller, order.epoch
             # It is obeyed as it begins; one that takes long may end under the next leader.
             obeyed_before = self.obeyed.get(name, 0)
-            answer = await handler(caller, order)
+            answer = handler(caller, order)
+            if asyncio.iscoroutine(answer):
+                answer = await answer
             if not is_ours:
                 self.violations.append(f"{name} obeys {method} of a session that is over")
             if epoch < obeyed_before:

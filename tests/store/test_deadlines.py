@@ -13,18 +13,16 @@ import pytest
 from store_world import StoreWorld
 
 from tandem.core.clock import ManualClock
-from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.core.errors import DeadlineError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.blocking import _BlockingCalls, drive
 from tandem.store.client.buffers import Part
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.options import PutOptions
 from tandem.store.config import StoreConfig
-from tandem.store.fast_calls import FastChannel
 from tandem.store.formats import layout
 from tandem.store.messages import (
     Endpoint,
-    FoundObjects,
     HostExtents,
     KeyBytes,
     Located,
@@ -113,29 +111,22 @@ class Hosts:
         self.endpoints = [Endpoint(i, f"h{i}", "m", f"a{i}", 2**41, 2**42) for i in range(2)]
         self.timeouts_s: list[float] = []
 
-    def call_blocking(self, method, request, response, timeout_s):
+    def begin_threadsafe(self, method, request, response, *, timeout_s):
+        return SimpleNamespace(wait=lambda _: self.answer(method, request))
+
+    def answer(self, method, request):
         if method == "start_put":
             places = [HostExtents(i, [0], [0]) for i in range(2)]
             statuses = bytes([StartStatus.GRANTED])
             return StartedPut(statuses=statuses, grant=1, places=places, endpoints=self.endpoints)
         if method == "commit_put":
             return KeyBytes(b"\x03")
-        if method == "find":
-            count = len(request.keys)
-            places = [[(i % 2, 0)] for i in range(count)]
-            return FoundObjects(
-                sizes=[50_000] * count, versions=[1] * count, checksums=[1] * count, places=places,
-                endpoints=self.endpoints, lease_ms=100_000,
-            )  # fmt: skip
         assert method == "locate", method
         count = len(request.keys)
         columns = [50_000] * count + [1] * count + [i % 2 for i in range(count)] + [0] * count
         return Located(
             np.array(columns, "<i8").tobytes(), self.endpoints, 100_000, bytes(8 * count)
         )
-
-    def begin_blocking(self, method, request):
-        return None
 
     def register(self, memory):
         return memory
@@ -201,34 +192,6 @@ def test_what_is_told_behind_a_call_does_not_hold_it_up():
         await asyncio.wait_for(told.wait(), 30)
 
     asyncio.run(run())
-
-
-async def go_both_ways(is_over: bool) -> list[float]:
-    """Call by a fast way that is lost after a while; return the time that the slow one is given."""
-    timeouts_s: list[float] = []
-
-    class Engine:
-        async def call_async(self, segment, payload, *, deadline_s):
-            await asyncio.sleep(deadline_s if is_over else 0.75 * deadline_s)
-            raise PeerLostError("test.call", "it died")
-
-    class Slow:
-        async def call(self, method, request, response_type, *, timeout_s=None):
-            timeouts_s.append(timeout_s)
-
-    channel = FastChannel(Engine(), "c")
-    channel.slow = Slow()
-    channel._segment = SimpleNamespace(close=lambda: None)
-    try:
-        await channel.call("exists", KeyBytes(b""), KeyBytes, timeout_s=2.0)
-    except DeadlineError:
-        assert is_over
-    return timeouts_s
-
-
-def test_a_slow_way_is_given_what_the_fast_one_left():
-    assert run_virtual(lambda: go_both_ways(is_over=False)) == [pytest.approx(0.5)]
-    assert run_virtual(lambda: go_both_ways(is_over=True)) == []
 
 
 async def wait_for_an_opening() -> float:

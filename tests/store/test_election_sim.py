@@ -25,7 +25,7 @@ from tandem.store.election.seat import MasterSeat
 from tandem.store.host.host import StoreHost
 from tandem.store.master.master import StoreMaster
 
-NUM_SEEDS = 40
+NUM_SEEDS = 20
 CLIENTS = ("c0", "c1", "c2")
 
 

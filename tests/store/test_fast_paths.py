@@ -15,7 +15,6 @@ from tandem.core.errors import (
     ConfigError,
     ConflictError,
     NotFoundError,
-    PeerLostError,
     ShapeError,
 )
 from tandem.rpc import make_runtime_dir
@@ -35,9 +34,6 @@ from tandem.store.local import LocalStore
 from tandem.store.messages import (
     CommitStatus,
     KeyBytes,
-    KeyList,
-    Located,
-    LocateObjects,
     PinObjects,
     PrefixRemoval,
     PutInline,
@@ -235,46 +231,25 @@ async def wait_for(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_fast_calls_need_a_session_and_fall_back_without_one(tmp_path, is_shared):
+@pytest.mark.parametrize("is_polling", [False, True])
+def test_a_client_goes_on_when_its_lane_breaks(tmp_path, is_polling):
     async def run() -> None:
         config = make_config(tmp_path, location_cache=0)
         async with MasterService(config) as master, HostService(config) as host:
             await asyncio.wait_for(host.host.is_joined.wait(), 20)
             async with ClientService(config) as service:
-                channel = service._channel
-                await wait_for(lambda: channel._segment is not None)
-                segment = channel._segment
+                peer = service._channel._client.peer
+                await wait_for(lambda: peer.has_lane)
                 client = service.client
                 await client.put("key", b"value")
                 assert await client.get("key") == b"value"
                 assert master.seat.counters.hits == 1
-
-                async def ask(payload: bytes) -> bytes:
-                    return await service._engine.call_async(segment, payload, deadline_s=5)
-
-                request = channel._encode("locate", LocateObjects(["key"]))
-                assert request is not None
-                located = msgspec.msgpack.decode(await ask(request), type=Located)
-                assert len(located.columns) == 4 * 8
-                stranger = msgspec.msgpack.decode(request)
-                stranger[1] = "0123456789abcdef"
-                with pytest.raises(PeerLostError, match="no session"):
-                    await ask(msgspec.msgpack.encode(stranger))
-                for method in ("drain", "join", "nonsense"):
-                    body = msgspec.Raw(msgspec.msgpack.encode(KeyList(["key"])))
-                    hostile = msgspec.msgpack.encode([method, channel._client, body])
-                    with pytest.raises(Exception, match="no fast method"):
-                        await ask(hostile)
-                for payload in (b"", b"\xc1", b"\x93\x01\x02\x03", request[:-3]):
-                    with pytest.raises(Exception, match="malformed"):
-                        await ask(payload)
-                # The master has forgotten the session: the slow way finds it.
-                master._callers.clear()
+                peer._outgoing._lane.close()
                 assert await client.get("key") == b"value"
-                assert channel._segment is None
+                assert not peer.has_lane
+                assert not peer.is_lost
 
-    if is_shared:
+    if is_polling:
         with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(run())
     else:

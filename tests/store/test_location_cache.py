@@ -34,7 +34,7 @@ from tandem.store import (
     StoreClient,
     StoreConfig,
 )
-from tandem.store.client import bulk_reading as bulk_reading_module
+from tandem.store.client import reading as reading_module
 from tandem.store.client.location_cache import LocationCache
 from tandem.store.formats import layout
 from tandem.store.host.host import StoreHost
@@ -285,7 +285,7 @@ def test_without_the_rule_an_old_value_is_read(kind, rule, monkeypatch):
         monkeypatch.setattr(HostSpace, "_finish_unwiped", HostSpace._finish)
         monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
     else:
-        monkeypatch.setattr(bulk_reading_module, "LEASE_SHARE", 10)
+        monkeypatch.setattr(reading_module, "LEASE_SHARE", 10)
     after, _, _ = run_virtual(lambda: change_under_a_reader(kind))
     assert after == [b"old"] * 3
 
@@ -309,7 +309,8 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
     async def wipe_late(host, caller, order):
         has_come.set()
         await let_go.wait()
-        return await wipe(host, caller, order)
+        answer = wipe(host, caller, order)
+        return await answer if asyncio.iscoroutine(answer) else answer
 
     process, host = world.hosts["h0"]
     _, *types = process.methods["wipe"]

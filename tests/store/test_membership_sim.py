@@ -629,11 +629,11 @@ async def change_leaders(seed: int, kind: str, num_changes: int) -> tuple[list[s
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-def test_leaders_that_change_make_nothing_absent_and_undo_no_removal(kind):
-    for seed in range(3):
-        violations, world = run_virtual(lambda seed=seed: change_leaders(seed, kind, 6))
-        assert not violations, f"seed {seed}: {violations[:5]}"
-        assert world.num_terms > 3
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+def test_leaders_that_change_make_nothing_absent_and_undo_no_removal(seed, kind):
+    violations, world = run_virtual(lambda: change_leaders(seed, kind, 6))
+    assert not violations, violations[:5]
+    assert world.num_terms > 3
 
 
 async def forget_members(self) -> None:

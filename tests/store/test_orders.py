@@ -1,4 +1,4 @@
-"""Orders to a host by two ways, of which one is fast: numbers, order of arrival, failures."""
+"""Orders to a host: numbers, order of arrival, what a host refuses, and lanes that break."""
 
 import asyncio
 
@@ -7,160 +7,78 @@ import pytest
 
 from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
 from tandem.store import HostService, MasterService, StoreConfig
-from tandem.store.fast_calls import CallWay
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.messages import Ack, WipeExtents
 from tandem.transfer import PollingLoop
 
 
-class Way:
-    """A way whose calls wait until they are let through."""
+class Host:
+    """Notes the numbers of what it is told."""
 
-    def __init__(self, arrived: list[tuple[str, int]], name: str) -> None:
-        self.arrived, self.name = arrived, name
-        self.largest = 10
-        self.is_closed = False
-        self.is_lost = False
-        self.error: Exception | None = None
+    is_lost = False
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
         self.gate = asyncio.Event()
 
-    def takes(self, request) -> bool:
-        return len(request.offsets) <= self.largest
+    def begin(self, method, request, response_type, *, timeout_s):
+        self.numbers.append(request.number)
+        return self.answer()
 
-    async def call(self, method, request, response_type, *, timeout_s):
-        self.arrived.append((self.name, request.number))
-        if request.offsets:
-            await self.gate.wait()
-        if self.error is not None:
-            raise self.error
+    async def answer(self):
+        await self.gate.wait()
         return Ack()
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class World:
-    def __init__(self) -> None:
-        self.arrived: list[tuple[str, int]] = []
-        self.slow, self.fast = Way(self.arrived, "slow"), Way(self.arrived, "fast")
-        self.line = OrderLine(self.slow, 1, lambda: 1)
-
-    def send(self, count: int = 1) -> asyncio.Task:
-        work = self.line.send("wipe", WipeExtents, Ack, timeout_s=5, offsets=[0] * count)
-        return asyncio.ensure_future(work)
 
 
 def run(main) -> None:
     asyncio.run(asyncio.wait_for(main, 20))
 
 
-async def settle() -> None:
-    for _ in range(10):
+def send(line: OrderLine) -> asyncio.Future:
+    return asyncio.ensure_future(line.send("wipe", WipeExtents, Ack, timeout_s=5, offsets=[0]))
+
+
+def test_orders_leave_in_the_order_of_their_numbers_and_none_after_the_session():
+    async def main() -> None:
+        host = Host()
+        line = OrderLine(host, 1, lambda: 1)
+        tasks = [send(line) for _ in range(5)]
         await asyncio.sleep(0)
-
-
-def test_a_change_of_way_waits_until_what_went_before_has_begun():
-    async def main() -> None:
-        world = World()
-        tasks = [world.send(), world.send()]
-        await settle()
-        world.line.use(world.fast)
-        tasks += [world.send(), world.send(), world.send(11), world.send()]
-        await settle()
-        # An empty order goes last by the old way; its answer tells that those before have begun,
-        # however long they take.
-        slow, fast = "slow", "fast"
-        assert world.arrived == [
-            (slow, 0), (slow, 1), (slow, 3), (fast, 4), (fast, 5), (fast, 7), (slow, 8), (slow, 10),
-            (fast, 11),
-        ]  # fmt: skip
-        world.slow.gate.set()
-        world.fast.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(main())
-
-
-def test_a_broken_fast_way_is_left_and_its_order_is_in_doubt():
-    async def main() -> None:
-        world = World()
-        world.line.use(world.fast)
-        world.fast.gate.set()
-        world.slow.gate.set()
-        world.fast.error = PeerLostError("transfer.call", "the connection broke")
-        with pytest.raises(DeadlineError, match="the connection broke"):
-            await world.send()
-        assert await world.send() == Ack()
-        assert world.arrived == [("fast", 0), ("slow", 1)]
-        assert world.fast.is_closed
-        # With the session gone as well, that is what there is to say.
-        world = World()
-        world.line.use(world.fast)
-        world.fast.gate.set()
-        world.fast.error = PeerLostError("transfer.call", "the connection broke")
-        world.slow.is_lost = True
+        assert host.numbers == list(range(5))
+        line.end()
         with pytest.raises(PeerLostError):
-            await world.send()
+            await send(line)
+        host.gate.set()
+        assert await asyncio.gather(*tasks) == [Ack()] * 5
+        assert host.numbers == list(range(5))
 
     run(main())
 
 
-def test_nothing_is_sent_after_the_session():
+def test_an_order_of_a_term_that_has_ended_takes_no_number():
     async def main() -> None:
-        world = World()
-        first = world.send()
-        await settle()
-        world.line.use(world.fast)
-        world.line.end()
-        assert world.fast.is_closed
-        with pytest.raises(PeerLostError):
-            await world.send()
-        world.slow.gate.set()
-        await first
-        assert world.arrived == [("slow", 0)]
-        late = Way([], "late")
-        world.line.use(late)
-        assert late.is_closed
-
-    run(main())
-
-
-def test_an_order_that_waits_to_change_its_way_asks_for_the_term_again():
-    async def main() -> None:
-        world = World()
-        is_over = False
+        host = Host()
+        host.gate.set()
+        epochs = iter([1, None, 2])
 
         def epoch() -> int:
-            if is_over:
+            value = next(epochs)
+            if value is None:
                 raise PeerLostError("store.order", "the term has ended")
-            return 1
+            return value
 
-        world.line = OrderLine(world.slow, 1, epoch)
-        first = world.send()
-        await settle()
-        world.line.use(world.fast)
-        real_call = world.slow.call
-
-        async def call(method, request, response_type, *, timeout_s):
-            nonlocal is_over
-            answer = await real_call(method, request, response_type, timeout_s=timeout_s)
-            is_over = not request.offsets
-            return answer
-
-        world.slow.call = call
+        line = OrderLine(host, 1, epoch)
+        assert await send(line) == Ack()
         with pytest.raises(PeerLostError, match="term has ended"):
-            await world.send()
-        assert world.arrived == [("slow", 0), ("slow", 2)]
-        world.slow.gate.set()
-        await first
+            await send(line)
+        assert await send(line) == Ack()
+        assert host.numbers == [0, 1]
 
     run(main())
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
-    """Who holds the secret may call; only who was told the token may give orders."""
-
+@pytest.mark.parametrize("is_polling", [False, True])
+def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
     async def main() -> None:
         config = StoreConfig(
             master=f"ipc://{tmp_path}/m.sock",
@@ -173,23 +91,22 @@ def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
         async with MasterService(config) as master, HostService(config) as host:
             await host.host.is_joined.wait()
             space = master.seat.master.state.hosts[0]
-            while space.line.fast is None:
+            peer = space.caller
+            while not peer.has_lane:
                 await asyncio.sleep(0.01)
             assert await space.order("wipe", WipeExtents, Ack, offsets=[0]) == Ack()
             number = host.host._last_number
-            engine, segment = master._engine, space.line.fast._segment
-            stranger = CallWay(engine, segment, "0" * 32)
             order = WipeExtents(
-                epoch=master.epoch, session=space.session, number=number + 1, offsets=[0]
+                epoch=master.epoch, session=space.session, number=number, offsets=[0]
             )
-            with pytest.raises(PeerLostError, match="no session"):
-                await stranger.call("wipe", order, Ack, timeout_s=5)
-            assert host.host._last_number == number
-            late = msgspec.structs.replace(order, number=number)
             with pytest.raises(ConflictError, match="late or doubled"):
-                await space.line.fast.call("wipe", late, Ack, timeout_s=5)
-            # The way breaks: the session goes on without it.
-            space.line.fast._segment.close()
+                await peer.call("wipe", order, Ack, timeout_s=5)
+            other = msgspec.structs.replace(order, number=number + 1, session=space.session + 1)
+            with pytest.raises(ConflictError, match="session"):
+                await peer.call("wipe", other, Ack, timeout_s=5)
+            assert host.host._last_number == number
+            # The session goes on without it.
+            peer._outgoing._lane.close()
             answers = []
             for _ in range(3):
                 try:
@@ -197,8 +114,9 @@ def test_a_host_takes_fast_orders_of_its_master_alone(tmp_path, is_shared):
                 except (DeadlineError, ConflictError):
                     continue
             assert answers[-1:] == [Ack()]
+            assert not peer.has_lane
 
-    if is_shared:
+    if is_polling:
         with asyncio.Runner(loop_factory=PollingLoop) as runner:
             runner.run(asyncio.wait_for(main(), 30))
     else:

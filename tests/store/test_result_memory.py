@@ -13,7 +13,7 @@ import pytest
 from tandem._native import BytesPool, view_new_bytes
 from tandem.core.errors import NotFoundError
 from tandem.store import StoreClient, StoreConfig
-from tandem.store.client.bulk_reading import RESULT_BYTES
+from tandem.store.client.destinations import RESULT_BYTES
 
 SIZE = 300_000
 

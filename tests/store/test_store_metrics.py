@@ -72,6 +72,8 @@ async def test_the_page_counts_what_was_done(tmp_path):
     assert samples["tandem:store_misses_total",] == 1
     assert samples["tandem:store_host_up", ("host", "h1")] == 1
     assert samples["tandem:store_call_seconds_count", ("method", "locate")] == 2
+    joined = "tandem:store_channel_events_total", ("event", "peers_joined")
+    assert samples[joined] == 2, "the host and the client"
     names = {name for name, *_ in samples}
     for metric in METRICS:
         suffix = "_bucket" if metric.kind == "histogram" else ""

@@ -41,7 +41,7 @@ def test_what_cannot_be_measured_has_a_reason(world):
 
 
 def test_wrong_peers_and_secrets_are_named(world, tmp_path):
-    from tandem.cli.doctor import measure_peer
+    from tandem.cli.commands.doctor import measure_peer
 
     giver = world.engine()
     secret = tmp_path / "secret"

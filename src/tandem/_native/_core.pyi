@@ -840,7 +840,7 @@ class ExpertBank:
     def pack_codes(self, pool: ThreadPool, expert_id: int, gate: tuple[object, object, object | None], up: tuple[object, object, object | None], down: tuple[object, object, object | None]) -> None:
         """
         Lay out the codes of one expert: of each matrix codes, scales and minima; see
-        `tandem.kernels.formats.QuantizedMatrix`.
+        `tandem.kernels.weights.formats.QuantizedMatrix`.
 
         Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
             UnsupportedError (what is no code of the format, or a scale that is not finite).
@@ -848,7 +848,7 @@ class ExpertBank:
 
     def pack_blocks(self, pool: ThreadPool, expert_id: int, gate: tuple[list[tuple[str, object]], object | None], up: tuple[list[tuple[str, object]], object | None], down: tuple[list[tuple[str, object]], object | None]) -> None:
         """
-        Lay out one expert that is blocks; see `tandem.kernels.blocks.BlockMatrix`.
+        Lay out one expert that is blocks; see `tandem.kernels.weights.blocks.BlockMatrix`.
 
         Raises: ShapeError; NotFoundError (expert); ConflictError (read-only storage);
             UnsupportedError (a kind that the format does not hold, or a scale that is not
@@ -996,7 +996,7 @@ class PackedMatrix:
 
     def pack_codes(self, pool: ThreadPool, codes: object, scales: object, minima: object | None) -> None:
         """
-        Lay out the codes of all rows; see `tandem.kernels.formats.QuantizedMatrix`.
+        Lay out the codes of all rows; see `tandem.kernels.weights.formats.QuantizedMatrix`.
 
         Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (what is no
             code of the format, or a scale that is not finite).
@@ -1004,7 +1004,7 @@ class PackedMatrix:
 
     def pack_blocks(self, pool: ThreadPool, blocks: tuple[list[tuple[str, object]], object | None]) -> None:
         """
-        Lay out the blocks of all rows; see `tandem.kernels.blocks.BlockMatrix`.
+        Lay out the blocks of all rows; see `tandem.kernels.weights.blocks.BlockMatrix`.
 
         Raises: ShapeError; ConflictError (read-only storage); UnsupportedError (a kind that the
             format does not hold, or a scale that is not finite in it).
@@ -1503,6 +1503,12 @@ class BatchRead:
         Raises: CorruptionError (numbers that no object has; the length of a column).
         """
 
+    def take_given_up(self) -> list[int]:
+        """
+        Indexes of what has been given up since the last time: these are done, unless they are
+        placed anew.
+        """
+
     def list_endpoints(self) -> list[int]:
         """Those with something to read."""
 
@@ -1526,14 +1532,14 @@ class BatchRead:
     def check_direct(self, index: int, checksum: int) -> None:
         """Drop a direct value if its checksum is not this one."""
 
-    def finish(self, values: list, scratch: object, now_s: float, cache: LocationCache) -> list[int]:
+    def finish(self, values: list[bytes | None], scratch: object, now_s: float, cache: LocationCache) -> list[int]:
         """
         Set the values that are good and whose leases hold; forget the places of the others.
 
         Returns: the direct ones among the good, whose values are the caller's to set.
         """
 
-    def finish_into(self, sizes: list, scratch: object, memory: object, now_s: float, cache: LocationCache) -> None:
+    def finish_into(self, sizes: list[int], scratch: object, memory: object, now_s: float, cache: LocationCache) -> None:
         """As `finish`: copy values to their targets, and set their sizes."""
 
     def fail(self, cache: LocationCache) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from tandem._native import read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.peers import PeerProcess
+from tandem.bench.rivals.peers import PeerProcess
 
 __all__ = ["make_cases"]
 

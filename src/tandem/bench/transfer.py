@@ -46,8 +46,8 @@ import zmq
 
 from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.peers import PeerProcess, install_peer
 from tandem.bench.placement import on_cores
+from tandem.bench.rivals.peers import PeerProcess, install_peer
 from tandem.core.errors import PeerLostError
 from tandem.transfer import Op, PreparedBatch, Transfer, TransferConfig, TransferEngine
 

@@ -1,7 +1,7 @@
 """The root of the configuration, and the flags made from it.
 
 Every setting of every subsystem is a flag ``--section.name``; the few that everybody uses have a
-short name as well. Nobody writes a flag by hand: both come from the structs. ``--help`` shows the
+short name as well. No flag is written by hand: both come from the structs. ``--help`` shows the
 settings that people use, ``--help-all`` every one.
 """
 

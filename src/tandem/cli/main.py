@@ -5,9 +5,9 @@ import sys
 
 import typer
 
-from tandem.cli import (
+from tandem.cli.asking import chat, generate
+from tandem.cli.commands import (
     bench,
-    chat,
     config_show,
     convert,
     doctor,
@@ -15,7 +15,6 @@ from tandem.cli import (
     explain,
     export,
     finetune,
-    generate,
     plan,
     pull,
     serve,

@@ -40,7 +40,7 @@ def is_scarce(descriptor: int) -> bool:
 
 
 def shut(descriptor: int) -> None:
-    """End the connection of a descriptor that somebody else owns, and will close."""
+    """End the connection of a descriptor that its owner will close."""
     with contextlib.suppress(OSError):  # It is gone already.
         connection = socket.socket(fileno=descriptor)
         try:

@@ -111,19 +111,19 @@ class DeadlineError(TandemError, TimeoutError):
 
 
 class CorruptionError(TandemError):
-    """Data on disk or on the wire is not what was written."""
+    """Data on disk or on the wire differs from the bytes that were written."""
 
     code = "corruption"
 
 
 class CancelledError(TandemError):
-    """The caller, or whoever owns the request, cancelled it."""
+    """The caller, or the owner of the request, cancelled it."""
 
     code = "cancelled"
 
 
 class PermissionDeniedError(TandemError, PermissionError):
-    """The caller did not prove who it is, or may not do this."""
+    """The caller is not authenticated, or not allowed to do this."""
 
     code = "permission_denied"
 

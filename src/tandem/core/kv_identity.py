@@ -101,7 +101,7 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     config: dict[str, str]
     """Fields of the model's configuration as JSON, defaults filled in, without those that are known
     not to change values. Forbids: the same weights under another epsilon, RoPE or top-k give other
-    KV. A field that nobody has judged counts."""
+    KV. An unknown field counts."""
     dtype: str
     """Of activations, and of weights without a format. Forbids: bfloat16 keeps 8 bits of what
     float32 computes, which is a coarser value and not another order of sums."""

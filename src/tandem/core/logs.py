@@ -25,7 +25,7 @@ class LogLevel(StrEnum):
 
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Set by whoever handles a request; every record made meanwhile carries it."""
+"""Set while a request is handled; every log record made meanwhile carries it."""
 
 
 class _KeyValueFormatter(logging.Formatter):

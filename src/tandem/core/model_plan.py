@@ -1,8 +1,8 @@
 """How a model will be stored and run, as data: made once, read by planning, sizing and loading.
 
-``tandem.models.planner`` makes a ``ModelPlan`` from the configuration, the rules and the modules of
-the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print it, the
-engine sizes memory by it, ``load_model`` obeys it. No torch here.
+``tandem.models.planning.planner`` makes a ``ModelPlan`` from the configuration, the rules and the
+modules of the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print
+it, the engine sizes memory by it, ``load_model`` obeys it. No torch here.
 
 Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
 """

@@ -2,7 +2,7 @@
 
 An instance tells its part (``InstanceTimeline``) when it is asked for a request; the server adds
 its own and answers with a ``RequestTimeline``. All times are seconds on a monotonic clock, relative
-to the arrival at whoever tells them. No token of a prompt or an answer is part of it.
+to the arrival at the process that reports them. No token of a prompt or an answer is part of it.
 """
 
 from enum import StrEnum

@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks that a prefill instance holds for whoever decodes."""
+    """The blocks that a prefill instance holds for the decode instance."""
 
     request_id: str
     """Of the request there, by which the hold is released."""
@@ -191,7 +191,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine step added to one request."""
+    """The output of one engine step for one request."""
 
     request_id: str
     token_ids: list[int]
@@ -243,7 +243,7 @@ class StageChanged(msgspec.Struct, frozen=True, tag="stage_changed"):
 
 
 class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the blocks of an instance lie and what is in them, for whoever reads them."""
+    """The addresses and layout of an instance's blocks, for its readers."""
 
     name: str
     """Of the instance, as ``PrefillKv.instance`` has it."""
@@ -264,7 +264,7 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClosePeer(msgspec.Struct, frozen=True):
-    """Forget an instance whose blocks were read; reads under way end without content."""
+    """Drop an instance whose blocks were read; reads in progress end without content."""
 
     name: str
 

@@ -46,7 +46,7 @@ class AdapterTable:
     def load_first(
         self, sources: Sequence[AdapterSource]
     ) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load what an instance begins with; return what is there, and why the others are not."""
+        """Load an instance's first adapters; return those loaded, and the others' errors."""
         loaded: list[AdapterInfo] = []
         failures: dict[str, str] = {}
         for source in sources:

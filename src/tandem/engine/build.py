@@ -20,21 +20,21 @@ from tandem.core.errors import ConfigError
 from tandem.core.model_plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
-from tandem.engine.blocks import BlockPool
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.memory import KvPlan, plan_kv_cache
-from tandem.engine.prefix_index import PrefixIndex
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
 from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
-from tandem.models.hub import resolve_folder
-from tandem.models.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
-from tandem.models.planner import plan_model
+from tandem.models.loading.hub import resolve_folder
+from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
+from tandem.models.planning.planner import plan_model
 from tandem.models.proof.require import require_proof
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
@@ -103,13 +103,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuiltEngine(NamedTuple):
-    """An engine, and what it runs."""
+    """An engine with its runner and model."""
 
     engine: Engine
     info: InstanceInfo
     model: CausalModel
     identity: KvIdentity
-    """Decides with whom KV may be shared."""
+    """Decides which instances may share KV."""
     prefixes: PrefixIndex
     cache: PagedKvCache
     planner: CostTierPlanner | None
@@ -251,7 +251,8 @@ def build_engine(
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
     require_proof(plan.model.folder, model_config.proof)
-    model = load_model(plan.model, threads, progress)
+    # Several instances map the file of the first, so it is there before the next one loads.
+    model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
     pool = BlockPool(plan.kv.num_blocks)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)

@@ -35,11 +35,16 @@ from tandem.core.wire import (
     SamplingParams,
     TokenLogprob,
 )
-from tandem.engine.blocks import KeyedBlock
-from tandem.engine.request import Request
 from tandem.engine.runner import BlockTransfers, PrefillListener, Runner, SequenceResult
-from tandem.engine.sampling import BROKEN_ROW, SampledToken, SamplerState
-from tandem.engine.scheduler import ScheduledSequence, Scheduler, SchedulerStats, StepPlan
+from tandem.engine.sampler_state import BROKEN_ROW, SampledToken, SamplerState
+from tandem.engine.scheduling.blocks import KeyedBlock
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.scheduler import (
+    ScheduledSequence,
+    Scheduler,
+    SchedulerStats,
+    StepPlan,
+)
 from tandem.engine.timelines import TimelineLog
 
 __all__ = [
@@ -77,7 +82,7 @@ class _Live:
 
     request: Request
     state: SamplerState
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Of the prompt's tokens but the first."""
     has_reported: bool = False
     """Its first output, the one with the prompt's facts, is out."""
@@ -130,11 +135,11 @@ class EngineStep:
     plan: StepPlan
     begin_s: float
     outputs: list[RequestOutput]
-    """What is known before it runs."""
+    """The outputs known before it runs."""
     states: Mapping[str, SamplerState]
     """By request id."""
     on_layer: Callable[[int], None] | None
-    """To be called as each layer's KV is in the blocks; None: nobody waits for that."""
+    """Called when a layer's KV is in the blocks; None: not needed."""
 
 
 class StepObserver(Protocol):
@@ -201,11 +206,11 @@ class Engine:
         self.counters = EngineCounters()
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
-        """Name who moves blocks to and from lower tiers; before the first step. Borrowed."""
+        """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
         self._transfers = transfers
 
     def attach_listener(self, listener: PrefillListener) -> None:
-        """Name who hears of the progress of prefills; before the first step. Borrowed."""
+        """Set the listener to the progress of prefills; before the first step. Not owned."""
         self._listener = listener
 
     def add_adapter(self, digest: str, identity: bytes) -> None:
@@ -451,7 +456,7 @@ class Engine:
                 results = self._runner.run(step.plan, step.states)
             else:
                 results = self._runner.run(step.plan, step.states, step.on_layer)
-        except Exception as error:  # A process edge: requests must end, whatever the model did.
+        except Exception as error:  # A process edge: requests must end.
             logger.exception("step failed, its %d requests end", len(step.plan.sequences))
             return self.fail_step(step, error)
         return self.end_step(step, results)
@@ -524,7 +529,7 @@ class Engine:
         self._tell_listener()
 
     def _tell_listener(self) -> None:
-        """Tell who waits for changes, without the lock: the listener asks back."""
+        """Notify the listener, without holding the lock: it calls back."""
         if self._unused:
             with self._lock:
                 unused, self._unused = self._unused, []

@@ -24,11 +24,11 @@ import zmq
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.config import KvEventConfig
-from tandem.engine.prefix_index import TOKEN_BYTES, PrefixNode
+from tandem.engine.scheduling.prefix_index import TOKEN_BYTES, PrefixNode
 from tandem.rpc import Auth
-from tandem.rpc.endpoint import Endpoint, parse_endpoint
-from tandem.rpc.gate import CurveGate
-from tandem.rpc.pump import SocketPump
+from tandem.rpc.trust.gate import CurveGate
+from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint
+from tandem.rpc.wire.pump import SocketPump
 
 __all__ = ["KvEventPublisher"]
 
@@ -223,7 +223,8 @@ class KvEventPublisher:
         if not events:
             return
         payload = self._encoder.encode([self._now(), events, None])
-        self._sent.append((self._sequence, payload))
+        if self._config.replay_endpoint:
+            self._sent.append((self._sequence, payload))
         self._publish_to.send_multipart(
             [self._config.topic.encode(), self._sequence.to_bytes(8, "big"), payload]
         )

@@ -1,7 +1,7 @@
 """What executes a step: the face. ``torch_runner`` runs a model, the simulator computes times.
 
-A runner gets the scheduler's plan and gives back what was sampled. It owns the memory of the KV
-cache; which block belongs to whom is the scheduler's business.
+A runner gets the scheduler's plan and returns the sampled tokens. It owns the memory of the KV
+cache; the scheduler decides which request a block belongs to.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.core.wire import TokenLogprob
-from tandem.engine.sampling import SampledToken, SamplerState
-from tandem.engine.scheduler import StepPlan
+from tandem.engine.sampler_state import SampledToken, SamplerState
+from tandem.engine.scheduling.scheduler import StepPlan
 
 __all__ = ["BlockTransfers", "PrefillListener", "Runner", "SequenceResult"]
 
@@ -21,7 +21,7 @@ class SequenceResult:
 
     sampled: SampledToken | None = None
     """None while its prefill is not complete."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Of the prompt's tokens that this step predicted, if the request asked for them."""
 
 
@@ -57,7 +57,7 @@ class BlockTransfers(Protocol):
         ...
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up what a plan asks of the lower tiers; see ``StepPlan`` for the order.
+        """Execute a plan's requests to the lower tiers; see ``StepPlan`` for the order.
 
         Called for every plan, one without sequences too, before its step writes. Returns soon and
         does not raise. The end of each load is reported to ``Engine.load_done`` or
@@ -67,7 +67,7 @@ class BlockTransfers(Protocol):
 
 
 class PrefillListener(Protocol):
-    """Who tells other instances how far prefills are."""
+    """Reports the progress of prefills to other instances."""
 
     def note_progress(self) -> None:
         """Take in that prefills may be further, or have ended; ask ``Engine.find_prefill``.

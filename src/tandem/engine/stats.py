@@ -1,9 +1,9 @@
-"""What an instance tells the metrics, put together from those who count."""
+"""An instance's statistics for the metrics, collected from its parts."""
 
 from tandem.core.wire import InstanceStage, InstanceStats
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.engine import EngineCounters
-from tandem.engine.plan import SchedulerStats
+from tandem.engine.scheduling.plan import SchedulerStats
 from tandem.engine.tiers.counters import TierCounters
 
 __all__ = ["make_stats"]

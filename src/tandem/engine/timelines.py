@@ -15,8 +15,8 @@ from tandem.core.timeline import (
     PrefixMiss,
     StoreLookup,
 )
-from tandem.engine.plan import BlockLoad, StepPlan
-from tandem.engine.request import Request, RequestState
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.request import Request, RequestState
 
 __all__ = ["TimelineLog"]
 

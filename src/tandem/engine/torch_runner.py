@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tandem._native import ThreadPool
 from tandem.core.wire import TokenLogprob
-from tandem.engine.request import Request
 from tandem.engine.runner import SequenceResult
 from tandem.engine.sampler import gather_logprobs, sample_tokens
-from tandem.engine.sampling import SamplerState
-from tandem.engine.scheduler import ScheduledSequence, StepPlan
+from tandem.engine.sampler_state import SamplerState
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.scheduler import ScheduledSequence, StepPlan
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
-from tandem.models.loader import CausalModel
+from tandem.models.loading.loader import CausalModel
 
 __all__ = ["TorchRunner"]
 
@@ -22,7 +22,7 @@ class TorchRunner:
     """Runs a ``CausalModel`` on its device.
 
     Args:
-        model: borrowed; not called by anybody else meanwhile.
+        model: not owned; not called from elsewhere meanwhile.
         kv_cache: of the scheduler's blocks; owned.
         threads: that torch computes with.
     """

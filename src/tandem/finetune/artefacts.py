@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tandem.core.errors import CapacityError
-from tandem.finetune.recipe import Recipe
+from tandem.finetune.recipes.recipe import Recipe
 
 __all__ = [
     "name_full_disk",

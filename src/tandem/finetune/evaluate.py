@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.finetune.artefacts import write_text
+from tandem.finetune.data.records import load_dataset
 from tandem.finetune.metrics import measure_texts
-from tandem.finetune.records import load_dataset
 from tandem.finetune.tuned import TunedModel
 
 __all__ = ["EvalReport", "evaluate_records"]

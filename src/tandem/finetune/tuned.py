@@ -4,21 +4,17 @@ For looking at what was learned; a server is faster at many requests.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from torch import nn
 
-from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.finetune.examples import IGNORED_LABEL, Example, collate, encode, make_template
-from tandem.finetune.model import load_frozen, load_tokenizer
-from tandem.finetune.records import Conversation
-from tandem.finetune.targets import take_names_literally
-from tandem.models.adapter_files import read_adapter_files
+from tandem.core.errors import ConfigError
+from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate, encode, make_template
+from tandem.finetune.data.records import Conversation
+from tandem.finetune.training.expert_adapters import open_adapter
+from tandem.finetune.training.model import load_frozen, load_tokenizer
 
 __all__ = ["TunedModel"]
 
@@ -34,7 +30,7 @@ class TunedModel:
         expert_format: as of ``load_frozen``.
         num_threads: of the kernels; None = all cores.
 
-    Raises: as ``load_frozen``, ``read_adapter_files`` and ``make_template``.
+    Raises: as ``load_frozen``, ``open_adapter`` and ``make_template``.
     """
 
     def __init__(
@@ -56,11 +52,7 @@ class TunedModel:
         self._model = frozen.model
         if adapter is not None:
             # Checked before PEFT believes it.
-            read_adapter_files(Path(adapter), _find_shapes(frozen.model))
-            with warnings.catch_warnings(), take_names_literally(frozen.model):
-                # PEFT calls transformers by names that will change.
-                warnings.simplefilter("ignore", FutureWarning)
-                self._model = PeftModel.from_pretrained(frozen.model, str(adapter))
+            self._model = open_adapter(frozen.model, Path(adapter))
         self._model.eval()
 
     def answer(
@@ -124,19 +116,6 @@ class TunedModel:
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         return float(loss), int((labels != IGNORED_LABEL).sum())
-
-
-def _find_shapes(model: nn.Module) -> Callable[[str], tuple[int, int]]:
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-    def find_shape(name: str) -> tuple[int, int]:
-        module = linear.get(name)
-        if module is None:
-            what = f"the model has no linear module {name}: the adapter is of another model"
-            raise UnsupportedError("finetune.read_adapter", what)
-        return module.out_features, module.in_features
-
-    return find_shape
 
 
 def _list_ends(of_model: Sequence[int], tokenizer: Any) -> list[int]:

@@ -16,11 +16,11 @@ from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 if TYPE_CHECKING:
-    from tandem.kernels.attention import Attention, AttentionRule
-    from tandem.kernels.decoder_layer import DecoderLayer
-    from tandem.kernels.mla import MlaAttention
+    from tandem.kernels.operators.attention import Attention, AttentionRule
+    from tandem.kernels.operators.decoder_layer import DecoderLayer
+    from tandem.kernels.operators.mla import MlaAttention
+    from tandem.kernels.operators.rope import Rope
     from tandem.kernels.paged import PagedBatch, PagedKvCache
-    from tandem.kernels.rope import Rope
 
 __all__ = ["Execution", "Step", "choose_execution"]
 

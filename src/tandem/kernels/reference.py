@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from tandem.kernels.rope import RopeParameters
+from tandem.kernels.operators.rope import RopeParameters
 
 __all__ = [
     "attention",

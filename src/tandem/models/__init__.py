@@ -6,10 +6,10 @@ The names below load their modules, and with them torch, only when they are used
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem.models.hub import pull
-    from tandem.models.loader import CausalModel, load_model
-    from tandem.models.plan_report import render_plan
-    from tandem.models.planner import describe_model, plan_model
+    from tandem.models.loading.hub import pull
+    from tandem.models.loading.loader import CausalModel, load_model
+    from tandem.models.planning.plan_report import render_plan
+    from tandem.models.planning.planner import describe_model, plan_model
 
 __all__ = [
     "CausalModel",
@@ -21,12 +21,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CausalModel": "loader",
-    "describe_model": "planner",
-    "load_model": "loader",
-    "plan_model": "planner",
-    "pull": "hub",
-    "render_plan": "plan_report",
+    "CausalModel": "loading.loader",
+    "describe_model": "planning.planner",
+    "load_model": "loading.loader",
+    "plan_model": "planning.planner",
+    "pull": "loading.hub",
+    "render_plan": "planning.plan_report",
 }
 
 

@@ -1,4 +1,4 @@
-"""Reading LoRA adapters in PEFT's format: what is trusted, and what is refused by name.
+"""Reads LoRA adapters in PEFT's format; unknown features are refused by name.
 
 A folder from elsewhere may hold anything. Two files of it are read, ``adapter_config.json`` and
 ``adapter_model.safetensors``; the header of the second is checked against the model before a tensor
@@ -23,7 +23,7 @@ from tandem.models.sources.mapping import map_file
 from tandem.models.sources.safetensors import DTYPES, read_header
 from tandem.models.sources.source import TensorEntry
 
-__all__ = ["MAX_RANK", "AdapterFiles", "LoraWeights", "read_adapter_files"]
+__all__ = ["MAX_RANK", "AdapterFiles", "ExpertShapes", "LoraWeights", "read_adapter_files"]
 
 WHERE = "models.read_adapter"
 CONFIG_FILE = "adapter_config.json"
@@ -32,7 +32,12 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1024
 MAX_ALPHA = 1e6
 
+ExpertShapes = dict[str, tuple[int, int, int]]
+"""(experts, outputs, inputs) of the parameters of a layer's routed experts, in their order."""
+
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
+_INNER = "base_layer"
+"""What PEFT calls a module that is wrapped."""
 _PATTERN = re.compile(r"(\^|\.\*\.)?([\w.]+)")
 """Keys of ``rank_pattern`` and ``alpha_pattern`` that are names, whole or the ends of such."""
 
@@ -91,12 +96,19 @@ class AdapterFiles:
 
     modules: dict[str, LoraWeights]
     """By dotted name of the linear module, sorted."""
+    experts: dict[str, LoraWeights]
+    """By dotted name of the parameter of routed experts, sorted: A [E R, K], of which a row's
+    expert is its number over R; B [N, R E], of which a column's expert is its number modulo E."""
     digest: str
     """SHA-256 over the modules: names, scales, dtypes, shapes and bytes; hex."""
 
 
 def read_adapter_files(
-    folder: Path, find_shape: Callable[[str], tuple[int, int]], *, within: Path | None = None
+    folder: Path,
+    find_shape: Callable[[str], tuple[int, int]],
+    *,
+    find_experts: Callable[[str], ExpertShapes] | None = None,
+    within: Path | None = None,
 ) -> AdapterFiles:
     """Read an adapter.
 
@@ -104,6 +116,8 @@ def read_adapter_files(
         folder: holds it.
         find_shape: returns (outputs, inputs) of a linear module that may be adapted; raises
             UnsupportedError for any other name.
+        find_experts: returns the parameters of the routed experts of that name, empty for any
+            other; None: adapters of routed experts are refused.
         within: refuse files whose real place is not below this folder; None: any place.
 
     Raises:
@@ -112,19 +126,55 @@ def read_adapter_files(
         ConfigError: a setting is out of bounds; a file is not within ``within``.
         UnsupportedError: it is not plain LoRA in safetensors of modules that may be adapted.
     """
-    config = _read_config(_find_file(folder, CONFIG_FILE, within))
+    config = _read_config(_find_file(folder, CONFIG_FILE, within), has_experts=bool(find_experts))
     path = _find_file(folder, WEIGHTS_FILE, within)
     halves = _pair(folder, read_header(path).values())
     scales: dict[str, float] = {}
+    parameters: dict[str, str] = {}
     for name, half in halves.items():
-        rank, scales[name] = _find_scale(config, name)
-        num_outputs, num_inputs = find_shape(name)
-        for which, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+        found = None if find_experts is None else _find_parameter(config, name, find_experts)
+        if found is None:
+            count, (num_outputs, num_inputs) = 1, find_shape(name)
+        else:
+            parameters[name], (count, num_outputs, num_inputs) = found
+        rank, scales[name] = _find_scale(config, parameters.get(name, name))
+        rows = rank * count
+        for which, shape in (("A", (rows, num_inputs)), ("B", (num_outputs, rows))):
             if half[which].shape != shape:
                 what = f"lora_{which} of {name} is {list(half[which].shape)}, needs {list(shape)}"
                 raise CorruptionError(WHERE, f"{folder}: {what}")
-    modules = _read_tensors(path, halves, scales)
-    return AdapterFiles(modules, _digest(modules))
+    stored = _read_tensors(path, halves, scales)
+    modules = {name: weights for name, weights in stored.items() if name not in parameters}
+    experts = {parameters[name]: stored[name] for name in stored if name in parameters}
+    return AdapterFiles(modules, dict(sorted(experts.items())), _digest({**modules, **experts}))
+
+
+def _find_parameter(
+    config: dict[str, Any], name: str, find_experts: Callable[[str], ExpertShapes]
+) -> tuple[str, tuple[int, int, int]] | None:
+    """Return (dotted name, shape) of the parameter whose adapter PEFT calls ``name``.
+
+    None if that is no adapter of routed experts. PEFT wraps the module once for each parameter that
+    is adapted, in their order, so the last one is the outermost and has the module's own name.
+    """
+    base, *inner = name.split(f".{_INNER}")
+    shapes = find_experts(base)
+    if not shapes:
+        return None
+    wanted = config.get("target_parameters") or []
+    if not isinstance(wanted, list) or not all(isinstance(end, str) for end in wanted):
+        _refuse_number("target_parameters", wanted, "a list of names")
+    full_names = {f"{base}.{key}": shape for key, shape in shapes.items()}
+    adapted = [
+        full
+        for full in full_names
+        if any(full == end or full.endswith(f".{end}") for end in wanted)
+    ]
+    if any(inner) or len(inner) >= len(adapted):
+        what = f"{name} is the adapter of no parameter in target_parameters"
+        raise CorruptionError(WHERE, f"{what}: {', '.join(map(str, wanted))[:200]}")
+    parameter = adapted[-1 - len(inner)]
+    return parameter, full_names[parameter]
 
 
 def _find_file(folder: Path, name: str, within: Path | None) -> Path:
@@ -144,7 +194,7 @@ def _find_file(folder: Path, name: str, within: Path | None) -> Path:
     return real
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, *, has_experts: bool) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise CorruptionError(WHERE, f"{path} has more than {MAX_CONFIG_BYTES} bytes")
@@ -159,8 +209,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     used = [] if start in _PLAIN_STARTS else [f"init_lora_weights {start!r}"]
     if config.get("bias", "none") != "none":
         used.append("bias")
-    # What nobody has judged may change what the adapter computes.
-    used += [key for key, value in config.items() if value and key not in _READ | _IGNORED]
+    # An unknown field may change the adapter's arithmetic.
+    known = _READ | _IGNORED | ({"target_parameters"} if has_experts else set())
+    used += [key for key, value in config.items() if value and key not in known]
     used = ["target_parameters (routed experts)" if u == "target_parameters" else u for u in used]
     if used:
         text = ", ".join(str(key)[:100] for key in used[:8])

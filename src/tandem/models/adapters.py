@@ -2,7 +2,7 @@
 
 Adapters are kept by digest, in the model's dtype, in slots that all matrices number alike. Loading
 and unloading may happen on any thread while steps run, as a step sees only adapters that its rows
-name; the caller sees to it that nobody runs with one that is being unloaded.
+name; the caller ensures that no request runs with one that is being unloaded.
 """
 
 import re
@@ -16,11 +16,11 @@ from torch import nn
 
 from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConflictError, CorruptionError, UnsupportedError
-from tandem.kernels.head_matrix import HeadMatrix
-from tandem.kernels.lora import AdaptedHeads, AdaptedMatrix, AdaptedPart, StepAdapters
-from tandem.kernels.matrix import Matrix
 from tandem.kernels.native import NATIVE_DTYPES
-from tandem.kernels.operator import Operator
+from tandem.kernels.operators.lora import AdaptedHeads, AdaptedMatrix, AdaptedPart, StepAdapters
+from tandem.kernels.operators.operator import Operator
+from tandem.kernels.weights.head_matrix import HeadMatrix
+from tandem.kernels.weights.matrix import Matrix
 from tandem.models.adapter_files import AdapterFiles, read_adapter_files
 
 __all__ = ["LoadedAdapter", "ModelAdapters"]

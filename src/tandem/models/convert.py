@@ -12,11 +12,11 @@ from tandem.core.model_plan import NO_FORMAT
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.families import open_checkpoint
 from tandem.models.families.names import rename_reader
-from tandem.models.injection import apply_plan
-from tandem.models.loader import make_settings, open_weights
-from tandem.models.packed_cache import PackedCaches, choose_root
-from tandem.models.planner import plan_model
-from tandem.models.skeleton import build_skeleton
+from tandem.models.loading.injection import apply_plan
+from tandem.models.loading.loader import make_settings, open_weights
+from tandem.models.loading.packed_cache import PackedCaches, choose_root
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.planner import plan_model
 from tandem.models.sources.source import Progress
 
 __all__ = ["ConvertReport", "convert_model"]

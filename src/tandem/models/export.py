@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from tandem.kernels.formats import find_format
+from tandem.kernels.weights.formats import find_format
 from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
 from tandem.models.sources.gguf_files import find_gguf

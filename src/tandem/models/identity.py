@@ -14,13 +14,13 @@ from torch import nn
 from tandem._native import kernel_isas
 from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, RoundingClass
 from tandem.kernels.cpu.experts import NativeExperts
-from tandem.kernels.formats import find_format
-from tandem.kernels.matrix import MatrixSettings
 from tandem.kernels.native import NATIVE_DTYPES
-from tandem.kernels.operator import Operator
+from tandem.kernels.operators.operator import Operator
 from tandem.kernels.paged import TORCH_DTYPES
 from tandem.kernels.torch.experts import Experts
-from tandem.models.injection import find_module_format
+from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.matrix import MatrixSettings
+from tandem.models.loading.injection import find_module_format
 
 __all__ = ["IGNORED_CONFIG", "list_config_values", "make_kv_identity"]
 

@@ -44,7 +44,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     class_name: str | None = None
     """Import path, or bare name, of a class."""
     operator: str = DEFAULT
-    """As written in the file; resolved against a registry by who applies the rules."""
+    """As written in the file; resolved against a registry when the rules are applied."""
     kwargs: dict[str, Any] = {}
     recursive: bool = True
     source: str = ""
@@ -66,7 +66,7 @@ class ModuleInfo(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What happens to one module."""
+    """The effect of the rules on one module."""
 
     module: ModuleInfo
     rule: int | None = None

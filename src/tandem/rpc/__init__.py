@@ -4,7 +4,16 @@
 on both. See docs/design/rpc.md. Bulk bytes belong to ``tandem.transfer``.
 """
 
-from tandem.rpc.auth import (
+from tandem.rpc.client import RpcClient
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.handshake import check_compat_equal, make_identity
+from tandem.rpc.lane import Lane, LaneAnswer, LaneRequest, LaneRouter, Lanes
+from tandem.rpc.methods import Kept, MethodTable
+from tandem.rpc.outgoing import BegunCall
+from tandem.rpc.peer import Peer
+from tandem.rpc.server import RpcServer
+from tandem.rpc.trust.auth import (
     Auth,
     AuthKind,
     generate_secret,
@@ -12,22 +21,22 @@ from tandem.rpc.auth import (
     read_secret,
     write_secret,
 )
-from tandem.rpc.client import RpcClient
-from tandem.rpc.config import RpcConfig
-from tandem.rpc.counters import RpcCounters
-from tandem.rpc.frames import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
-from tandem.rpc.handshake import check_compat_equal, make_identity
-from tandem.rpc.methods import MethodTable
-from tandem.rpc.peer import Peer
-from tandem.rpc.runtime_dir import make_runtime_dir
-from tandem.rpc.server import RpcServer
+from tandem.rpc.trust.runtime_dir import make_runtime_dir
+from tandem.rpc.wire.frames import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
 
 __all__ = [
     "MIN_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
     "Auth",
     "AuthKind",
+    "BegunCall",
     "Identity",
+    "Kept",
+    "Lane",
+    "LaneAnswer",
+    "LaneRequest",
+    "LaneRouter",
+    "Lanes",
     "MethodTable",
     "Peer",
     "RpcClient",

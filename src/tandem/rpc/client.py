@@ -19,16 +19,18 @@ from tandem.core.errors import (
     PermissionDeniedError,
     TandemError,
 )
-from tandem.rpc.auth import Auth
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.counters import RpcCounters
-from tandem.rpc.endpoint import parse_endpoint
-from tandem.rpc.frames import Identity
 from tandem.rpc.handshake import CompatCheck, check_compat_equal
+from tandem.rpc.lane import LaneRouter
 from tandem.rpc.methods import EventCallback, MethodTable
+from tandem.rpc.outgoing import BegunCall
 from tandem.rpc.peer import Peer, PeerContext
 from tandem.rpc.session import ClientSession, HandshakeDroppedError
-from tandem.rpc.sockets import end_context
+from tandem.rpc.trust.auth import Auth
+from tandem.rpc.wire.endpoint import parse_endpoint
+from tandem.rpc.wire.frames import Identity
+from tandem.rpc.wire.sockets import end_context
 
 __all__ = ["RpcClient"]
 
@@ -39,7 +41,7 @@ MAX_DROPPED_HANDSHAKES = 3
 """So many key exchanges cut in a row are a wrong secret; one or two may be a server that died."""
 
 RETRYABLE = (PeerLostError, CapacityError, DeadlineError, NotFoundError)
-"""What another attempt may cure: nobody there (yet), full, slow, its folder not made yet."""
+"""Errors that a retry may cure: no server (yet), full, slow, its folder not made yet."""
 
 
 class RpcClient:
@@ -50,14 +52,15 @@ class RpcClient:
 
     Args:
         endpoint: address of the server.
-        identity: who we are; see ``make_identity``.
+        identity: names this process; see ``make_identity``.
         auth: what we prove; must fit the endpoint.
         config: limits and intervals.
         reconnect: open a new session, with the next epoch, whenever one is lost.
         methods: what the *server* may call here, and the listener of its events; None for an
             empty table, see ``on_event``.
-        check_compat: decides on the server by what it says of itself.
+        check_compat: accepts or refuses the server by its handshake.
         clock: of the leases.
+        lanes: of this process, for calls beside the socket; borrowed. None: there are none.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class RpcClient:
         methods: MethodTable | None = None,
         check_compat: CompatCheck = check_compat_equal,
         clock: Clock | None = None,
+        lanes: LaneRouter | None = None,
     ) -> None:
         self.identity = identity
         self.counters = RpcCounters()
@@ -85,6 +89,7 @@ class RpcClient:
             self._methods,
             self.counters,
             MonotonicClock() if clock is None else clock,
+            lanes,
         )
         self._on_peer: Callable[[Peer], None] | None = None
         self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
@@ -109,7 +114,7 @@ class RpcClient:
         self._on_peer = callback
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Call ``callback(peer, error)`` once when a session ends, whoever ended it."""
+        """Call ``callback(peer, error)`` once when a session ends, by either side."""
         self._on_peer_lost = callback
 
     # Life.
@@ -137,6 +142,11 @@ class RpcClient:
         return self._peer is not None
 
     @property
+    def silence_s(self) -> float:
+        """Seconds since something of the server was read; 0 without a session."""
+        return 0.0 if self._peer is None else self._peer.silence_s
+
+    @property
     def peer(self) -> Peer:
         """The server, in the present session.
 
@@ -148,10 +158,10 @@ class RpcClient:
         return peer
 
     async def connect(self) -> Peer:
-        """Open a session, trying again within ``connect_timeout_ms`` while nobody serves there.
+        """Open a session, trying again within ``connect_timeout_ms`` while there is no server.
 
         Raises: PermissionDeniedError, UnsupportedError, ConflictError when refused, at once;
-            PeerLostError or DeadlineError when nobody was found in time.
+            PeerLostError or DeadlineError if no server was found in time.
         """
         if self._context is not None:
             raise ConflictError("rpc.connect", f"{self.endpoint} is open already")
@@ -208,6 +218,12 @@ class RpcClient:
         """Call a method of the server in the present session; see ``Peer.call``."""
         return await self.peer.call(method, request, response_type, timeout_s=timeout_s)
 
+    def begin_threadsafe(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> BegunCall[T]:
+        """Begin a call from another thread; see ``Peer.begin_threadsafe``."""
+        return self.peer.begin_threadsafe(method, request, response_type, timeout_s=timeout_s)
+
     def push(self, event: msgspec.Struct) -> None:
         """Send a one-way event to the server; see ``Peer.push``."""
         self.peer.push(event)
@@ -224,6 +240,7 @@ class RpcClient:
         give_up_s = None if budget_s is None else loop.time() + budget_s
         pause_s = self._config.reconnect_initial_ms / 1e3
         dropped = 0
+        refusal: TandemError | None = None
         while True:
             attempt_s = self._config.connect_timeout_ms / 1e3
             if give_up_s is not None:
@@ -238,6 +255,11 @@ class RpcClient:
             except RETRYABLE as error:
                 dropped = 0
                 reason = error
+            if not isinstance(reason, DeadlineError):
+                refusal = reason
+            elif refusal is not None:
+                # The last attempt has what little time is left: its silence tells less.
+                reason = refusal
             # Spread by up to half, so that the clients of a restarted server come one by one.
             wait_s = pause_s * (1 + secrets.randbelow(500) / 1000)
             if give_up_s is not None and loop.time() + wait_s >= give_up_s:

@@ -10,7 +10,7 @@ from tandem.core.errors import ConfigError
 __all__ = ["MAX_TIMEOUT_MS", "RpcConfig"]
 
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
-"""Longest deadline of a call. Something must end even a call that nobody remembers."""
+"""Longest deadline of a call, so that also an abandoned call ends."""
 
 
 class RpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

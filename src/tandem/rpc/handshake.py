@@ -1,12 +1,12 @@
-"""What both sides agree on before the first call: who they are, limits, and compatibility."""
+"""Agreement of both sides before the first call: identities, limits, and compatibility."""
 
 import secrets
 from collections.abc import Callable
 
 from tandem.core.errors import ConflictError, InternalError, TandemError
 from tandem.rpc.config import RpcConfig
-from tandem.rpc.frames import Identity, Limits
 from tandem.rpc.window import count_window
+from tandem.rpc.wire.frames import Identity, Limits
 
 __all__ = ["CompatCheck", "check_compat_equal", "make_identity", "make_limits", "run_compat_check"]
 
@@ -56,7 +56,7 @@ def make_limits(config: RpcConfig) -> Limits:
 
 
 def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> None:
-    """Run a user's check; what it raises beside a ``TandemError`` refuses as well.
+    """Run a user's check; any exception refuses, not a ``TandemError`` alone.
 
     Raises: TandemError.
     """

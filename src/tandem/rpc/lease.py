@@ -1,4 +1,4 @@
-"""Who is alive: pure arithmetic on times that the caller brings."""
+"""Leases of peers: pure arithmetic on times that the caller passes."""
 
 __all__ = ["Lease"]
 
@@ -38,7 +38,7 @@ class Lease:
         """All that has arrived was read, as is to be done every ``check_interval_s``.
 
         A look that comes more than half a lease late means that we were not scheduled, and often
-        that the whole machine stood still with its peers: that time is nobody's silence.
+        that the whole machine stood still with its peers: that time does not count as silence.
         """
         slept_s = now_s - self._looked_s - self.check_interval_s
         self._looked_s = now_s

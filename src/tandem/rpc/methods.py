@@ -1,7 +1,7 @@
 """What an endpoint can do for its peers: named methods with types, and one listener of events."""
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,11 +12,25 @@ from tandem.core.errors import ConfigError, ConflictError
 if TYPE_CHECKING:
     from tandem.rpc.peer import Peer
 
-__all__ = ["EventCallback", "Handler", "Method", "MethodTable"]
+__all__ = ["EventCallback", "Handler", "Kept", "Method", "MethodTable"]
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-Handler = Callable[["Peer", Req], Awaitable[Res]] | Callable[["Peer", Req], Res]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a handler returns for work that its caller's going does not end: it stays the handler's.
+
+    Nobody but the loop cancels it once it has begun.
+    """
+
+    work: Coroutine[Any, Any, Any]
+
+
+Handler = (
+    Callable[["Peer", Req], Awaitable[Res]] | Callable[["Peer", Req], Res | Awaitable[Res] | Kept]
+)
 EventCallback = Callable[["Peer", Any], None]
 
 
@@ -53,7 +67,8 @@ class MethodTable:
 
         Args:
             name: unique in this table.
-            handler: ``(peer, request) -> response``, async or not.
+            handler: ``(peer, request) -> response``, async or not; a plain function that finds that
+                it has to wait may return a coroutine, or ``Kept``, in place of the response.
             request_type: what the body must decode to; also a union or a builtin generic.
             response_type: what the handler returns; checked to be a type msgpack can carry.
 

@@ -1,16 +1,18 @@
 """One session with one peer, seen alike from both sides.
 
-A ``Peer`` is a handle for exactly one session. When the session ends, for whatever reason, the
+A ``Peer`` is a handle for exactly one session. When the session ends, the
 handle is lost for good, all that waits on it fails with ``PeerLostError``, and a new session is a
 new handle with another epoch: nothing said to an old one can reach its successor.
 
-Threads: all on the endpoint's loop, except ``push_threadsafe`` and the read-only properties.
+Threads: all on the endpoint's loop, except ``push_threadsafe``, ``begin_threadsafe`` and
+the read-only properties.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,10 +28,15 @@ from tandem.core.errors import (
     UnsentError,
     UnsupportedError,
 )
-from tandem.rpc.calls import IncomingCalls, OutgoingCalls
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.counters import RpcCounters
-from tandem.rpc.frames import (
+from tandem.rpc.incoming import IncomingCalls
+from tandem.rpc.lane import LaneRequest, LaneRouter
+from tandem.rpc.lease import Lease
+from tandem.rpc.methods import MethodTable
+from tandem.rpc.outgoing import BegunCall, OutgoingCalls, Wire
+from tandem.rpc.window import ReadLedger, SendWindow, count_window
+from tandem.rpc.wire.frames import (
     Beat,
     Bye,
     Call,
@@ -39,6 +46,8 @@ from tandem.rpc.frames import (
     Frame,
     Hello,
     Identity,
+    LaneEnd,
+    LaneOffer,
     Limits,
     Reply,
     Welcome,
@@ -48,9 +57,6 @@ from tandem.rpc.frames import (
     encode_frame,
     make_fault,
 )
-from tandem.rpc.lease import Lease
-from tandem.rpc.methods import MethodTable
-from tandem.rpc.window import ReadLedger, SendWindow, count_window
 
 __all__ = ["Peer", "PeerContext", "Transport"]
 
@@ -85,6 +91,8 @@ class PeerContext:
     methods: MethodTable
     counters: RpcCounters
     clock: Clock
+    lanes: LaneRouter | None = None
+    """None: all goes by the socket."""
 
 
 class Peer:
@@ -96,6 +104,8 @@ class Peer:
         limits: what the peer asked us to respect.
         transport: borrowed; the endpoint owns it.
         context: of the endpoint.
+        our_lane: what we told the peer of our lanes; to be withdrawn by this, which ends later.
+        their_lane: what it told us.
     """
 
     def __init__(
@@ -105,6 +115,9 @@ class Peer:
         limits: Limits,
         transport: Transport,
         context: PeerContext,
+        *,
+        our_lane: LaneOffer | None = None,
+        their_lane: LaneOffer | None = None,
     ) -> None:
         config = context.config
         self.identity = identity
@@ -119,24 +132,44 @@ class Peer:
         # A third of the peer's lease: two beats may be late before we are taken for lost.
         beat_ms = min(config.heartbeat_interval_ms, limits.lease_ms / 3)
         self._lease = Lease(config.lease_ms / 1e3, beat_ms / 1e3, context.clock.now_s())
-        self._outgoing = OutgoingCalls(self.name, self._send, config.max_pending_per_peer)
+        wire = Wire(
+            peer_name=self.name,
+            encode=self._encode,
+            send=self._send,
+            end_lane=self._tell_lane_end,
+            get_loss=self._copy_loss,
+        )
+        self._outgoing = OutgoingCalls(wire, config.max_pending_per_peer)
         self._incoming = IncomingCalls(
-            self, context.methods, self._send, config.max_pending_per_peer, context.counters
+            self,
+            context.methods,
+            wire,
+            max_calls=config.max_pending_per_peer,
+            max_lane_bytes=0 if context.lanes is None else context.lanes.max_bytes,
+            counters=context.counters,
         )
         self._outbox: list[bytes] = []
         self._outbox_lock = threading.Lock()
         self._take: dict[type[Any], Callable[[Any], None]] = {
-            Call: self._incoming.start,
+            Call: self._incoming.take,
             Reply: self._outgoing.take_reply,
             Fault: self._take_fault,
             Cancel: self._take_cancel,
             Event: self._take_event,
             Beat: self._take_beat,
+            LaneEnd: self._take_lane_end,
             Bye: self._take_bye,
             Hello: self._take_greeting,
             Welcome: self._take_greeting,
         }
         self._timer = self._loop.call_later(self._lease.check_interval_s, self._check_lease)
+        self._our_lane = our_lane
+        self._opening: asyncio.Task[None] | None = None
+        if context.lanes is not None:
+            if our_lane is not None:
+                context.lanes.begin(our_lane, self._receive_by_lane)
+            if their_lane is not None:
+                self._opening = self._loop.create_task(self._open_lane(context.lanes, their_lane))
 
     @property
     def name(self) -> str:
@@ -152,6 +185,11 @@ class Peer:
     def is_lost(self) -> bool:
         """Whether this session has ended."""
         return self._lost is not None
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether calls to the peer go by a lane, where they can; for tests and logs."""
+        return self._outgoing.has_lane
 
     @property
     def pending_messages(self) -> int:
@@ -185,17 +223,44 @@ class Peer:
             response_type: what the answer must decode to.
             timeout_s: deadline; None takes ``default_timeout_ms``. It is sent along.
 
+        Calls begin there in the order in which they are made here, whichever lane they take.
+
         Returns: the decoded answer.
-        Raises: DeadlineError when the deadline passes, here or there; PeerLostError when the
-            session ends first (what was not answered may or may not have been done);
+        Raises: DeadlineError when the deadline passes, here or there, or the answer is lost with
+            the lane that was to bring it: executed once or not at all; PeerLostError when the
+            session ends first (an unanswered call may or may not have been executed);
             UnsupportedError for an unknown method; CapacityError when too much is under way or
             the request is too large; ConfigError if the request does not fit its type;
             CorruptionError if the answer does not; else what the handler raised, if it was a
             ``TandemError``, or InternalError.
         """
+        return await self.begin(method, request, response_type, timeout_s=timeout_s)
+
+    def begin(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> Coroutine[Any, Any, T]:
+        """As ``call``, but it has left when this returns; the answer is to be awaited.
+
+        Raises: as ``call``, what is known before there is an answer.
+        """
         if timeout_s is None:
             timeout_s = self._context.config.default_timeout_ms / 1e3
-        return await self._outgoing.call(method, request, response_type, timeout_s)
+        return self._outgoing.begin(method, request, response_type, timeout_s)
+
+    def begin_threadsafe(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> BegunCall[T]:
+        """Begin a call from any thread but the loop's, to wait for its answer there, or never.
+
+        With a lane, no loop of this process is woken. Raises: as ``call``.
+        """
+        self._raise_if_lost()
+        return self._outgoing.begin_threadsafe(method, request, response_type, timeout_s)
 
     def push(self, event: msgspec.Struct) -> None:
         """Send a one-way event. Events of one thread arrive in order; there is no answer.
@@ -205,7 +270,7 @@ class Peer:
 
         Raises: PeerLostError if the session has ended; CapacityError if the peer has left too
             much unread: it is then dropped, since a gap in its events would go unseen; also for
-            an event over the size limit, which drops nobody.
+            an event over the size limit, which ends no session.
         """
         self._raise_if_lost()
         data = self._encode(Event(as_body(event)))
@@ -256,7 +321,7 @@ class Peer:
             self._note_read(len(data))
             self._send_quietly(make_fault(0, error))
             return
-        if not isinstance(frame, Beat):
+        if not isinstance(frame, Beat | LaneEnd):
             self._note_read(len(data))
         self._take[type(frame)](frame)
 
@@ -266,6 +331,10 @@ class Peer:
             return
         self._lost = error
         self._timer.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._context.lanes is not None:
+            self._context.lanes.withdraw(self._our_lane)
         self._outgoing.fail_all(lambda: PeerLostError(error.where, error.what))
         self._incoming.cancel_all()
         with self._outbox_lock:
@@ -274,13 +343,13 @@ class Peer:
     # Sending.
 
     def _send(self, frame: Frame) -> None:
-        """Encode and send a counted frame; raises, and drops nobody but for answers."""
+        """Encode and send a counted frame. An error ends the session if the frame is an answer."""
         self._raise_if_lost()
         data = self._encode(frame)
         if not self._window.admit(len(data)):
             error = self._describe_overflow()
             if isinstance(frame, Reply | Fault):
-                # Nobody here waits for an answer that cannot be sent; there, somebody does.
+                # No caller here waits for an answer that cannot be sent; the peer does.
                 self._overflow(error)
             raise error
         self._transmit(data)
@@ -349,8 +418,54 @@ class Peer:
             logger.debug("event=events_unsent peer=%s reason=%s", self.name, error)
 
     def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise PeerLostError(self._lost.where, self._lost.what)
+        loss = self._copy_loss()
+        if loss is not None:
+            raise loss
+
+    def _copy_loss(self) -> PeerLostError | None:
+        lost = self._lost
+        return None if lost is None else PeerLostError(lost.where, lost.what)
+
+    # The lane.
+
+    async def _open_lane(self, lanes: LaneRouter, offer: LaneOffer) -> None:
+        try:
+            lane = await lanes.open(offer)
+        except TandemError as error:
+            logger.info("event=lane_not_opened peer=%s reason=%s", self.name, error)
+            return
+        if self.is_lost:
+            lane.close()
+        else:
+            self._outgoing.use_lane(lane, offer)
+
+    def _receive_by_lane(self, data: bytes, request: LaneRequest) -> None:
+        try:
+            call = decode_frame(data)
+            if not isinstance(call, Call):
+                raise CorruptionError("rpc.lane", f"a {type(call).__name__} by a lane")
+        except TandemError as error:
+            self._context.counters.malformed_frames += 1
+            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
+            request.reply(encode_frame(make_fault(0, error)))
+            return
+        self._incoming.take(call, request)
+
+    def _tell_lane_end(self) -> None:
+        """Our lane broke; uncounted, as a beat, since others wait for it."""
+        with contextlib.suppress(PeerLostError):
+            self._call_soon_threadsafe(self._send_lane_end)
+
+    def _send_lane_end(self) -> None:
+        try:
+            self._transmit(encode_frame(LaneEnd()))
+        except CapacityError as error:
+            self._overflow(error)
+        except PeerLostError as error:
+            logger.debug("event=lane_end_unsent peer=%s reason=%s", self.name, error)
+
+    def _take_lane_end(self, _: LaneEnd) -> None:
+        self._incoming.end_lane()
 
     # Receiving.
 
@@ -416,6 +531,11 @@ class Peer:
         self._send_quietly(make_fault(0, error))
 
     # Liveness.
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since something of the peer was read; it is lost after a lease of them."""
+        return self._lease.silence_s(self._context.clock.now_s())
 
     def _check_lease(self) -> None:
         # What has arrived counts as heard, however long *we* were not scheduled: a process that

@@ -17,11 +17,17 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
-from tandem.rpc.auth import Auth
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.counters import RpcCounters
-from tandem.rpc.endpoint import parse_endpoint
-from tandem.rpc.frames import (
+from tandem.rpc.handshake import CompatCheck, check_compat_equal, make_limits, run_compat_check
+from tandem.rpc.lane import LaneRouter
+from tandem.rpc.methods import EventCallback, Handler, MethodTable
+from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.trust.auth import Auth
+from tandem.rpc.trust.gate import CurveGate
+from tandem.rpc.trust.runtime_dir import check_socket_free, secure_socket_file
+from tandem.rpc.wire.endpoint import parse_endpoint
+from tandem.rpc.wire.frames import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Bye,
@@ -32,13 +38,8 @@ from tandem.rpc.frames import (
     encode_frame,
     make_bye,
 )
-from tandem.rpc.gate import CurveGate
-from tandem.rpc.handshake import CompatCheck, check_compat_equal, make_limits, run_compat_check
-from tandem.rpc.methods import EventCallback, Handler, MethodTable
-from tandem.rpc.peer import Peer, PeerContext
-from tandem.rpc.pump import SocketPump
-from tandem.rpc.runtime_dir import check_socket_free, secure_socket_file
-from tandem.rpc.sockets import SocketMonitor, end_context, open_socket, transmit
+from tandem.rpc.wire.pump import SocketPump
+from tandem.rpc.wire.sockets import SocketMonitor, end_context, open_socket, transmit
 
 __all__ = ["RpcServer"]
 
@@ -54,20 +55,28 @@ NO_DESCRIPTOR = -1
 class _Connection:
     """The transport of one peer: its address on the router socket."""
 
-    def __init__(self, server: "RpcServer", routing_id: bytes, name: str, descriptor: int) -> None:
-        self._server = server
+    def __init__(
+        self,
+        routing_id: bytes,
+        name: str,
+        descriptor: int,
+        *,
+        transmit: "Callable[[_Connection, bytes], None]",
+        drain: Callable[[], None],
+        drop: "Callable[[_Connection, TandemError, bool], None]",
+    ) -> None:
         self.routing_id = routing_id
         self.name = name
         self.descriptor = descriptor
+        self.drain = drain
+        self._transmit = transmit
+        self._drop = drop
 
     def transmit(self, data: bytes) -> None:
-        self._server._transmit(self, data)
-
-    def drain(self) -> None:
-        self._server._drain()
+        self._transmit(self, data)
 
     def drop(self, error: TandemError, *, tell: bool) -> None:
-        self._server._drop(self.routing_id, error, tell=tell)
+        self._drop(self, error, tell)
 
 
 class RpcServer:
@@ -78,12 +87,13 @@ class RpcServer:
 
     Args:
         endpoint: ``ipc:///absolute/path`` or ``tcp://host:port`` (port 0: any free one).
-        identity: who we are; see ``make_identity``.
-        auth: who may speak; must fit the endpoint.
+        identity: names this process; see ``make_identity``.
+        auth: decides which peers are accepted; must fit the endpoint.
         config: limits and intervals.
         methods: a table to serve; None for one of its own, see ``register``.
-        check_compat: decides on each client by what it says of itself.
+        check_compat: accepts or refuses each client by its handshake.
         clock: of the leases.
+        lanes: of this process, for calls beside the socket; borrowed. None: there are none.
     """
 
     def __init__(
@@ -96,6 +106,7 @@ class RpcServer:
         methods: MethodTable | None = None,
         check_compat: CompatCheck = check_compat_equal,
         clock: Clock | None = None,
+        lanes: LaneRouter | None = None,
     ) -> None:
         self.identity = identity
         self.counters = RpcCounters()
@@ -109,6 +120,7 @@ class RpcServer:
             self._methods,
             self.counters,
             MonotonicClock() if clock is None else clock,
+            lanes,
         )
         self._on_peer: PeerCallback | None = None
         self._on_peer_lost: LossCallback | None = None
@@ -150,7 +162,7 @@ class RpcServer:
         self._on_peer = callback
 
     def on_peer_lost(self, callback: LossCallback) -> None:
-        """Call ``callback(peer, error)`` once when a session ends, whoever ended it."""
+        """Call ``callback(peer, error)`` once when a session ends, by either side."""
         self._on_peer_lost = callback
 
     # Life.
@@ -316,20 +328,42 @@ class RpcServer:
             transmit(self._socket, "client", routing_id, encode_frame(make_bye(error)))
 
     def _admit(self, routing_id: bytes, hello: Hello, descriptor: int) -> None:
-        connection = _Connection(self, routing_id, hello.identity.name, descriptor)
+        connection = _Connection(
+            routing_id,
+            hello.identity.name,
+            descriptor,
+            transmit=self._transmit,
+            drain=self._pump.drain,
+            drop=lambda connection, error, tell: self._drop(
+                connection.routing_id, error, tell=tell
+            ),
+        )
+        lanes = self._peer_context.lanes
+        our_lane = None if lanes is None else lanes.offer()
         welcome = Welcome(
             PROTOCOL_VERSION,
             MIN_PROTOCOL_VERSION,
             hello.epoch,
             self.identity,
             make_limits(self._config),
+            our_lane,
         )
         try:
             self._transmit(connection, encode_frame(welcome))
         except TandemError as error:
             logger.debug("event=client_gone peer=%s reason=%s", connection.name, error)
+            if lanes is not None:
+                lanes.withdraw(our_lane)
             return
-        peer = Peer(hello.identity, hello.epoch, hello.limits, connection, self._peer_context)
+        peer = Peer(
+            hello.identity,
+            hello.epoch,
+            hello.limits,
+            connection,
+            self._peer_context,
+            our_lane=our_lane,
+            their_lane=hello.lane,
+        )
         self._peers[routing_id] = (peer, connection)
         if descriptor != NO_DESCRIPTOR:
             self._by_descriptor[descriptor] = routing_id
@@ -346,9 +380,6 @@ class RpcServer:
         transmit(self._socket, connection.name, connection.routing_id, data)
         self._pump.note_sent()
 
-    def _drain(self) -> None:
-        self._pump.drain()
-
     # Loss.
 
     def _note_connection(self, event: int, value: int) -> None:
@@ -359,7 +390,7 @@ class RpcServer:
         routing_id = self._by_descriptor.pop(value, None)
         if routing_id is None or routing_id not in self._peers:
             return
-        self._drain()  # What it said before it went still counts.
+        self._pump.drain()  # Frames that it sent before it ended still count.
         name = self._peers[routing_id][0].name if routing_id in self._peers else ""
         self._drop(
             routing_id, PeerLostError("rpc.session", f"connection to {name} is gone"), tell=False

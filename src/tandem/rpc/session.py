@@ -16,22 +16,23 @@ from tandem.core.errors import (
     TandemError,
     make_error,
 )
-from tandem.rpc.auth import Auth
-from tandem.rpc.frames import (
+from tandem.rpc.handshake import CompatCheck, make_limits, run_compat_check
+from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.trust.auth import Auth
+from tandem.rpc.wire.frames import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Bye,
     Hello,
     Identity,
+    LaneOffer,
     Welcome,
     decode_greeting,
     encode_frame,
     make_bye,
 )
-from tandem.rpc.handshake import CompatCheck, make_limits, run_compat_check
-from tandem.rpc.peer import Peer, PeerContext
-from tandem.rpc.pump import SocketPump
-from tandem.rpc.sockets import SocketMonitor, open_socket, transmit
+from tandem.rpc.wire.pump import SocketPump
+from tandem.rpc.wire.sockets import SocketMonitor, open_socket, transmit
 
 __all__ = ["ClientSession", "HandshakeDroppedError"]
 
@@ -50,9 +51,9 @@ class ClientSession:
         context: borrowed.
         url: of the server.
         auth: what we prove.
-        identity: who we are.
+        identity: names this process.
         epoch: number of this session, from 1.
-        check_compat: decides on the server by what it says of itself.
+        check_compat: accepts or refuses the server by its handshake.
         peer_context: shared with the client's other sessions.
         on_open: called once when the session begins, before anything else of it is delivered.
         on_lost: called once if the session had begun and has ended.
@@ -80,6 +81,7 @@ class ClientSession:
         self._on_open = on_open
         self._on_lost = on_lost
         self._peer: Peer | None = None
+        self._our_lane: LaneOffer | None = None
         self._closed = False
         self._greeted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self._socket = open_socket(context, zmq.DEALER, peer_context.config)
@@ -90,9 +92,9 @@ class ClientSession:
     async def open(self, timeout_s: float) -> Peer:
         """Connect and shake hands; closes the session if that fails.
 
-        Raises: PeerLostError if nobody serves there; PermissionDeniedError if we are not trusted;
-            UnsupportedError, ConflictError or whatever refused, by either side;
-            DeadlineError if nobody answers in time.
+        Raises: PeerLostError if there is no server; PermissionDeniedError if we are not trusted;
+            UnsupportedError, ConflictError or another refusal by either side;
+            DeadlineError if there is no answer in time.
         """
         try:
             self._say_hello()
@@ -110,7 +112,16 @@ class ClientSession:
         except zmq.ZMQError as error:
             raise PeerLostError("rpc.connect", f"no way to {self._url}: {error}") from None
         limits = make_limits(self._peer_context.config)
-        hello = Hello(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, self._epoch, self._identity, limits)
+        lanes = self._peer_context.lanes
+        self._our_lane = None if lanes is None else lanes.offer()
+        hello = Hello(
+            PROTOCOL_VERSION,
+            MIN_PROTOCOL_VERSION,
+            self._epoch,
+            self._identity,
+            limits,
+            self._our_lane,
+        )
         self.transmit(encode_frame(hello))
 
     def _check_greeted(self, timeout_s: float) -> None:
@@ -151,6 +162,8 @@ class ClientSession:
         """Give the socket back. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._peer_context.lanes is not None:
+                self._peer_context.lanes.withdraw(self._our_lane)
             if not self._greeted.done():
                 self._greeted.cancel()
             self._pump.close()
@@ -186,7 +199,15 @@ class ClientSession:
                 "rpc.handshake", f"{self._url} answered hello with {type(greeting).__name__}"
             )
         run_compat_check(self._check_compat, greeting.identity, self._identity)
-        return Peer(greeting.identity, self._epoch, greeting.limits, self, self._peer_context)
+        return Peer(
+            greeting.identity,
+            self._epoch,
+            greeting.limits,
+            self,
+            self._peer_context,
+            our_lane=self._our_lane,
+            their_lane=greeting.lane,
+        )
 
     def _note_connection(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -218,4 +239,4 @@ class ClientSession:
     def _fail(self, error: TandemError) -> None:
         if not self._greeted.done():
             self._greeted.set_exception(error)
-            self._greeted.exception()  # Whoever waited may be gone: that is no news for the log.
+            self._greeted.exception()  # The waiter may be gone: nothing to log.

@@ -1,4 +1,4 @@
-"""How much may be under way to one peer: the sender's window and the reader's ledger.
+"""Flow control to one peer: the sender's window and the reader's ledger.
 
 ZeroMQ bounds its queues by messages, not bytes, and hides how much of them the peer has read.
 So each side counts what it has read and tells it now and then; what was sent and not yet told as

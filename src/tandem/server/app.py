@@ -20,27 +20,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.core.errors import InternalError, TandemError
-from tandem.server.access import CLIENT_CLOSED, AccessLog
-from tandem.server.auth import ApiKeyGate
-from tandem.server.chat_template import ChatTemplate
+from tandem.server.api.endpoints import list_endpoints
+from tandem.server.api.explain import collect_timeline
+from tandem.server.api.names import find_names
+from tandem.server.api.openapi import Handler
+from tandem.server.api.prompts import PromptEncoder
+from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.config import ServerConfig, check_exposure, is_loopback, load_api_keys
-from tandem.server.connection import ClientGoneError
 from tandem.server.context import ServerContext
-from tandem.server.endpoints import list_endpoints
+from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
+from tandem.server.edge.auth import ApiKeyGate
+from tandem.server.edge.connection import ClientGoneError
+from tandem.server.edge.hosts import HostGate
+from tandem.server.edge.http_errors import HttpError, describe_error, error_response
 from tandem.server.engine import EngineClient
-from tandem.server.explain import collect_timeline
-from tandem.server.hosts import HostGate
-from tandem.server.http_errors import HttpError, describe_error, error_response
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
-from tandem.server.load_log import log_load
-from tandem.server.metrics import ServerMetrics
-from tandem.server.names import find_names
-from tandem.server.openapi import Handler
-from tandem.server.prompts import PromptEncoder
-from tandem.server.sampling import SamplingDefaults
-from tandem.server.timelines import TimelineRing
-from tandem.server.tokenizer import Tokenizer, TokenThreads
-from tandem.server.tracing import make_tracer
+from tandem.server.telemetry.load_log import log_load
+from tandem.server.telemetry.metrics import ServerMetrics
+from tandem.server.telemetry.timelines import TimelineRing
+from tandem.server.telemetry.tracing import make_tracer
+from tandem.server.text.chat_template import ChatTemplate
+from tandem.server.text.tokenizer import Tokenizer, TokenThreads
 
 __all__ = ["build_app"]
 

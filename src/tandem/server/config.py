@@ -1,4 +1,4 @@
-"""Settings of the API server, and the one rule about who may reach it.
+"""Settings of the API server, and the one rule about access from other hosts.
 
 Owns no state and opens no socket; ``check_exposure`` and ``load_api_keys`` read what the settings
 name. Every field is described here and nowhere else: flags and documentation are generated.

@@ -1,7 +1,7 @@
 """What the handlers share, and the steps they have in common.
 
 A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the application. Handlers
-get it as their first argument; of HTTP it knows who asks, no more.
+get it as their first argument; of HTTP it knows the caller's key alone.
 """
 
 import asyncio
@@ -25,18 +25,17 @@ from tandem.core.wire import (
     InstanceStats,
     SamplingParams,
 )
-from tandem.server.auth import identify_owner
+from tandem.server.api.names import ModelNames
+from tandem.server.api.prompts import PromptEncoder
+from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.config import ServerConfig
-from tandem.server.connection import run_while_connected
+from tandem.server.edge.auth import identify_owner
+from tandem.server.edge.connection import run_while_connected
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
-from tandem.server.metrics import RequestTimer, ServerMetrics
-from tandem.server.names import ModelNames
-from tandem.server.prompts import PromptEncoder
-from tandem.server.sampling import SamplingDefaults
-from tandem.server.stop_strings import StopMatcher, StopStrings
-from tandem.server.timelines import (
+from tandem.server.telemetry.metrics import RequestTimer, ServerMetrics
+from tandem.server.telemetry.timelines import (
     ChoiceRecord,
     Origin,
     RequestRecord,
@@ -45,7 +44,8 @@ from tandem.server.timelines import (
     digest_head,
     digest_text,
 )
-from tandem.server.tracing import RequestTracer
+from tandem.server.telemetry.tracing import RequestTracer
+from tandem.server.text.stop_strings import StopMatcher, StopStrings
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
@@ -129,7 +129,7 @@ class ServerContext:
         return 1 if info is None else info.block_size
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Return what a name means; None asks for whatever is served.
+        """Resolve a name; None asks for the served model.
 
         Raises:
             NotFoundError: another model was asked for.
@@ -174,7 +174,7 @@ class ServerContext:
             return None
 
     def note_arrival(self, http: Request) -> Origin:
-        """Say who asks, and that it was now."""
+        """Return the caller's key digest and the time of arrival."""
         return Origin(
             arrived_s=self.clock.now_s(),
             arrived_at=datetime.now(UTC).timestamp(),

@@ -40,7 +40,7 @@ class RequestStream(Protocol):
 
 
 class EngineClient(Protocol):
-    """One instance, or what stands for several."""
+    """One instance, or a cluster of several."""
 
     @property
     def info(self) -> InstanceInfo | None:

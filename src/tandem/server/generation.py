@@ -1,7 +1,7 @@
 """Running generations: engine outputs to text, stop strings found, everything freed at the end.
 
 A ``Generation`` is one choice; a ``GenerationGroup`` is all choices of one HTTP request and owns
-them: whoever holds the group closes it, on every path, and that cancels what still runs. All on
+them: the owner of the group closes it, on every path, which cancels running choices. All on
 the event loop, no locks.
 """
 
@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
-from tandem.server.detokenizer import Detokenizer
 from tandem.server.engine import EngineClient, RequestStream
-from tandem.server.metrics import RequestTimer
-from tandem.server.stop_strings import StopMatcher
+from tandem.server.telemetry.metrics import RequestTimer
+from tandem.server.text.detokenizer import Detokenizer
+from tandem.server.text.stop_strings import StopMatcher
 
 __all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece"]
 
@@ -32,7 +32,7 @@ _FINISH = {
 
 
 class Piece(NamedTuple):
-    """What came newly out of a generation; the last has a ``finish_reason``.
+    """New output of a generation; the last has a ``finish_reason``.
 
     The generation itself may be further by the time a piece is sent.
     """
@@ -108,7 +108,7 @@ class Generation:
             await self._stream.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield what comes, until the end; a stop string cancels the rest at the engine at once.
+        """Yield outputs until the end; a stop string cancels the rest at the engine at once.
 
         An output whose text is held back yields nothing; its tokens come with the next piece.
 

@@ -1,4 +1,4 @@
-"""What is in flight: admission, draining, and the generations that run.
+"""Requests in flight: admission, draining, and running generations.
 
 Everything lives on the event loop. The gate is the outermost part of the application: it counts
 each HTTP request, refuses new ones while draining or full, and labels the answer for the metrics.
@@ -9,9 +9,9 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.server.edge.http_errors import RETRY_LATER_S, RETRY_SOON_S, HttpError, error_response
 from tandem.server.generation import GenerationGroup
-from tandem.server.http_errors import RETRY_LATER_S, RETRY_SOON_S, HttpError, error_response
-from tandem.server.metrics import ServerMetrics
+from tandem.server.telemetry.metrics import ServerMetrics
 
 __all__ = ["AdmissionGate", "Lifecycle"]
 
@@ -71,7 +71,7 @@ class Lifecycle:
         return len(groups)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait until the running ones ended; then end what is left."""
+        """Refuse new requests and wait for the running ones; cancel those left at the time-out."""
         self.is_draining = True
         _logger.info("event=draining in_flight=%d timeout_s=%g", self._num_in_flight, timeout_s)
         try:

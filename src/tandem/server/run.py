@@ -130,7 +130,7 @@ async def run_server(
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        # What is left belongs to clients that do not read, or do not end TLS.
+        # Connections left belong to clients that do not read, or do not end TLS.
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)

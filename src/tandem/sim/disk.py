@@ -89,7 +89,7 @@ class MemoryDisk:
         self.is_condemned = False
         self.steps = 0
         self.crash_at = -1
-        """The step from which on whoever uses it is dead: nothing returns any more."""
+        """The step at which its users die: no operation returns from there on."""
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
         self.quarantined: dict[int, _File] = {}
@@ -148,7 +148,7 @@ class MemoryDisk:
         self.steps += 1
         self.on_step()
         if self.steps == self.crash_at:
-            self.is_hung = True  # Whoever is here is dead from now on.
+            self.is_hung = True  # The calling process is dead from now on.
         life = self.life
         await asyncio.sleep(self.random.expovariate(1 / self.slow_s))
         while self.is_hung or life != self.life:

@@ -4,9 +4,8 @@
 now, the time of the next timer has come. Callbacks therefore run in asyncio's order, and equal
 programs with equal seeds run equally. It has no sockets and no threads.
 
-A callback or task belongs to the process in whose context it was made (``OWNER``). What belongs to
-a process that is stopped is put off until that goes on, whatever it is; what belongs to one that is
-killed is cancelled.
+A callback or task belongs to the process in whose context it was made (``OWNER``). Work of
+a stopped process is put off until the process continues; work of a killed one is cancelled.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Calls between processes of the simulated world: lost either way, late, doubled, cut off."""
+"""Calls between processes of the simulated world: lost in either direction, late, doubled, cut."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
+from tandem.rpc import Kept
 from tandem.sim.process import Process
 
 if TYPE_CHECKING:
@@ -102,6 +103,18 @@ class Session:
             if not reply.done():
                 reply.cancel()
 
+    def begin(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> "asyncio.Task[T]":
+        """As ``call``: it leaves as soon as the loop gets to it, in the order of such calls."""
+        calling = self.call(method, request, response_type, timeout_s=timeout_s)
+        return asyncio.get_running_loop().create_task(calling)
+
     async def _deliver(
         self, method: str, data: bytes, reply: "asyncio.Future[Answer] | None"
     ) -> None:
@@ -128,6 +141,8 @@ class Session:
         request: Any = msgspec.msgpack.decode(data, type=request_type)
         try:
             answer: Any = self.far.run(handler, self.back, request)
+            if isinstance(answer, Kept):
+                answer = answer.work
             if asyncio.iscoroutine(answer):
                 answer = await self.far.spawn(answer)
         except TandemError as error:

@@ -1,4 +1,4 @@
-"""The simulated world: processes, the ways between them, chance, and what goes wrong.
+"""The simulated world: processes, the channels between them, chance, and faults.
 
 A run is decided by its seed: all chance comes from ``World.random``, all time from the loop. A
 message, an answer and a slice of bytes is a *step*; ``crash_at`` strikes between two steps, so that
@@ -152,7 +152,7 @@ class World:
         await asyncio.sleep(SILENT_S)
         self.end_session(session)
 
-    # Ways that are cut.
+    # Channels that are cut.
 
     def is_cut_by_name(self, a: str, b: str) -> bool:
         """Whether nothing passes between the processes of two names."""

@@ -1,5 +1,5 @@
 """What callers of a store hand in, checked before anything is sent: a wrong argument is a
-``ConfigError`` that names it, whatever would have met it first (an encoder, a cast, a host).
+``ConfigError`` that names it, before an encoder, a cast or a host meets it.
 """
 
 import math
@@ -23,7 +23,7 @@ MAX_SOFT_PIN_MS = 2**32 - 1
 
 
 def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
-    """Refuse what is no text that UTF-8 can write, a lone surrogate for example.
+    """Refuse text that UTF-8 cannot encode, a lone surrogate for example.
 
     Raises: ConfigError.
     """
@@ -40,7 +40,7 @@ def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    """Refuse what is no pair of whole numbers >= 0. Raises: ConfigError."""
+    """Refuse anything but a pair of whole numbers >= 0. Raises: ConfigError."""
     try:
         is_good = all(
             operator.index(offset) >= 0 and operator.index(length) >= 0 for offset, length in ranges
@@ -51,7 +51,7 @@ def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
         raise ConfigError("store.get", "a range (offset, length) of numbers >= 0 for each key")
 
 
-def check_replicas(replicas: int) -> None:
+def check_replicas(replicas: object) -> None:
     """Refuse a number of copies that no header holds. Raises: ConfigError."""
     if not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(

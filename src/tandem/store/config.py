@@ -13,6 +13,7 @@ __all__ = ["StoreConfig", "StoreElectionConfig"]
 
 UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 PAGE_BYTES = 4096
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 2**16, 2**39
 
 
 class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +108,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     segment_bytes: Annotated[
-        int, Meta(ge=2**16, le=2**39, description="Memory that a host offers.")
+        int,
+        Meta(ge=MIN_SEGMENT_BYTES, le=MAX_SEGMENT_BYTES, description="Memory that a host offers."),
     ] = 2**30
     segment_dir: Annotated[
         str, Meta(description="Folder of the segment files, on tmpfs or hugetlbfs; 0700.")
@@ -214,6 +216,14 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         Raises: ConfigError.
         """
+        is_none = not self.memory.strip("0.BKMGTi ")
+        if not (is_none or MIN_SEGMENT_BYTES <= self.memory_bytes <= MAX_SEGMENT_BYTES):
+            raise ConfigError(
+                "store.configure",
+                f"memory {self.memory!r} is not from {MIN_SEGMENT_BYTES >> 10} KiB to "
+                f"{MAX_SEGMENT_BYTES >> 30} GiB",
+                field="store.memory",
+            )
         if not Path(self.segment_dir).is_absolute():
             raise ConfigError(
                 "store.configure",

@@ -7,7 +7,7 @@ __all__ = ["DamageList"]
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 32
-"""A medium that rots away is told of by the count."""
+"""Beyond this number only the count is reported."""
 
 
 class DamageList:

@@ -1,4 +1,4 @@
-"""What a client asks of the world: a way to the master, and a way for bytes."""
+"""What a client needs from its surroundings: a channel to the master, and a transport for bytes."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -6,9 +6,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tandem.rpc import BegunCall
 from tandem.store.messages import Endpoint
 
-__all__ = ["ClientPort", "MasterChannel", "Piece"]
+__all__ = ["ClientPort", "MasterChannel", "Piece", "ThreadChannel"]
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class ClientPort(Protocol):
 
 
 class MasterChannel(Protocol):
-    """The way to the master, over all its lives: the part of ``rpc.RpcClient`` used here."""
+    """The channel to the master, over its restarts: the part of ``rpc.RpcClient`` used here."""
 
     async def call(
         self,
@@ -54,4 +55,14 @@ class MasterChannel(Protocol):
 
     async def wait_connected(self, timeout_s: float) -> object:
         """Wait for a session. Raises: DeadlineError."""
+        ...
+
+
+class ThreadChannel(MasterChannel, Protocol):
+    """The same, also for threads that block."""
+
+    def begin_threadsafe(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> BegunCall[T]:
+        """Begin a call, from any thread but the loop's. Raises: as ``call``."""
         ...

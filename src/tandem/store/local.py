@@ -6,7 +6,7 @@ For ``StoreClient.local`` and for tests of programs that use a store.
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import NotFoundError, UnsupportedError
+from tandem.rpc import Kept
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
 from tandem.store.edges import Piece
@@ -125,11 +126,28 @@ class LocalCaller:
         timeout_s: float | None = None,
     ) -> T:
         """Call the other side."""
+        return await self.begin(method, request, response_type, timeout_s=timeout_s)
+
+    def begin(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> Awaitable[T]:
+        """Call the other side: its handler has begun when this returns."""
         handler = self._methods.get(method)
         if handler is None:
             raise UnsupportedError("store.call", f"no method {method!r}", field="method")
-        answer = handler(self.back, request)
-        return await answer if asyncio.iscoroutine(answer) else answer
+        answer: Any = handler(self.back, request)
+        if isinstance(answer, Kept):
+            return asyncio.shield(asyncio.ensure_future(answer.work))
+        if asyncio.iscoroutine(answer):
+            return answer
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done.set_result(answer)
+        return done
 
     async def wait_connected(self, timeout_s: float) -> object:
         """It always is."""
@@ -177,7 +195,7 @@ def _connect(
     there: Sequence[tuple[str, Callable[..., Any], type, type]],
     here: Sequence[tuple[str, Callable[..., Any], type, type]],
 ) -> LocalCaller:
-    """Return the way from ``name`` to the methods ``there``, with a way back to those ``here``."""
+    """Return the channel from ``name`` to the methods ``there``, and back to those ``here``."""
     forth, back = LocalCaller("master", there), LocalCaller(name, here)
     forth.back, back.back = back, forth
     return forth

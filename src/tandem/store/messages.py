@@ -10,8 +10,8 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 __all__ = [
+    "ON_DISK",
     "Ack",
-    "CallAddress",
     "Change",
     "CloseWriter",
     "CommitPut",
@@ -22,9 +22,7 @@ __all__ = [
     "DrainHost",
     "Endpoint",
     "ExtentRecords",
-    "FindObjects",
     "ForgetObjects",
-    "FoundObjects",
     "HostExtents",
     "HostStage",
     "HostStatus",
@@ -55,7 +53,6 @@ __all__ = [
     "RetireHost",
     "SealExtents",
     "SegmentGrown",
-    "StageObjects",
     "StartPut",
     "StartStatus",
     "StartedPut",
@@ -77,12 +74,6 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where the segment begins in its address space, for reading."""
     write_base: int = -1
     """The same for this client's writes; -1 where it may not write."""
-
-
-class CallAddress(msgspec.Struct, frozen=True):
-    """Where a master's transfer engine takes calls; empty if it does not."""
-
-    address: str
 
 
 class StartStatus(IntEnum):
@@ -166,7 +157,7 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     grant: int
     """Of the space that was written."""
     checksums: list[int] = []
-    """Of each object that was granted; none of any: the put is given up."""
+    """For each granted object; all empty: the put is given up."""
     tables: bytes = b""
     """The checksums of their chunks, one after the other, which hosts write."""
     failed_hosts: list[int] = []
@@ -175,56 +166,35 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """As in ``PutInline``."""
 
 
-class FindObjects(msgspec.Struct, frozen=True, kw_only=True):
+class LocateObjects(msgspec.Struct, frozen=True):
     """Asks where objects are, and for a lease on them."""
 
     keys: list[str]
     machine: str = ""
     lease: bool = True
-
-
-class FoundObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``FindObjects``, columns by key."""
-
-    sizes: list[int]
-    """-1: no such object."""
-    versions: list[int]
-    checksums: list[int]
-    places: list[list[tuple[int, int]]]
-    """Best first; empty for an object whose hosts are all lost."""
-    endpoints: list[Endpoint]
-    lease_ms: int
-    is_recovering: bool = False
-    """Hosts may still come back to a new master, or an object is just going: ask again."""
-    on_disk: bytes = b""
-    """One byte per key if one of them is 1: it is on a disk only; ``stage`` brings it to memory."""
-
-
-class StageObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """As ``FindObjects``, and waits for objects to be read from disks, at most so long."""
-
-    keys: list[str]
-    machine: str = ""
+    """Else it is no use of them, and their sizes are all that is told."""
     wait_ms: int = 0
+    """Of ``stage``: so long at most objects are waited for that are read from disks."""
 
 
-class LocateObjects(msgspec.Struct, frozen=True):
-    """As ``FindObjects`` with a lease, for many objects that are expected to be there."""
-
-    keys: list[str]
-    machine: str = ""
+ON_DISK = -2
+"""In place of a host: it is on a disk only, and being read; ``stage`` waits for that."""
 
 
 class Located(msgspec.Struct, frozen=True):
-    """Answer to ``LocateObjects``: the best replica alone, in a form that costs little a key."""
+    """Answer to ``LocateObjects``, in a form that costs little a key."""
 
     columns: bytes
-    """int64, little-endian, one after the other for all keys: size, checksum, host, offset. A host
-    of -1: ask with ``FindObjects``."""
+    """int64, little-endian, one after the other for all keys: size, checksum, host, offset. A size
+    of -1: no such object; a host of -1: all its hosts are lost, or it has no bytes."""
     endpoints: list[Endpoint]
     lease_ms: int
     versions: bytes = b""
     """The same, of the versions; without them nothing can be remembered."""
+    others: dict[int, list[tuple[int, int]]] = {}
+    """By index: host and offset of further replicas, best first."""
+    is_recovering: bool = False
+    """What is missing may yet come back with its host, or is just going: ask again."""
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -250,7 +220,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoveObjects(Change, frozen=True, kw_only=True):
-    """Remove objects. Answered by a byte each: 1 for what was there."""
+    """Remove objects. Answered by a byte each: 1 if it existed."""
 
     keys: list[str]
 
@@ -262,7 +232,7 @@ class PrefixRemoval(msgspec.Struct, frozen=True):
 
 
 class RemovePrefix(Change, frozen=True, kw_only=True):
-    """Remove all objects whose key begins so."""
+    """Remove all objects whose key has this prefix."""
 
     prefix: str
 
@@ -307,7 +277,7 @@ class DrainHost(msgspec.Struct, frozen=True):
 
 
 class RetireHost(msgspec.Struct, frozen=True):
-    """Give a host up that is away: nothing waits for it, and what it has is dead."""
+    """Retire a host that is away: nothing waits for it, and its objects are dead."""
 
     name: str
 
@@ -377,12 +347,12 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a master knows of who leads. One of before elections has no such answer, and leads."""
+    """A master's answer to the question for the leader. Older releases have none, and lead."""
 
     is_leader: bool
     """Whether it is the one asked."""
     address: str = ""
-    """Of who leads; empty if that is not known."""
+    """Of the leader; empty if it is not known."""
     epoch: int = 0
 
 
@@ -397,7 +367,7 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_unfinished: int
     hosts: list[HostStatus]
     is_recovering: bool = False
-    """Hosts may still bring objects: what is missing is not yet known to be gone."""
+    """Hosts may still bring objects: a missing object is not known to be absent."""
     damaged: list[str] = []
     """Files of the master itself that did not hold together."""
 
@@ -421,8 +391,6 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     disk_id: str = ""
     """Of the folder of its SSD tier; empty without one."""
     disk: DiskStatus | None = None
-    call_token: str = ""
-    """What orders over the transfer engine at ``address`` must name; empty: it takes none."""
     final_bytes: int = 0
     """What the segment is to hold when all of it is reserved; 0: it does not say."""
 
@@ -470,13 +438,13 @@ class InventoryDone(msgspec.Struct, frozen=True):
 
 
 class LeaveStore(msgspec.Struct, frozen=True):
-    """The host ends and removes what it has: nobody needs to wait for it."""
+    """The host ends and removes its data: it need not be waited for."""
 
     session: int
 
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What has changed on a host's disk. Answered by a byte for each stored object: 0 = forget."""
+    """Changes on a host's disk. Answered by a byte for each stored object: 0 = forget."""
 
     session: int
     number: int
@@ -498,7 +466,7 @@ class SegmentGrown(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What every order of a master to a host says: whose it is, and its number."""
+    """The head of every order to a host: the master's epoch and session, and the order's number."""
 
     epoch: int
     session: int

@@ -1,18 +1,20 @@
 """What a store counts, and its Prometheus page.
 
 ``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two.
-Counting is plain Python and needs nothing; only ``render_metrics`` needs ``prometheus_client``.
+Counting is plain Python and needs nothing; only ``list_families`` needs ``prometheus_client``.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.core.errors import UnsupportedError
+from tandem.rpc import RpcCounters
 from tandem.store.messages import StoreStatus
 
-__all__ = ["METRICS", "LatencyHistogram", "MetricSpec", "StoreCounters", "render_metrics"]
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["METRICS", "LatencyHistogram", "MetricSpec", "StoreCounters", "list_families"]
 
 BUCKETS_S = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
@@ -64,7 +66,7 @@ class StoreCounters:
     replicas_dropped: int = 0
     hosts_lost: int = 0
     terms: int = 0
-    latencies: dict[str, LatencyHistogram] = field(default_factory=dict)
+    latencies: dict[str, LatencyHistogram] = field(default_factory=dict[str, LatencyHistogram])
     """By method; from when a request was decoded to its answer."""
 
     def observe(self, method: str, seconds: float) -> None:
@@ -150,50 +152,46 @@ METRICS: tuple[MetricSpec, ...] = (
         ("method",),
         "Time a call spent in the master, waiting for hosts included.",
     ),
+    MetricSpec(
+        "tandem:store_channel_events_total",
+        "counter",
+        ("event",),
+        "On the master's control channel: calls begun, failed, expired; peers joined and lost; "
+        "frames and handshakes refused.",
+    ),
 )
 
 
-def render_metrics(status: StoreStatus, counters: StoreCounters, is_leader: bool = True) -> bytes:
-    """Return the page in the Prometheus text format.
-
-    Raises: UnsupportedError if ``prometheus_client`` is not installed.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-            Metric,
-        )
-        from prometheus_client.registry import Collector
-    except ImportError:
-        raise UnsupportedError(
-            "store.metrics", "prometheus_client is missing: pip install 'tandem-llm[serve]'"
-        ) from None
+def list_families(
+    status: StoreStatus, counters: StoreCounters, channel: RpcCounters, *, is_leader: bool
+) -> "list[Metric]":
+    """Return what ``prometheus_client`` makes a page of."""
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
 
     values = _collect_values(status, counters)
     values["tandem:store_is_leader"] = [([], float(is_leader))]
+    values["tandem:store_channel_events_total"] = [
+        ([each.name], float(getattr(channel, each.name))) for each in fields(channel)
+    ]
     histograms = _collect_histograms(status, counters)
-
-    class _Page(Collector):
-        def collect(self) -> Iterator[Metric]:
-            for spec in METRICS:
-                if spec.kind == "histogram":
-                    family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-                    for labels, counts, sum_s in histograms[spec.name]:
-                        family.add_metric(labels, _cumulate(counts), sum_s)
-                    yield family
-                    continue
-                make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                plain = make(spec.name, spec.help, labels=spec.labels)
-                for labels, value in values[spec.name]:
-                    plain.add_metric(labels, value)
-                yield plain
-
-    registry = CollectorRegistry()
-    registry.register(_Page())
-    return generate_latest(registry)
+    families: list[Metric] = []
+    for spec in METRICS:
+        if spec.kind == "histogram":
+            family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for labels, counts, sum_s in histograms[spec.name]:
+                family.add_metric(labels, _cumulate(counts), sum_s)
+            families.append(family)
+            continue
+        make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        plain = make(spec.name, spec.help, labels=spec.labels)
+        for labels, value in values[spec.name]:
+            plain.add_metric(labels, value)
+        families.append(plain)
+    return families
 
 
 def _collect_histograms(

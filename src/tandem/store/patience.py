@@ -27,6 +27,6 @@ class UsualTime:
         self._mean_s += MEAN_SHARE * (seconds - self._mean_s)
 
     def multiply(self, factor: float, *, least_s: float, most_s: float) -> float:
-        """Return a multiple of what it may take usually, within bounds."""
+        """Return a multiple of the usual time, within bounds."""
         usual_s = self._mean_s + DEVIATIONS * self._deviation_s
         return min(max(factor * usual_s, least_s), most_s)

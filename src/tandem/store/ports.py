@@ -57,7 +57,7 @@ class _Peers:
             task.add_done_callback(_retrieve)
             self._opened[address] = task
         try:
-            # Somebody else's opening may take longer than we have.
+            # Another caller's attempt to open it may outlast our deadline.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(task)
         except TandemError:
@@ -107,7 +107,7 @@ class TransferHostPort:
 
     A registration has a range of the address space that is never given again, and taking one back
     returns when no peer can use it any more: that is the proof which a master asks for before
-    it gives the space of an unfinished write to somebody else. Borrows engine and segment.
+    it gives the space of an unfinished write to another writer. Borrows engine and segment.
     """
 
     def __init__(self, engine: TransferEngine, segment: Segment) -> None:
@@ -145,7 +145,7 @@ class TransferHostPort:
                 file=segment.descriptor,
                 file_offset=segment.data_offset,
             )
-        except ConfigError as error:  # A kernel that does not tell what is mapped where.
+        except ConfigError as error:  # The kernel does not list mappings.
             logger.warning("event=segment_not_shared reason=%s", error)
             return register(segment.data, remote=remote, name=name)
 
@@ -180,4 +180,4 @@ class TransferHostPort:
 
 def _retrieve(task: "asyncio.Task[RemoteSegment]") -> None:
     if not task.cancelled():
-        task.exception()  # Whoever waits sees it; nobody may.
+        task.exception()  # The exception is stored in the future, which may have no waiter.

@@ -1,7 +1,8 @@
 """A whole store in one child process: master and host, for the server that started it.
 
 Started by ``tandem serve --store.memory``. It gets its settings as one line on standard input and
-ends when that input ends, so it never outlives its server. If it dies, its segment stays and the
+ends when that input ends, so it never outlives its server. It answers with one line: ``READY``, or
+why it cannot serve. If it dies, its segment stays and the
 process that is started in its place finds the objects again; a clean end removes the segment.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.core.descriptors import raise_limit
+from tandem.core.errors import TandemError
 from tandem.core.logs import configure_logging
 from tandem.rpc import RpcConfig
 from tandem.store.config import StoreConfig
@@ -22,7 +24,10 @@ from tandem.store.services.host import HostService
 from tandem.store.services.master import MasterService
 from tandem.transfer import PollingLoop
 
-__all__ = ["StoreProcessSpec", "main"]
+__all__ = ["READY", "StoreProcessSpec", "main"]
+
+READY = b"ready\n"
+"""Its line on standard output once it serves."""
 
 
 class StoreProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,16 +46,20 @@ async def _serve(spec: StoreProcessSpec) -> None:
     def stop() -> None:
         loop.call_soon_threadsafe(stopping.set)
 
-    signal.signal(signal.SIGTERM, lambda *_: stop())
+    signal.signal(signal.SIGTERM, lambda _, __: stop())
     threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
     async with (
         MasterService(spec.store, spec.rpc),
         HostService(spec.store, spec.rpc, keep_segment=False),
     ):
         # The server waits for this line; until then there is nothing to connect to.
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+        _answer(READY)
         await stopping.wait()
+
+
+def _answer(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 def _wait_for_end_of_input(stop: Callable[[], None]) -> None:
@@ -68,7 +77,12 @@ def main() -> int:
     configure_logging("store", spec.log_level)
     raise_limit()
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
-        runner.run(_serve(spec))
+        try:
+            runner.run(_serve(spec))
+        except (TandemError, OSError) as error:
+            reason = error.what if isinstance(error, TandemError) else str(error)
+            _answer(f"{' '.join(reason.split())}\n".encode())
+            return 1
     return 0
 
 

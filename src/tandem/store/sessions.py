@@ -1,5 +1,6 @@
 """What one process of a store sees of a session with another."""
 
+from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from tandem.core.errors import PeerLostError
@@ -38,9 +39,20 @@ class Caller(Protocol):
         """Call a method there; see ``rpc.Peer.call``."""
         ...
 
+    def begin(
+        self,
+        method: str,
+        request: object,
+        response_type: type[T],
+        *,
+        timeout_s: float | None = None,
+    ) -> Awaitable[T]:
+        """Send a call, and return what waits for its answer; see ``rpc.Peer.begin``."""
+        ...
+
 
 def check_present(caller: Caller) -> None:
-    """Do nothing for a caller that has gone: nobody would end it.
+    """Do nothing for a caller that has gone: no end of its session would stop the work.
 
     Raises: PeerLostError.
     """

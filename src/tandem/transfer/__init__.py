@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tandem.transfer.buffer import Buffer, RemoteBuffer
     from tandem.transfer.calls import MAX_CALL_BYTES, Call, CallHandler, PendingCall
     from tandem.transfer.engine import Notification, TransferEngine
+    from tandem.transfer.lane import EngineLanes
     from tandem.transfer.polling_loop import PollingLoop
     from tandem.transfer.segment import FileSegment, Segment
 
@@ -25,6 +26,7 @@ __all__ = [
     "Buffer",
     "Call",
     "CallHandler",
+    "EngineLanes",
     "FileSegment",
     "Notification",
     "Op",
@@ -46,6 +48,7 @@ _HOMES = {
     "Buffer": "buffer",
     "Call": "calls",
     "CallHandler": "calls",
+    "EngineLanes": "lane",
     "FileSegment": "segment",
     "Notification": "engine",
     "Op": "batch",

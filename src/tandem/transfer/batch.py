@@ -19,7 +19,7 @@ __all__ = ["Batch", "Op", "PreparedBatch", "Transfer", "TransferStatus"]
 
 
 class Op(IntEnum):
-    """Which way the bytes go, seen from here."""
+    """The direction of the bytes, seen from this process."""
 
     READ = 0
     """From the segment into the local buffer."""
@@ -80,7 +80,7 @@ class PreparedBatch:
     """Transfers that are submitted again and again; made by ``TransferEngine.prepare``.
 
     Preparing looks at each transfer once; a submission then costs a fraction of a microsecond a
-    transfer. What was unregistered or closed in between is an error of the submission.
+    transfer. A buffer or segment that was unregistered or closed since fails the submission.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PreparedBatch:
 class Batch:
     """A submitted batch. It ends once: with success, or with the first error.
 
-    Once ``wait``, ``cancel`` or an ``await`` has returned or raised, for whatever reason, no byte
+    Once ``wait``, ``cancel`` or an ``await`` has returned or raised, no byte
     of a local buffer is touched any more. What a failed WRITE left in the segment is undefined, but
     nothing that this process submits later, to whatever engine, is overwritten by it.
     """

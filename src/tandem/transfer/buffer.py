@@ -32,7 +32,7 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
 class Buffer:
     """Memory of this process that transfers may touch; made by an engine, never directly.
 
-    The memory stays alive while the buffer is registered, whatever the caller drops. A context
+    The memory stays alive while the buffer is registered, even if the caller drops it. A context
     manager: leaving it unregisters, unless that was done before.
     """
 
@@ -65,7 +65,7 @@ class Buffer:
             self._engine.unregister(self)
 
     def _release(self) -> None:
-        """Let go of the caller's object; allocated memory stays for those who ask for it."""
+        """Drop the reference to the caller's object; allocated memory stays with its views."""
         self._is_registered = False
         if isinstance(self._memory, HostMemory):
             self._memory = None

@@ -27,16 +27,17 @@ from tandem.transfer.polling_loop import PollingLoop
 
 __all__ = [
     "MAX_CALL_BYTES",
+    "AwaitedCall",
     "Call",
     "CallHandler",
     "PendingCall",
-    "await_call",
+    "begin_awaited",
     "serve_on_loop",
     "start_serving",
 ]
 
 MAX_CALL_BYTES = 1 << 20
-"""Of a request, and of its answer; what is larger is a transfer."""
+"""Largest request, and largest answer; more bytes are a transfer."""
 
 LOOK_GAP_S = 0.01
 """Between two looks for awaited calls that have had their time."""
@@ -78,7 +79,7 @@ class Call:
 
 CallHandler = Callable[[list[Call]], Sequence[bytes | TandemError | None]]
 """Takes the calls that have come, in order per peer, and gives an answer for each: bytes, an error,
-or None for one that it keeps and answers later. What it raises is every caller's error."""
+or None for one that it keeps and answers later. An exception is every caller's error."""
 
 
 def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
@@ -110,7 +111,7 @@ def serve_on_loop(
     Args:
         core: of the engine.
         handler: see ``CallHandler``.
-        loop: whose thread this is.
+        loop: the loop of the calling thread.
 
     Raises: as ``start_serving``.
     """
@@ -192,7 +193,7 @@ class _LoopCalls:
         loop.add_reader(self.inbox.fileno(), self.wake)
 
     def wake(self) -> None:
-        """Let those go on whose calls have ended."""
+        """Resume the coroutines whose calls have ended."""
         for tag in self.inbox.take():
             waiting = self.waiting.get(tag)
             if waiting is not None and not waiting.ended.done():
@@ -258,10 +259,40 @@ class PendingCall:
         return self._core.wait(deadline_s)
 
 
-async def await_call(
+class AwaitedCall:
+    """A call that was begun on an event loop, to be awaited there; made by ``begin_awaited``."""
+
+    __slots__ = ("_calls", "_core", "_tag", "_waiting")
+
+    def __init__(self, core: CoreCall, calls: _LoopCalls, tag: int, waiting: _Waiting) -> None:
+        self._core = core
+        self._calls = calls
+        self._tag = tag
+        self._waiting = waiting
+
+    async def wait(self) -> bytes:
+        """Wait for the answer, once. Cancelling it abandons the call.
+
+        Raises: as ``TransferEngine.call``.
+        """
+        try:
+            try:
+                await self._waiting.ended
+            except BaseException:
+                self._core.abandon()
+                raise
+            return self._core.take_answer()
+        finally:
+            del self._calls.waiting[self._tag]
+
+
+def begin_awaited(
     core: TransferCore, segment_id: int, payload: bytes, deadline_s: float
-) -> bytes:
-    """Call without blocking the loop; see ``TransferEngine.call_async``."""
+) -> AwaitedCall:
+    """Send a call from the running loop, without blocking it.
+
+    Raises: as ``TransferEngine.begin_call``.
+    """
     loop = asyncio.get_running_loop()
     calls = _loops.get(loop)
     if calls is None:
@@ -270,12 +301,8 @@ async def await_call(
     tag, waiting = calls.wait(loop, deadline_s)
     try:
         pending = core.begin_call(segment_id, payload, calls.inbox, tag)
-        try:
-            _expect_calls(loop)
-            await waiting.ended
-        except BaseException:
-            pending.abandon()
-            raise
-        return pending.take_answer()
-    finally:
+    except BaseException:
         del calls.waiting[tag]
+        raise
+    _expect_calls(loop)
+    return AwaitedCall(pending, calls, tag, waiting)

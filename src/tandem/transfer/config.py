@@ -10,7 +10,7 @@ from tandem.core.errors import ConfigError
 __all__ = ["MIN_SECRET_BYTES", "PeerTransportName", "TransferConfig", "TransportName"]
 
 MIN_SECRET_BYTES = 16
-"""A proof can be tried offline by whoever saw one, so the secret must not be guessable."""
+"""An observed proof can be attacked offline, so the secret must not be guessable."""
 
 PeerTransportName = Literal["local", "shm", "cma", "tcp"]
 """The transports between processes, best first."""

@@ -27,9 +27,10 @@ from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFou
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
 from tandem.transfer.calls import (
+    AwaitedCall,
     CallHandler,
     PendingCall,
-    await_call,
+    begin_awaited,
     serve_on_loop,
     start_serving,
 )
@@ -47,7 +48,7 @@ MAX_ADDRESS = 2**63
 """Offsets and lengths are below this, so that no sum of two overflows on the way."""
 
 _unreturned: list[dict[int, HostMemory | SharedArray]] = []
-"""Memory of closed engines that a peer did not let go of: freed only with the process."""
+"""Memory of closed engines that a peer still maps: freed only with the process."""
 
 
 class Notification(msgspec.Struct, frozen=True):
@@ -59,9 +60,9 @@ class Notification(msgspec.Struct, frozen=True):
 
 
 class TransferEngine:
-    """A segment of one's own, and the way to those of others. A context manager.
+    """This process's segment, and access to those of other processes. A context manager.
 
-    Order of writes: once an operation of this process has ended, in whatever way, nothing that it
+    Order of writes: once an operation of this process has ended, nothing that it
     sent touches memory after a later operation of this process on the same range has succeeded,
     whatever engine, segment or transport either takes. After a WRITE that failed, the next
     operation towards that peer may wait for the peer's answer first.
@@ -72,7 +73,7 @@ class TransferEngine:
     the range is handed to the next.
 
     Args:
-        config: without a ``secret`` nobody can reach this engine, and it can open nobody.
+        config: without a ``secret`` this engine cannot be reached and can open no segment.
 
     Raises: ConfigError; ConflictError (an address is in use); CapacityError (threads, files).
     """
@@ -194,7 +195,7 @@ class TransferEngine:
             name: by which peers find it; unique in this engine.
             file: descriptor of the file that ``buffer`` is a shared mapping of, so that peers of
                 our user on this host map it too; it stays open while the buffer is registered.
-                Whoever shortens the file may kill them: nobody should. While any process may write
+                A process that shortens the file may kill them. While any process may write
                 to the file through a grant it holds a shared lock of it (``F_OFD_SETLK``).
             file_offset: where in the file the buffer begins, bytes.
 
@@ -227,7 +228,7 @@ class TransferEngine:
         """Connect to the engine at ``host:port``; both sides prove the secret.
 
         Raises: PermissionDeniedError (secrets differ); UnsupportedError (versions differ);
-            PeerLostError (nobody there); DeadlineError; ConfigError (malformed address).
+            PeerLostError (no engine there); DeadlineError; ConfigError (malformed address).
         """
         segment_id = self.core.open(address, self._deadline(deadline_s))
         self._segments[segment_id] = address
@@ -295,7 +296,7 @@ class TransferEngine:
         Args:
             transfers: in no order; ranges should not overlap.
             deadline_s: from now; None = ``deadline_ms`` of the configuration. The batch has ended
-                by then, whether or not anybody waits for it.
+                by then, awaited or not.
             transport: use this one and no other.
 
         Raises: nothing is moved if one is wrong: NotFoundError (buffer or segment unknown);
@@ -343,7 +344,7 @@ class TransferEngine:
             transfers: as for ``submit``.
             transport: use this one and no other.
 
-        Raises: as ``submit`` for what is wrong with a transfer itself; what depends on the moment
+        Raises: as ``submit`` for faults of a transfer itself; faults that depend on the moment
             (buffers, segments, rights) is checked by each submission.
         """
         listed = list(transfers)
@@ -384,7 +385,7 @@ class TransferEngine:
 
         Args:
             handler: see ``CallHandler``. It must not block for long: it holds up all callers.
-            loop: where the handler runs; whoever calls this is on its thread. None: on a thread of
+            loop: where the handler runs; called on its thread. None: on a thread of
                 the engine's. A ``PollingLoop`` answers soonest.
 
         Raises: ConflictError (there is a handler already, the engine is closed).
@@ -416,7 +417,7 @@ class TransferEngine:
     def begin_call(self, segment: Segment, payload: bytes) -> PendingCall:
         """Send a request as ``call`` does, to wait for its answer later, or never.
 
-        Raises: as ``call``, what is known before the answer.
+        Raises: as ``call``, for errors known before the answer.
         """
         return PendingCall(self.core.begin_call(self._id_of(segment), payload))
 
@@ -424,9 +425,13 @@ class TransferEngine:
         self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
     ) -> bytes:
         """Like ``call``, without blocking the event loop. Cancelling it abandons the call."""
-        return await await_call(
-            self.core, self._id_of(segment), payload, self._deadline(deadline_s)
-        )
+        return await self.begin_call_async(segment, payload, deadline_s=deadline_s).wait()
+
+    def begin_call_async(
+        self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
+    ) -> AwaitedCall:
+        """Send a request on the running loop; its answer is awaited later. See ``call_async``."""
+        return begin_awaited(self.core, self._id_of(segment), payload, self._deadline(deadline_s))
 
     @property
     def quota_rates(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""How fast the way to a segment is: round trips and throughput, each transport by itself.
+"""Measures the path to a segment: round trips and throughput of each transport.
 
 Only reads, into memory of its own: a peer that serves others is not changed by being measured.
 """
@@ -23,7 +23,7 @@ MEASURE_S = 0.3
 
 
 class PathTransport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one transport reaches on a path; None with the reason where it does not."""
+    """The result of one transport on a path; None with the reason if it cannot be used."""
 
     transport: Literal["shm", "cma", "tcp"]
     latency_us: float | None
@@ -47,7 +47,7 @@ class PathReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_path(engine: TransferEngine, address: str, *, deadline_s: float = 10.0) -> PathReport:
-    """Measure the way from an engine to the segment at ``host:port``.
+    """Measure the path from an engine to the segment at ``host:port``.
 
     Args:
         engine: ours, with the cluster's secret; its settings decide about rails.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PollingLoop"]
 
 FOREVER_S = 1.0
-"""A limit of a poll that is given up long before."""
+"""Limit of a poll that always ends much earlier."""
 
 
 class _PollingSelector(selectors.EpollSelector):

@@ -1,4 +1,4 @@
-"""Which ways to move bytes this host has: every one that the field names, with the reason.
+"""The transports of this host: each one that the field knows, with the reason if it is missing.
 
 ``present`` means that Tandem uses it here; ``absent`` that the host lacks it; ``unsupported`` that
 the host has it, and this version of Tandem does not use it.
@@ -13,7 +13,7 @@ __all__ = ["TransportReport", "probe_transports"]
 
 
 class TransportReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to move bytes."""
+    """One transport."""
 
     name: str
     state: Literal["present", "absent", "unsupported"]

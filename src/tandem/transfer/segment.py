@@ -119,7 +119,7 @@ class FileSegment(Segment):
 
     @property
     def refusals(self) -> dict[str, str]:
-        """What is not used for this file, with the reason: ``direct``, ``io_uring``."""
+        """Features not used for this file, with the reason: ``direct``, ``io_uring``."""
         direct = self._engine.core.file_info(self._id).direct_refusal
         ring = self._engine.core.file_backend[1]
         return {name: why for name, why in (("direct", direct), ("io_uring", ring)) if why}

@@ -16,7 +16,7 @@ __all__ = ["TIER_PENALTIES", "Gpu", "Nic", "Topology", "read_topology"]
 TIER_PENALTIES = (1.0, 2.0, 4.0)
 """P of the prediction for a NIC of each tier.
 
-Multiplies the slice, not what is queued: an idle rail of the second tier is taken when the near
+Multiplies the slice, not the queue: an idle rail of the second tier is taken when the near
 ones hold more than a slice, one of the third when they hold more than three. So distance decides
 between idle rails, and load between busy ones.
 """
@@ -49,7 +49,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a host has, and what follows for transfers."""
+    """The NICs, GPUs and memory nodes of a host, and their distances."""
 
     numa_nodes: tuple[int, ...] = (0,)
     nics: tuple[Nic, ...] = ()
@@ -113,7 +113,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ) from error
 
     def _is_on(self, nic: Nic, node: int) -> bool:
-        # A NIC of unknown place is near only where there is but one place.
+        # A NIC of unknown location is near only if there is a single location.
         if nic.numa_node is None:
             return len(self.numa_nodes) == 1
         return nic.numa_node == node
@@ -183,7 +183,7 @@ def _read_nic(path: Path, rdma_device: str | None) -> Nic | None:
     is_up = _read(path / "operstate") in ("up", "unknown")
     device = path / "device"
     is_virtual = not device.exists()
-    # A bond or a veth pair carries transfers as well; what is down and virtual is clutter.
+    # A bond or a veth pair carries transfers as well; virtual NICs that are down are left out.
     if path.name == "lo" or (is_virtual and not is_up):
         return None
     speed = _read(path / "speed")

@@ -13,7 +13,7 @@ from tandem.engine.cluster.client import make_specs
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.config import EngineConfig, KvEventConfig
-from tandem.engine.instance import InstanceSpec
+from tandem.engine.process.instance import InstanceSpec
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 

@@ -33,7 +33,7 @@ class AdapterMember(Protocol):
         ...
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
-        """Say what it begins with when it is started next."""
+        """Set the adapters of its next start."""
         ...
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
@@ -149,7 +149,7 @@ class ClusterAdapters:
             self._run(self._unload(digest))
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the loads in progress."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -25,9 +25,9 @@ from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.cluster.selection import LeastLoadedPolicy, Policy
 from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
-from tandem.engine.instance import InstanceRole, InstanceSpec
-from tandem.engine.launcher import Launcher, ProcessLauncher
-from tandem.engine.output_stream import OutputStream
+from tandem.engine.process.instance import InstanceRole, InstanceSpec
+from tandem.engine.process.launcher import Launcher, ProcessLauncher
+from tandem.engine.process.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig
 
@@ -44,7 +44,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
 
     Args:
         config: how many of which role.
-        common: what they all are told.
+        common: settings of all instances.
 
     Raises: ConfigError (prefill and decode without a prefix cache).
     """

@@ -41,7 +41,7 @@ from tandem.engine.cluster.machine import (
 )
 from tandem.engine.cluster.selection import GROWTH_BLOCKS, InstanceView, Policy
 from tandem.engine.cluster.table import Held, State
-from tandem.engine.output_stream import OutputStream
+from tandem.engine.process.output_stream import OutputStream
 
 __all__ = ["Dispatcher", "LegRecord", "Port"]
 
@@ -141,7 +141,7 @@ class Dispatcher:
         self._history: OrderedDict[str, list[LegRecord]] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
         self.on_end: Callable[[AddRequest], None] | None = None
-        """Told of each request that has ended."""
+        """Called with each request that has ended."""
         self._outage_begin_s: float | None = None
         """Since when no instance serves, all having served; None: one does."""
         self.fallbacks: dict[str, int] = {}
@@ -182,7 +182,7 @@ class Dispatcher:
         return live.stream
 
     def note_change(self) -> None:
-        """Take in that an instance serves or not, or can read another: place who waits for that."""
+        """Record that an instance serves or not, or can read another; place waiting requests."""
         if any(port.info is not None for port in self._ports.values()):
             self._outage_begin_s = None
         elif self._outage_begin_s is None:
@@ -345,14 +345,14 @@ class Dispatcher:
         if place.identity is not None:
             views = [view for view in views if view.ref.identity == place.identity]
             if not (views or is_down or place.is_held):
-                # Nobody is waited for who might serve that model.
+                # No instance that is starting might serve that model.
                 return live.machine.take(NoRoute(is_foreign=True), now_s)
         is_accepted = live.accepted.done()
         if not is_accepted and self._is_long_outage(now_s):
             return live.machine.take(NoRoute(), now_s)
         route = self._policy.choose(place, live.request, views)
         if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
-            # Those that run refused it; one that is starting anew may not.
+            # The running ones refused it; one that is starting may not.
             route = None
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
@@ -360,7 +360,7 @@ class Dispatcher:
         return live.machine.take(route, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
-        """Whether whoever waited for an instance since the last one was lost has given up."""
+        """Whether the requests that waited since the last instance was lost have given up."""
         begin_s = self._outage_begin_s
         return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 
@@ -409,7 +409,7 @@ class Dispatcher:
             await self._require(leg).submit(request, put)
         except TandemError as error:
             self._feed(live, LegFailed(leg.leg_id, error))
-        except Exception as error:  # The edge of a task: the request must end, whatever happened.
+        except Exception as error:  # The edge of a task: the request must end after any error.
             logger.exception("request %s cannot be sent", leg.leg_id)
             failure = InternalError("engine.submit", f"the request cannot be sent: {error}")
             self._feed(live, LegFailed(leg.leg_id, failure))

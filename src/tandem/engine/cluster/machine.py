@@ -151,7 +151,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants the answer any more."""
+    """The client left, or the request was aborted."""
 
 
 Input = Pair | Alone | NoRoute | LegOutput | LegFailed | Continued | Cancel
@@ -376,7 +376,7 @@ class RequestMachine:
         return self._happened.actions
 
     def take(self, message: Input, now_s: float) -> list[Action]:
-        """Take in what happened; return what is to be done, in this order."""
+        """Apply an event; return the actions to execute, in this order."""
         self._begin(now_s)
         if not self.is_over:
             self._take(message)
@@ -413,7 +413,7 @@ class RequestMachine:
         if self._identity is not None and any(
             ref.identity != self._identity for ref in _list_instances(route)
         ):
-            # Whatever the policy says: the tokens of two models never mix in one answer.
+            # Against any policy: the tokens of two models never mix in one answer.
             self._take(NoRoute(is_foreign=True))
             return
         self._happened.route = route

@@ -11,9 +11,9 @@ from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
 from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
-from tandem.engine.instance import InstanceRole, InstanceSpec
-from tandem.engine.launcher import Launcher
-from tandem.engine.supervisor import InstanceSupervisor
+from tandem.engine.process.instance import InstanceRole, InstanceSpec
+from tandem.engine.process.launcher import Launcher
+from tandem.engine.process.supervisor import InstanceSupervisor
 
 __all__ = ["ClusterMember"]
 
@@ -147,7 +147,7 @@ class ClusterMember:
             self._linking[source.name] = asyncio.get_running_loop().create_task(self._open(source))
 
     async def wait_linked(self) -> None:
-        """Wait until every opening under way has been decided."""
+        """Wait until every opening in progress has been decided."""
         await asyncio.gather(*self._linking.values(), return_exceptions=True)
 
     async def _open(self, source: "ClusterMember") -> None:

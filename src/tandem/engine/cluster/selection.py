@@ -32,7 +32,7 @@ class InstanceView:
 
     Attributes:
         ref: its present run.
-        role: what it is for; in an emergency each role serves a request alone.
+        role: of the instance; in an emergency each role serves a request alone.
         sources: names of the prefill instances whose blocks it can read.
         num_blocks: of its KV.
         block_size: tokens.

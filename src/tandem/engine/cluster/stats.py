@@ -26,9 +26,9 @@ def sum_stats(stage: InstanceStage, parts: Iterable[InstanceStats]) -> InstanceS
     total: dict[str, Any] = {}
     for part in parts:
         for name in InstanceStats.__struct_fields__:
-            value = getattr(part, name)
             if name == "stage":
                 continue
+            value: float | dict[str, int] = getattr(part, name)
             if isinstance(value, dict):
                 known: dict[str, int] = total.setdefault(name, {})
                 for reason, amount in value.items():

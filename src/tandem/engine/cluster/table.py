@@ -1,6 +1,6 @@
 """The states of a request that a cluster serves: owners, deadlines and exits, as one table.
 
-``tandem.engine.cluster.machine`` runs from ``TABLE`` and ``docs/design/disaggregation.md`` is
+``tandem.engine.cluster.machine`` runs from ``TABLE``; ``docs/design/disaggregation_states.md`` is
 generated from it. A test checks for each exit that what was held in a state is held, given back or
 ended in the next one, so that no exit can leak. Pure data.
 """
@@ -55,7 +55,7 @@ class Event(StrEnum):
 
 
 class Step(StrEnum):
-    """What is done at an exit, in the order of the table."""
+    """A step executed at an exit, in the order of the table."""
 
     PLACE = "place"
     PLACE_DECODE = "place_decode"
@@ -79,7 +79,7 @@ class Step(StrEnum):
 
 
 class Held(StrEnum):
-    """What a request has at instances, and somebody must give back."""
+    """A resource of a request at an instance, which must be given back."""
 
     PREFILL = "prefill"
     """A request at the prefill instance."""
@@ -100,7 +100,7 @@ class Deadline(StrEnum):
 
 @dataclass(frozen=True)
 class Exit:
-    """One way out of a state."""
+    """One exit of a state."""
 
     to: State
     steps: tuple[Step, ...] = ()
@@ -187,7 +187,7 @@ ENDS: Mapping[Event, Held] = MappingProxyType({
     Event.DECODE_LOST: Held.DECODE,
     Event.LEASE_ENDED: Held.HOLD,
 })  # fmt: skip
-"""What is over with an event, without a step of ours. ``PREFILLED`` also begins a hold."""
+"""Resources that end with an event, without a step of ours. ``PREFILLED`` also begins a hold."""
 
 _RETRY = (Step.COUNT, Step.PLACE)
 _DROP_BOTH = (Step.DROP_PREFILL, Step.DROP_DECODE)

@@ -33,7 +33,7 @@ from tandem.engine.disaggregation.messages import (
 )
 from tandem.engine.disaggregation.ports import IncomingCall
 from tandem.engine.engine import Engine, PrefillView
-from tandem.engine.request import Request
+from tandem.engine.scheduling.request import Request
 
 __all__ = ["PrefillAnnouncer"]
 
@@ -134,7 +134,7 @@ class PrefillAnnouncer:
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
-            # Nobody has read of it: it may be on its way to us still.
+            # No reader has asked for it: the request may still be on its way to this instance.
             is_to_come = question.run is None and not self._engine.has_ended_prefill(
                 question.request_id
             )

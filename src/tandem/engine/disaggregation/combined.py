@@ -1,10 +1,10 @@
-"""One ``BlockTransfers`` of two: each load goes to whoever reaches its source."""
+"""One ``BlockTransfers`` of two: each load goes to the one that reaches its source."""
 
 from dataclasses import replace
 
 from tandem.core.wire import PrefillKv
-from tandem.engine.plan import BlockLoad, StepPlan
 from tandem.engine.runner import BlockTransfers
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 
 __all__ = ["CombinedTransfers"]
 

@@ -26,7 +26,7 @@ from tandem.engine.runner import BlockTransfers
 from tandem.transfer import Buffer, TransferConfig, TransferEngine
 
 if TYPE_CHECKING:
-    from tandem.engine.instance import InstanceRole
+    from tandem.engine.process.instance import InstanceRole
 
 __all__ = ["KvExchange"]
 
@@ -39,7 +39,7 @@ class KvExchange:
     Args:
         name: of the instance.
         role: a prefill instance is read, a decode instance reads, a unified one does both.
-        config: with the secret of the cluster; ``name`` is replaced, and nobody reaches an
+        config: with the secret of the cluster; ``name`` is replaced, and no peer reaches an
             instance that only reads.
         clock: the engine's.
     """
@@ -55,11 +55,11 @@ class KvExchange:
         self.transfer = TransferEngine(msgspec.structs.replace(config, name=name, listen=listen))
         self._buffer: Buffer | None = None
         self.reader: ReaderService | None = None
-        """None: the instance reads from nobody."""
+        """None: the instance reads from no other."""
         self.announcer: PrefillAnnouncer | None = None
-        """None: nobody reads its blocks."""
+        """None: no other instance reads its blocks."""
         self.peer: KvPeer | None = None
-        """What others must know to read its blocks; None where they may not."""
+        """The data that readers of its blocks need; None if they may not read."""
 
     @property
     def counters(self) -> PeerReadCounters:

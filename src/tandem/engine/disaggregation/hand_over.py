@@ -29,8 +29,8 @@ from tandem.engine.disaggregation.messages import (
 )
 from tandem.engine.disaggregation.peers import OpenPeer
 from tandem.engine.disaggregation.ports import PeerPort, PoolRange
-from tandem.engine.plan import BlockLoad
-from tandem.engine.request import Request
+from tandem.engine.scheduling.plan import BlockLoad
+from tandem.engine.scheduling.request import Request
 
 __all__ = ["HandOver", "ReadTarget"]
 
@@ -40,7 +40,7 @@ MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Of one batch."""
 ASK_AGAIN_S = 2.0
-"""A question that nobody waits for any more is forgotten after this long."""
+"""A question without a waiter is dropped after this time."""
 CALL_DEADLINE_S = 5.0
 """Of a question that is answered at once."""
 
@@ -115,7 +115,7 @@ class HandOver:
                 await self._read(batch)
                 await self._verify(batch)
                 if self._answer.run is None:
-                    break  # Asked again, the instance says what has become of it.
+                    break  # Asked again, the instance reports its state.
 
     def _remaining_s(self) -> float:
         remaining_s = self._until_s - self._target.clock.now_s()

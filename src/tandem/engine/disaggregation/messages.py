@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from tandem.core.errors import CorruptionError
 from tandem.core.kv_layout import KVLayout
-from tandem.engine.request import Request
+from tandem.engine.scheduling.request import Request
 
 __all__ = ["KvAnswer", "KvQuestion", "Run", "decode_answer", "decode_question", "digest_prompt"]
 

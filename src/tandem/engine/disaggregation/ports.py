@@ -74,7 +74,7 @@ class PeerPort(Protocol):
     async def read(
         self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
     ) -> None:
-        """Read ranges into our pool. When it ends, in whatever way, nothing writes there any more.
+        """Read ranges into our pool. After its end, with or without an error, nothing writes there.
 
         Raises: PeerLostError; DeadlineError.
         """
@@ -82,20 +82,20 @@ class PeerPort(Protocol):
 
 
 class IncomingCall(Protocol):
-    """A peer's question, as who answers it sees it; see ``tandem.transfer.Call``."""
+    """A peer's question on the answering side; see ``tandem.transfer.Call``."""
 
     @property
     def peer(self) -> str:
-        """Who asks, as it calls itself."""
+        """The name that the asking peer gives itself."""
         ...
 
     @property
     def payload(self) -> bytes:
-        """What it asks."""
+        """The encoded question."""
         ...
 
     def reply(self, payload: bytes) -> bool:
-        """Answer it; False if it was answered before or nobody waits."""
+        """Answer it; False if it was answered before or has no waiter."""
         ...
 
     def fail(self, error: TandemError) -> bool:

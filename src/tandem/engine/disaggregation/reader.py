@@ -15,8 +15,8 @@ from tandem.core.wire import KvPeer, PrefillKv
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import HandOver, ReadTarget
 from tandem.engine.disaggregation.peers import KvPeers, OpenPeer
-from tandem.engine.plan import BlockLoad, StepPlan
-from tandem.engine.request import Request
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.request import Request
 
 __all__ = ["LoadSink", "PeerReader"]
 
@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 class LoadSink(Protocol):
-    """Who is told how loads ended: the engine."""
+    """The receiver of loads' results: the engine."""
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
         """Blocks have their content, verified."""
@@ -41,7 +41,7 @@ class LoadSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A hand-over under way."""
+    """A hand-over in progress."""
 
     request: Request
     missing: dict[int, BlockLoad]
@@ -75,7 +75,7 @@ class PeerReader:
 
     @property
     def can_read_instances(self) -> bool:
-        """True: that is what it does."""
+        """True."""
         return True
 
     @property
@@ -154,7 +154,7 @@ class PeerReader:
             if isinstance(error, PeerLostError) and peer is not None:
                 peer.is_lost = True
             logger.info("event=kv_hand_over_failed request=%s error=%s", request.request_id, error)
-        except Exception:  # The edge of a task: its blocks must come back, whatever went wrong.
+        except Exception:  # The edge of a task: its blocks must be returned after any error.
             reading.reason = "internal"
             logger.exception("hand-over of request %s", request.request_id)
 

@@ -11,7 +11,7 @@ from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import LoadSink, PeerReader
-from tandem.engine.plan import StepPlan
+from tandem.engine.scheduling.plan import StepPlan
 
 __all__ = ["ReaderService"]
 
@@ -38,7 +38,7 @@ class ReaderService:
 
     @property
     def can_read_instances(self) -> bool:
-        """True: that is what it does."""
+        """True."""
         return True
 
     @property

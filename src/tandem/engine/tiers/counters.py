@@ -22,7 +22,7 @@ class TierCounters:
     stored_bytes: int = 0
     store_seconds: float = 0.0
     existing_blocks: int = 0
-    """Blocks that somebody had stored already."""
+    """Blocks that were in the store already."""
     load_failures: dict[str, int] = field(default_factory=dict[str, int])
     """Blocks by reason: the code of the error, or ``foreign`` for one of another size."""
     store_failures: dict[str, int] = field(default_factory=dict[str, int])

@@ -6,19 +6,19 @@ them ``n * block_size / prefill_rate``. The prefill rate is of whole
 prefills, so it is too high for the far end of a long context, where attention costs more: there
 fewer blocks are loaded than would pay off, never more.
 
-Pure: time is an argument, measurements are given by whoever makes them.
+Pure: time and measurements are arguments.
 """
 
 from collections.abc import Sequence
 
-from tandem.engine.loads import LoadDecision
-from tandem.engine.request import Request
+from tandem.engine.scheduling.loads import LoadDecision
+from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
 
 __all__ = ["CostTierPlanner", "RateEstimate"]
 
 DECAY = 0.2
-"""Share of what was measured so far that each new measurement takes away."""
+"""Share of the earlier measurements that each new one replaces."""
 COLD_WAIT_S = 1.0
 """How long a request waits for a load while one of the rates is unknown."""
 MIN_PREFILL_TOKENS = 32
@@ -114,6 +114,6 @@ class CostTierPlanner:
                 return deadline_s
             case "timeout":
                 # Having waited as long as computing takes, a request is at most twice as late as
-                # if it had computed at once, whatever becomes of the load.
+                # if it had computed at once, even if the load fails.
                 wait_s = COLD_WAIT_S if compute_s is None else compute_s
                 return min(max(wait_s, self._config.min_wait_ms / 1e3), deadline_s)

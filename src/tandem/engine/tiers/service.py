@@ -16,7 +16,7 @@ import msgspec
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
 from tandem.core.loop_calls import call_on_loop
-from tandem.engine.plan import StepPlan
+from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
-from tandem.engine.blocks import KeyedBlock
-from tandem.engine.plan import BlockLoad, StepPlan
-from tandem.engine.request import Request
+from tandem.engine.scheduling.blocks import KeyedBlock
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.staging import StagingSlots
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 STORE_BATCH = 16
 """Blocks stored by one call: enough to hide its round trips."""
 LOAD_BATCH = 16
-"""Blocks read by one call. A load that nobody waits for any more stops after the current one."""
+"""Blocks read by one call. A load without a waiting request stops after the current one."""
 PROBE_BLOCKS = 4
 """Blocks written and read back at the start, as a test and for a first estimate of the rate."""
 
@@ -66,7 +66,7 @@ class BlockMemory(NamedTuple):
 
 
 class LoadSink(Protocol):
-    """Who is told how loads ended: the engine."""
+    """The receiver of loads' results: the engine."""
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
         """Blocks have their content, verified."""
@@ -133,13 +133,13 @@ class StoreTier:
         self._loading: set[tuple[str, int]] = set()
         """Request and block of each load that has not been reported."""
         self._dropped: set[tuple[str, int]] = set()
-        """Those of them that nobody waits for."""
+        """Those of them without a waiting request."""
         self._is_closing = False
         self._generation = 0
-        """Counts flushes: what was staged before one is not stored after it."""
+        """Counts flushes: blocks staged before one are not stored after it."""
 
     def attach(self, sink: LoadSink) -> None:
-        """Name who hears of loads; before the first ``begin``."""
+        """Set the receiver of loads' results; before the first ``begin``."""
         self._sink = sink
 
     # ---------------------------------------------------------------- asked by an arriving request
@@ -147,7 +147,7 @@ class StoreTier:
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """Return how many leading blocks of a chain the store holds; None if it does not answer.
 
-        What it says may change before the blocks are read.
+        The answer may be out of date before the blocks are read.
         """
         if not keys:
             return 0
@@ -336,7 +336,7 @@ class StoreTier:
             self._storing = None
 
     def _copy_unchanged(self, block: KeyedBlock) -> _Staged | None:
-        """Copy a full block aside, unless it was given to somebody else before the copy ended."""
+        """Copy a full block aside, unless it was given to another request before the copy ended."""
         assert self._sink is not None, "attach() comes before the first store"
         staged = self._copy_aside(block) if self._sink.is_unchanged(block) else None
         if staged is not None and self._sink.is_unchanged(block):
@@ -383,7 +383,7 @@ class StoreTier:
         while self._staged:
             self._staging.give_back(self._staged.popleft().slot)
         if self._storing is not None:
-            # A block whose put is under way would survive the removal.
+            # A block whose put is in progress would survive the removal.
             await asyncio.wait((self._storing,), timeout=self._config.load_deadline_ms / 1e3)
         return await self._client.remove_prefix(make_object_key(self._identity, b""))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tandem import _native
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.rope import Rope
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 

@@ -22,19 +22,20 @@ from torch import Tensor
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
+from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.autograd import run_experts
-from tandem.kernels.experts import (
+from tandem.kernels.native import Buffer
+from tandem.kernels.operators.experts import (
     PendingExperts,
     RoutedExperts,
     list_expert_weights,
     read_biases,
     read_experts,
 )
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.kernels.native import Buffer
-from tandem.kernels.operator import WeightReader, allocate_scratch
-from tandem.kernels.recode import can_hold
+from tandem.kernels.operators.operator import WeightReader, allocate_scratch
+from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.weights.recode import can_hold
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
@@ -247,7 +248,7 @@ class PackedExperts:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, [E, expert_bytes], no copy; laid out as docs/design/kernels.md says.
+        """The packed bytes, [E, expert_bytes], no copy; layout: docs/design/weight_formats.md.
 
         Raises: UnsupportedError (several parts).
         """
@@ -399,12 +400,11 @@ class WeightCache(Protocol):
         """Return the finished weights, mapped read-only; None where there are none."""
         ...
 
-    def reserve(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return zeroed memory to pack into; None where this cache can take no more."""
-        ...
+    def keep(self, name: str, packed: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Take what was packed; return it mapped from the disk, to be used instead.
 
-    def commit(self, name: str) -> None:
-        """Make what was packed into the reserved memory durable; ``find`` returns it from now."""
+        None: the memory that was given stays in use, and may be read until it is written.
+        """
         ...
 
 
@@ -468,13 +468,13 @@ class NativeExperts(RoutedExperts):
             self._experts = self._make(found, self.num_parts)
             reader.skip(f"{name}.")
         else:
-            reserved = None if cache is None else cache.reserve(name, size_bytes)
-            self._experts = self._make(reserved, self.num_parts if reserved is None else 1)
+            self._experts = self._make(None, self.num_parts if cache is None else 1)
             self._pack(reader, name)
-            if cache is not None and reserved is not None:
-                cache.commit(name)
-                if self.num_parts > 1:
-                    self._experts = self._make(reserved, self.num_parts)
+            if cache is not None:
+                packed = self._experts.packed.reshape(-1)
+                kept = cache.keep(name, packed)
+                if kept is not None or self.num_parts > 1:
+                    self._experts = self._make(packed if kept is None else kept, self.num_parts)
         if self.has_bias:
             # Small, and so not in the cache.
             biases = read_biases(self, reader, name)
@@ -561,6 +561,18 @@ class NativeExperts(RoutedExperts):
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return run_experts(self._experts, hidden_states, top_k_index, top_k_weights)
+
+    def run_adapted(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        factors: ExpertFactors,
+    ) -> Tensor:
+        """Return the weighted sum of experts with LoRA; see ``run_adapted_experts``."""
+        return run_adapted_experts(
+            self._experts, self.activation, factors, hidden_states, top_k_index, top_k_weights
+        )
 
     def submit(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

@@ -27,7 +27,7 @@ from tandem.kernels.cpu.packed_oracle import (
     bound_product,
     code_exactly,
 )
-from tandem.kernels.formats import find_format, round_to_bf16
+from tandem.kernels.weights.formats import find_format, round_to_bf16
 
 __all__ = ["BF16_EPS", "Stages", "bound_turned", "check_stages", "list_pairs", "run_gradients"]
 

@@ -1,14 +1,14 @@
 """The buffers of a native step for multi-head latent attention, made once for all its layers.
 
-Shapes: T tokens, H heads, R rank of the latent, P rotated items; see ``kernels.mla``.
+Shapes: T tokens, H heads, R rank of the latent, P rotated items; see ``kernels.operators.mla``.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from tandem.kernels.mla import MlaSizes
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.mla import MlaSizes
 
 __all__ = ["LatentBuffers"]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.blocks import BlockMatrix, CodedMatrix
-from tandem.kernels.formats import WeightFormat
 from tandem.kernels.native import Buffer
+from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix
+from tandem.kernels.weights.formats import WeightFormat
 
 __all__ = ["PANEL_COLUMNS", "PackedLinear", "count_bytes"]
 
@@ -192,7 +192,7 @@ class PackedLinear:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, no copy; laid out as docs/design/kernels.md says."""
+        """The packed bytes, no copy; laid out as docs/design/weight_formats.md says."""
         return self._matrix.array()
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.formats import (
+from tandem.kernels.weights.formats import (
     WeightFormat,
     dequantize,
     quantize,

@@ -15,17 +15,17 @@ from torch import Tensor
 from tandem import _native
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
-from tandem.kernels.mla import MlaAttention
-from tandem.kernels.mlp import Mlp
 from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.rope import Rope
 
 if TYPE_CHECKING:
-    from tandem.kernels.attention import Attention, AttentionRule
-    from tandem.kernels.decoder_layer import DecoderLayer
-    from tandem.kernels.moe import MoeBlock
-    from tandem.kernels.norm import RmsNorm
+    from tandem.kernels.operators.attention import Attention, AttentionRule
+    from tandem.kernels.operators.decoder_layer import DecoderLayer
+    from tandem.kernels.operators.moe import MoeBlock
+    from tandem.kernels.operators.norm import RmsNorm
 
 __all__ = ["CpuStep"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.rope import Rope
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.step import TorchStep
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
-from tandem.kernels.experts import RoutedExperts, read_biases, read_experts
-from tandem.kernels.operator import WeightReader, allocate_scratch, freeze
+from tandem.kernels.operators.experts import RoutedExperts, read_biases, read_experts
+from tandem.kernels.operators.operator import WeightReader, allocate_scratch, freeze
 
 __all__ = ["Experts"]
 

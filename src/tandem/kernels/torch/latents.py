@@ -1,13 +1,14 @@
 """What multi-head latent attention attends with, in torch.
 
-Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items; see ``kernels.mla``.
+Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items; see
+``kernels.operators.mla``.
 """
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.mla import MlaAttention
-from tandem.kernels.rope import apply_rope_
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.rope import apply_rope_
 
 __all__ = ["project_latents"]
 

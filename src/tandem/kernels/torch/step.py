@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.kernels.mla import MlaAttention
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.rope import Rope, apply_rope_
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.rope import Rope, apply_rope_
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
 from tandem.kernels.torch.latents import project_latents
 
 if TYPE_CHECKING:
-    from tandem.kernels.attention import Attention, AttentionRule
-    from tandem.kernels.decoder_layer import DecoderLayer
+    from tandem.kernels.operators.attention import Attention, AttentionRule
+    from tandem.kernels.operators.decoder_layer import DecoderLayer
 
 __all__ = ["TorchStep"]
 

@@ -6,7 +6,7 @@ from tandem.models.codecs.compressed_tensors import CompressedTensorsCodec
 from tandem.models.codecs.fp8 import Fp8Codec
 from tandem.models.codecs.gptq import GptqCodec
 from tandem.models.codecs.mxfp4 import Mxfp4Codec
-from tandem.models.quantization import Quantization
+from tandem.models.planning.quantization import Quantization
 
 __all__ = ["UNUSED_TENSORS", "make_codec"]
 

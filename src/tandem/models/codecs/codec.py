@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError, ShapeError, UnsupportedError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
-from tandem.models.quantization import Quantization, Scheme
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
+from tandem.models.planning.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
 
 __all__ = [
@@ -50,7 +50,7 @@ class Codec(Protocol):
         ...
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight into ``out``; see ``tandem.kernels.operator.WeightReader``."""
+        """Decode a weight into ``out``; see ``tandem.kernels.operators.operator.WeightReader``."""
         ...
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:

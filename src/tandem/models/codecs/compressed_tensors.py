@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CorruptionError, ShapeError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
 from tandem.models.codecs.codec import (
     FLOATS,
     WORDS,
@@ -22,7 +22,7 @@ from tandem.models.codecs.codec import (
 )
 from tandem.models.codecs.fp8 import E4M3, read_fp8
 from tandem.models.codecs.integers import IntegerMatrix, split_bytes
-from tandem.models.quantization import Quantization, Scheme
+from tandem.models.planning.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["CompressedTensorsCodec"]

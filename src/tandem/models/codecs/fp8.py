@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
-from tandem.kernels.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, find_format
+from tandem.kernels.weights.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, find_format
 from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name, view_matrix
-from tandem.models.quantization import Quantization, Scheme
+from tandem.models.planning.quantization import Quantization, Scheme
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["E4M3", "Fp8Codec", "Fp8Matrix", "read_fp8"]
@@ -49,7 +49,7 @@ class Fp8Codec:
         self._read(stored, name, tuple(out.shape)).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return fp8 where scales are those of its blocks."""
+        """Return fp8 or fp8row where scales are those of its blocks or rows."""
         shape = stored.entries[name].shape
         return find_scheme(self._quantization, name).find_format(shape[-1]) if shape else None
 
@@ -81,13 +81,18 @@ class Fp8Matrix:
         out.copy_(self.codes.float() * self.scales[rows][:, columns])
 
     def pack(self) -> QuantizedMatrix:
-        """Return the codes in fp8. REQUIRES: blocks of whole blocks of fp8, or of everything."""
+        """Return the codes in fp8row where outputs have scales of their own, else in fp8.
+
+        REQUIRES: blocks of whole blocks of fp8, or of everything, or of one output.
+        """
         outputs, inputs = self.codes.shape
+        codes = np.ascontiguousarray(self.codes.view(torch.uint8).numpy())
+        if self.block == (1, inputs):
+            return QuantizedMatrix(find_format("fp8row"), codes, self.scales.numpy(), None)
         rows = torch.arange(0, outputs, BLOCK_ROWS) // self.block[0]
         columns = torch.arange(0, inputs, GROUP_SIZE) // self.block[1]
         scales = self.scales[rows][:, columns].contiguous().numpy()
-        codes = self.codes.view(torch.uint8).contiguous().numpy()
-        return QuantizedMatrix(find_format("fp8"), np.ascontiguousarray(codes), scales, None)
+        return QuantizedMatrix(find_format("fp8"), codes, scales, None)
 
 
 def read_fp8(

@@ -1,9 +1,9 @@
 """GGUF's block types: what their bytes stand for, and their codes in our weight formats.
 
 A row of a tensor is whole blocks of 32 or 256 consecutive weights. Files are read by the native
-core (``tandem.kernels.blocks``); ``dequantize`` and ``unpack`` are its oracle: numpy, no code
-shared. ``dequantize`` does llama.cpp's float32 arithmetic operation by operation, so values are
-bitwise those of the ``gguf`` package.
+core (``tandem.kernels.weights.blocks``); ``dequantize`` and ``unpack`` are its oracle: numpy, no
+code shared. ``dequantize`` does llama.cpp's float32 arithmetic operation by operation, so values
+are bitwise those of the ``gguf`` package.
 ``unpack`` keeps the codes: exactly, but for scales of the K types, products of an fp16 number and
 an integer that our formats hold rounded to fp16.
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import UnsupportedError
-from tandem.kernels.formats import QuantizedMatrix, find_format
+from tandem.kernels.weights.formats import QuantizedMatrix, find_format
 
 __all__ = ["BLOCK_TYPES", "FLOAT_TYPES", "BlockType", "dequantize", "unpack"]
 

@@ -13,7 +13,7 @@ from tandem.core.errors import CorruptionError
 from tandem.models.codecs.codec import FLOATS, WORDS, find_scheme, split_name, view_matrix
 from tandem.models.codecs.integers import IntegerMatrix, unpack_inputs, unpack_outputs
 from tandem.models.codecs.words import WordCodec
-from tandem.models.quantization import Scheme
+from tandem.models.planning.quantization import Scheme
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["GptqCodec"]

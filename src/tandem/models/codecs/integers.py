@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CorruptionError, UnsupportedError
-from tandem.kernels.formats import LARGEST_FP16, QuantizedMatrix, WeightFormat
+from tandem.kernels.weights.formats import LARGEST_FP16, QuantizedMatrix, WeightFormat
 
 __all__ = ["IntegerMatrix", "split_bytes", "unpack_inputs", "unpack_outputs"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat, find_format
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, find_format
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["E2M1", "Mxfp4Codec", "decode_mxfp4", "unpack_nibbles"]

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from tandem.kernels.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
 from tandem.models.codecs.codec import (
     WORDS,
     find_scheme,
@@ -13,7 +13,7 @@ from tandem.models.codecs.codec import (
     view_matrix,
 )
 from tandem.models.codecs.integers import IntegerMatrix
-from tandem.models.quantization import Quantization
+from tandem.models.planning.quantization import Quantization
 from tandem.models.sources.source import StoredTensors
 
 __all__ = ["WordCodec"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import UnsupportedError
-from tandem.kernels.formats import BLOCK_ROWS, WeightFormat, quantize
+from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat, quantize
 
 __all__ = ["CODED_PARTS", "Encoder", "make_encoder"]
 
@@ -54,6 +54,8 @@ def make_encoder(weight_format: WeightFormat) -> Encoder | None:
         return None
     if weight_format.name == "fp8":
         return Fp8Encoder(weight_format)
+    if weight_format.name == "fp8row":
+        return Fp8RowEncoder(weight_format)
     if weight_format.is_float:
         what = f"{weight_format.name} is a layout of gpt-oss's experts alone: use another format"
         raise UnsupportedError("models.export", what)
@@ -93,6 +95,41 @@ class Fp8Encoder:
             "weight_block_size": [BLOCK_ROWS, self._format.group_size],
             "modules_to_not_convert": plain,
         }
+
+
+class Fp8RowEncoder:
+    """float-quantized of compressed-tensors: e4m3 with a scale for each output."""
+
+    def __init__(self, weight_format: WeightFormat) -> None:
+        self._format = weight_format
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """See ``Encoder``: any matrix can."""
+        del name, shape
+
+    def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
+        """See ``Encoder``."""
+        return {
+            "weight": (torch.float8_e4m3fn, shape),
+            "weight_scale": (torch.float32, (shape[0], 1)),
+        }
+
+    def encode(self, values: Tensor) -> dict[str, Tensor]:
+        """See ``Encoder``."""
+        coded = quantize(values.numpy(), self._format)
+        codes = torch.from_numpy(coded.codes).view(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": torch.from_numpy(coded.scales)}
+
+    def describe(self, plain: list[str]) -> dict[str, Any]:
+        """See ``Encoder``."""
+        weights = {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        }
+        return _describe_compressed("float-quantized", weights, plain)
 
 
 class IntegerEncoder:
@@ -182,11 +219,16 @@ class IntegerEncoder:
             "group_size": size or None,
             "dynamic": False,
         }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": plain,
-        }
+        return _describe_compressed("pack-quantized", weights, plain)
+
+
+def _describe_compressed(layout: str, weights: dict[str, Any], plain: list[str]) -> dict[str, Any]:
+    """Return a ``quantization_config`` of compressed-tensors with one kind of weights."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": plain,
+    }

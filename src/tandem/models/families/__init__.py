@@ -1,7 +1,7 @@
 """Model families: the gate that reads a configuration, the registry, and what is special to one.
 
-Operators are found by the roles of modules (``tandem.models.roles``), so a family whose layers have
-the common shape needs no file here.
+Operators are found by the roles of modules (``tandem.models.planning.roles``), so a family whose
+layers have the common shape needs no file here.
 """
 
 from tandem.models.families.gate import Checkpoint, head_dim_of, open_checkpoint, read_json

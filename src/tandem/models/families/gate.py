@@ -15,8 +15,8 @@ from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, Unsu
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.families.refused import UNEVEN, find_refusal
 from tandem.models.families.registry import FAMILIES, Family, find_family
-from tandem.models.hub import resolve_folder
-from tandem.models.quantization import Quantization, read_quantization
+from tandem.models.loading.hub import resolve_folder
+from tandem.models.planning.quantization import Quantization, read_quantization
 from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
@@ -56,7 +56,7 @@ class Checkpoint:
     config: Any
     """transformers' configuration object."""
     spec: ModelSpec
-    """Without what only the modules tell; ``tandem.models.roles`` completes it."""
+    """Without what only the modules tell; ``tandem.models.planning.roles`` completes it."""
     quantization: Quantization | None = None
     """How its weights are coded; None = they are not."""
 
@@ -127,6 +127,11 @@ def _refuse(what: str, field: str) -> UnsupportedError:
     return UnsupportedError("models.check_config", text, field=field)
 
 
+def _refuse_bound(name: str, value: object, most: int) -> ConfigError:
+    text = f"{name} is {value!r}: need 1 to {most}"
+    return ConfigError("models.check_config", text, field=name)
+
+
 def _find_nearest(model_type: str, raw: dict[str, Any]) -> Family:
     """Return the family that is most like a model: with experts or without, then by name."""
     inner = raw.get("text_config")
@@ -185,6 +190,10 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
     )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    num_layers = raw.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        # Before the class makes a list of as many types of layers.
+        raise _refuse_bound("num_hidden_layers", num_layers, MAX_LAYERS)
     try:
         return CONFIG_MAPPING[family.config_type or family.model_type].from_dict(dict(raw))
     except (
@@ -310,9 +319,7 @@ def _check_bounds(config: Any) -> None:
         if value is None and name in OF_EXPERTS and _count_experts(config) is None:
             continue  # A class with experts on request, which this model does not ask for.
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ConfigError(
-                "models.check_config", f"{name} is {value!r}: need 1 to {most}", field=name
-            )
+            raise _refuse_bound(name, value, most)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if not 2 <= head_dim_of(config) <= MAX_EXPERTS or head_dim_of(config) % 2:
         raise ConfigError(

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tandem.kernels.blocks import CodedMatrix
-from tandem.kernels.formats import WeightFormat
-from tandem.kernels.operator import WeightReader
+from tandem.kernels.operators.operator import WeightReader
+from tandem.kernels.weights.blocks import CodedMatrix
+from tandem.kernels.weights.formats import WeightFormat
 
 __all__ = ["RenamedReader", "rename_reader"]
 

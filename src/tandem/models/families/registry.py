@@ -1,7 +1,7 @@
 """The families that were proved in CI, and what is special to the few that differ.
 
 A family without a file of its own is a ``Family`` of defaults: its operators are found by the roles
-of its modules (``tandem.models.roles``).
+of its modules (``tandem.models.planning.roles``).
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["FAMILIES", "PROVED_WITH", "Family", "find_family"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is special to a family; sizes are read off its modules (``tandem.models.roles``)."""
+    """What is special to a family; sizes are read off its modules."""
 
     model_type: str
     config_type: str = ""

@@ -5,9 +5,13 @@ An architecture of llama.cpp is one of transformers or, where llama.cpp counts s
 its facts tell. Whether it runs here is decided by the gate in ``families``, as of any other
 checkpoint. What llama.cpp's code fixes for an architecture and does not write into the file is
 written here, with the place where it stands there.
+
+A file may be hostile: nothing is computed from a number of its metadata before the number is
+compared to what the file holds, so memory is bounded by the file's size.
 """
 
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,15 @@ SOFTMAX, SIGMOID = 1, 2
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
+
+POSITIONS = (
+    "context_length",
+    "attention.sliding_window",
+    "rope.scaling.original_context_length",
+)
+"""Counts of positions, which the file has no weights for; all others count weights of a tensor."""
+MAX_POSITIONS = 1 << 31
+MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Facts:
@@ -53,20 +66,27 @@ class Facts:
         self.metadata = metadata
         self.tensors = tensors
         self.rope_factors = rope_factors
+        self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
 
     def find(self, key: str) -> Value | None:
         """Return a value; None if it is not there."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number. Arrays, one for each layer, must hold one value throughout."""
+        """Return a whole number, no larger than the file's largest tensor has weights for.
+
+        Arrays, one for each layer, must hold one value throughout.
+        """
         value = self.find(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
         if value is None and default is not None:
             return default
-        if type(value) is not int:
-            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
+        most = MAX_POSITIONS if key in POSITIONS else self._max_size
+        if type(value) is not int or not 0 <= value <= most:
+            raise ConfigError(
+                WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number up to {most}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -74,14 +94,22 @@ class Facts:
         value = self.find(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not abs(value) <= MAX_FLOAT
+        ):
             raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
         return float(np.format_float_positional(np.float32(value), unique=True))
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return a truth value."""
         value = self.find(key)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a flag")
+        return bool(value)
 
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor."""
@@ -90,8 +118,19 @@ class Facts:
     @property
     def head_dim(self) -> int:
         """Of a key."""
-        heads = max(1, self.count("attention.head_count"))
-        return self.count("attention.key_length", self.count("embedding_length") // heads)
+        per_head = self.count("embedding_length") // self.num_heads
+        size = self.count("attention.key_length", per_head)
+        if not size:
+            raise ConfigError(WHERE, f"heads of {self.architecture} have no weights")
+        return size
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries."""
+        heads = self.count("attention.head_count")
+        if not heads:
+            raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
+        return heads
 
 
 def _show(value: object) -> str:
@@ -139,10 +178,15 @@ def _list_common(facts: Facts) -> Config:
     embedding = facts.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(WHERE, "no tensor token_embd.weight [vocabulary, hidden] in the file")
-    heads = facts.count("attention.head_count")
+    heads = facts.num_heads
+    num_blocks = facts.count("block_count")
+    # Each has tensors of its own: libraries make lists of as many.
+    if num_blocks > len(facts.tensors):
+        text = f"{facts.architecture}.block_count is {num_blocks}: {len(facts.tensors)} tensors"
+        raise ConfigError(WHERE, text)
     config: Config = {
         "hidden_size": facts.count("embedding_length"),
-        "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
+        "num_hidden_layers": num_blocks - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": facts.head_dim,
@@ -169,6 +213,9 @@ def _make_rope(facts: Facts) -> Config:
     if rotated != facts.head_dim:
         rope["partial_rotary_factor"] = rotated / facts.head_dim
     kind = facts.find("rope.scaling.type")
+    if not isinstance(kind, str | None):
+        text = f"{facts.architecture}.rope.scaling.type is {_show(kind)}: need a name"
+        raise ConfigError(WHERE, text)
     if kind is None and facts.find("rope.scale_linear") is not None:
         rope |= {"rope_type": "linear", "factor": facts.number("rope.scale_linear")}
     elif kind not in (None, "none"):
@@ -192,11 +239,13 @@ def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Conf
     """
     low, high, original = 1.0, 4.0, 8192
     factor = max(factors)
-    inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = original * inverse / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    wanted = 1 / ((1 - smooth) / factor + smooth)
-    if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
+    wanted = None
+    if 2 * len(factors) == head_dim and theta > 0 and factor > 0:
+        inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        turns = original * inverse / (2 * np.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        wanted = 1 / ((1 - smooth) / factor + smooth)
+    if wanted is None or not np.allclose(factors, wanted, rtol=1e-3):
         raise UnsupportedError(
             WHERE,
             f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
@@ -262,7 +311,7 @@ def _olmoe(facts: Facts) -> Config:
 def _gemma2(facts: Facts) -> Config:
     # src/models/gemma2.cpp: the model of 46 layers has another scale, which is not in the file.
     is_27b = facts.count("block_count") == 46
-    per_head = facts.count("embedding_length") // facts.count("attention.head_count")
+    per_head = facts.count("embedding_length") // facts.num_heads
     return {
         "model_type": "gemma2",
         "sliding_window": facts.count("attention.sliding_window"),
@@ -275,7 +324,7 @@ def _gemma2(facts: Facts) -> Config:
 def _gemma3(facts: Facts) -> Config:
     # src/models/gemma3.cpp: as above, of 62 layers; windows turn by freq_base_swa.
     is_27b = facts.count("block_count") == 62
-    per_head = facts.count("embedding_length") // facts.count("attention.head_count")
+    per_head = facts.count("embedding_length") // facts.num_heads
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
     return {
         "model_type": "gemma3_text",
@@ -332,7 +381,7 @@ def _deepseek2(facts: Facts) -> Config:
         rope |= {"mscale": round(multiplier * 10, 6), "mscale_all_dim": round(multiplier * 10, 6)}
     config: Config = {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "num_key_value_heads": facts.count("attention.head_count"),
+        "num_key_value_heads": facts.num_heads,
         "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": facts.count("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.decoder_layer import DecoderLayer
 from tandem.kernels.execution import choose_execution
-from tandem.kernels.experts import RoutedExperts
-from tandem.kernels.mlp import Mlp
-from tandem.kernels.moe import MoeBlock, Router
+from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.loader import CausalModel
+from tandem.models.loading.loader import CausalModel
 
 __all__ = ["locate_difference"]
 

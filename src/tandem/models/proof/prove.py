@@ -18,8 +18,8 @@ from tandem._native import ThreadPool
 from tandem.core.errors import TandemError
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.models.identity import list_config_values
-from tandem.models.loader import CausalModel, load_model
-from tandem.models.planner import plan_model
+from tandem.models.loading.loader import CausalModel, load_model
+from tandem.models.planning.planner import plan_model
 from tandem.models.proof.flips import flip_fields
 from tandem.models.proof.locate import locate_difference
 from tandem.models.proof.result import Check, Proof

@@ -13,7 +13,7 @@ from torch import nn
 
 from tandem.core.errors import UnsupportedError
 from tandem.models.identity import list_config_values
-from tandem.models.skeleton import build_skeleton
+from tandem.models.loading.skeleton import build_skeleton
 
 __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.models.quantization import Quantization
+from tandem.models.planning.quantization import Quantization
 from tandem.models.sources.gguf import GgufSource
 from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.safetensors import SafetensorsSource

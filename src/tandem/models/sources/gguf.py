@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tandem._native import decode_blocks
 from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
-from tandem.kernels.blocks import BlockMatrix, CodedMatrix, interleave_rows
-from tandem.kernels.formats import WeightFormat, find_format
-from tandem.kernels.recode import join_formats
+from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, interleave_rows
+from tandem.kernels.weights.formats import WeightFormat, find_format
+from tandem.kernels.weights.recode import join_formats
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
 from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles

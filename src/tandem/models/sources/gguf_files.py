@@ -104,7 +104,8 @@ class GgufFiles:
                     )
                 tensors[name], paths[name] = tensor, header.path
         wanted = headers[0].metadata.get("split.tensors.count", len(tensors))
-        if wanted != len(tensors):
+        # An array compares by its elements.
+        if type(wanted) is not int or wanted != len(tensors):
             raise CorruptionError(
                 "models.open_weights",
                 f"{headers[0].path.name} and its parts have {len(tensors)} of {wanted!r} tensors",
@@ -133,7 +134,7 @@ class GgufFiles:
 def _check_part(header: GgufHeader, index: int, count: int) -> None:
     stated = header.metadata.get("split.count", 1 if count == 1 else 0)
     number = header.metadata.get("split.no", 0)
-    if stated != count or number != index:
+    if type(stated) is not int or type(number) is not int or (stated, number) != (count, index):
         raise ConfigError(
             "models.open_weights",
             f"{header.path.name} says that it is part {number!r} of {stated!r}, counted from 0: "

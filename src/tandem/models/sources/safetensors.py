@@ -25,12 +25,12 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
-from tandem.kernels.blocks import CodedMatrix
-from tandem.kernels.formats import WeightFormat
+from tandem.kernels.weights.blocks import CodedMatrix
+from tandem.kernels.weights.formats import WeightFormat
 from tandem.models.codecs.choice import UNUSED_TENSORS, make_codec
 from tandem.models.codecs.codec import Codec
 from tandem.models.families import read_json
-from tandem.models.quantization import Quantization
+from tandem.models.planning.quantization import Quantization
 from tandem.models.sources.foreign import refuse_foreign_tensors
 from tandem.models.sources.mapping import MappedFiles
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger

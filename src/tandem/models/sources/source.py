@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.kernels.operator import WeightReader
+from tandem.kernels.operators.operator import WeightReader
 
 __all__ = ["Progress", "StoredTensors", "TensorEntry", "UseLedger", "WeightSource"]
 

@@ -1,6 +1,6 @@
 """From the bytes of a body to a request struct, or to an error that names the field.
 
-msgspec checks types and bounds; this module adds what it leaves out: the place of a syntax error or
+msgspec checks types and bounds; this module adds the place of a syntax error or
 of invalid UTF-8, and fields that are known, not supported and must not be ignored.
 """
 

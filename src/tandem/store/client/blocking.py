@@ -1,4 +1,4 @@
-"""How a client's steps run on the thread that asked: no event loop is woken on the way.
+"""Runs a client's steps on the caller's thread: no event loop is woken.
 
 The steps are those of ``AsyncStoreClient``, whose coroutines never suspend when everything that
 they wait for blocks instead. What cannot be done so is done by the client's loop.
@@ -6,6 +6,7 @@ they wait for blocks instead. What cannot be done so is done by the client's loo
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,20 +15,29 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tandem.core.errors import InternalError, PeerLostError, TandemError
+from tandem.core.errors import (
+    DeadlineError,
+    InternalError,
+    PeerLostError,
+    TandemError,
+    UnsentError,
+)
+from tandem.rpc import BegunCall
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.master_calls import MasterCalls
-from tandem.store.edges import Piece
-from tandem.store.fast_calls import FastChannel
+from tandem.store.edges import Piece, ThreadChannel
 from tandem.store.messages import Endpoint
 from tandem.transfer import Buffer, Op, Segment, TransferEngine
 
 __all__ = ["drive", "make_blocking_client"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
 OPEN_TIMEOUT_S = 3.0
+LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
+"""Of a call that the loop makes again, if time is left."""
 GIVE_BACK_TIMEOUT_S = 0.5
 """What was asked for in vain expires by itself, if its answer takes longer."""
 
@@ -44,22 +54,22 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
 
 def make_blocking_client(
     client: AsyncStoreClient,
-    channel: FastChannel,
+    channel: ThreadChannel,
     engine: TransferEngine,
     loop: asyncio.AbstractEventLoop,
 ) -> AsyncStoreClient:
     """Return a twin of ``client``, which belongs to ``loop``, for ``drive`` on any other thread."""
-    return client.make_twin(_BlockingCalls(client._calls, channel, loop), _BlockingPort(engine))
+    return client.make_twin(_BlockingCalls(client.calls, channel, loop), _BlockingPort(engine))
 
 
 class _BlockingCalls(MasterCalls):
     def __init__(
-        self, calls: MasterCalls, channel: FastChannel, loop: asyncio.AbstractEventLoop
+        self, calls: MasterCalls, channel: ThreadChannel, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(channel, clock=calls.clock, config=calls.config, machine=calls.machine)
         self.ids = calls.ids
         self._patient = calls
-        self._fast = channel
+        self._channel = channel
         self._loop = loop
 
     async def sleep(self, seconds: float) -> None:
@@ -86,13 +96,13 @@ class _BlockingCalls(MasterCalls):
         *,
         extra_s: float = 0.0,
     ) -> T:
+        timeout_s = self.left_s(deadline_s)
         try:
-            answer = self._fast.call_blocking(method, request, response, self.left_s(deadline_s))
-        except PeerLostError:
-            answer = None
-        if answer is not None:
-            return answer
-        # Whatever became of it: requests may come twice.
+            begun = self._channel.begin_threadsafe(method, request, response, timeout_s=timeout_s)
+            return begun.wait(timeout_s)
+        except LOST_ERRORS as error:
+            # Whatever became of it: requests may come twice.
+            logger.debug("event=call_again method=%s reason=%s", method, error)
         return self._wait(
             self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
         )
@@ -108,8 +118,11 @@ class _BlockingCalls(MasterCalls):
         give_back: Callable[[T], None],
         extra_s: float = 0.0,
     ) -> tuple[T, R]:
-        begun = self._fast.begin_blocking(method, request)
-        answer = None
+        begun: BegunCall[T] | None = None
+        answer: T | None = None
+        timeout_s = self.left_s(deadline_s)
+        with contextlib.suppress(*LOST_ERRORS):
+            begun = self._channel.begin_threadsafe(method, request, response, timeout_s=timeout_s)
         try:
             done = await work
             timeout_s = self.left_s(deadline_s)
@@ -117,21 +130,19 @@ class _BlockingCalls(MasterCalls):
             if begun is not None:
                 left_s = max(0.0, deadline_s - self.clock.now_s())
                 with contextlib.suppress(TandemError):
-                    answer = self._fast.wait_blocking(
-                        begun, response, min(left_s, GIVE_BACK_TIMEOUT_S)
-                    )
+                    answer = begun.wait(min(left_s, GIVE_BACK_TIMEOUT_S))
             if answer is not None:
                 give_back(answer)
             raise
         if begun is not None:
-            with contextlib.suppress(PeerLostError):
-                answer = self._fast.wait_blocking(begun, response, timeout_s)
+            with contextlib.suppress(*LOST_ERRORS):
+                answer = begun.wait(timeout_s)
         if answer is None:
             answer = await self.call(method, request, response, deadline_s, extra_s=extra_s)
         return answer, done
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        # Nobody waits for it here: the caller's deadline may be over.
+        # Not awaited here: the caller's deadline may be over.
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(
                 lambda: self._patient.spawn(self._patient.tell(method, request, response))

@@ -2,8 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class StoreBuffer:
 
 
 class ScratchPool:
-    """Registered memory for what is only looked at: kept, since making it costs page faults."""
+    """Registered memory for bytes that are only checked; reused, since new pages cost faults."""
 
     def __init__(self, port: ClientPort) -> None:
         self._port = port
@@ -60,7 +60,7 @@ class ScratchPool:
         self._is_closed = False
 
     @contextlib.contextmanager
-    def lend(self, size_bytes: int) -> Iterator[StoreBuffer]:
+    def lend(self, size_bytes: int) -> Generator[StoreBuffer]:
         """Lend memory of at least so many bytes; its contents are anything."""
         buffer = self._take()
         if buffer is None or buffer.nbytes < size_bytes:
@@ -70,7 +70,7 @@ class ScratchPool:
         try:
             yield buffer
         except BaseException:
-            # Cancelled: taking it back waits for whatever may still be moving.
+            # Cancelled: unregistering waits for transfers that may still be moving bytes.
             self._drop(buffer)
             raise
         else:
@@ -110,11 +110,11 @@ class ResultPool:
         self._pool = BytesPool(limit_bytes)
 
     @contextlib.contextmanager
-    def lend(self, sizes: Sequence[int]) -> "Iterator[list[Result]]":
+    def lend(self, sizes: Sequence[int]) -> "Generator[list[Result]]":
         """Lend an object of each size, registered; inside, transfers may fill it."""
         values = self._pool.take(sizes)
         results: list[Result] = []
-        # Taking it back waits for whatever may still be moving; one that fails keeps no other.
+        # Unregistering waits for transfers in progress; one failure does not stop the others.
         with contextlib.ExitStack() as registered:
             for value in values:
                 array = view_new_bytes(value)
@@ -224,7 +224,8 @@ def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
         if isinstance(memory, np.ndarray):
             if not memory.flags.c_contiguous:
                 raise ShapeError("store.memory", "a strided array: pass a contiguous one")
-            return memory.reshape(-1).view(np.uint8)
+            array = cast("npt.NDArray[Any]", memory)
+            return array.reshape(-1).view(np.uint8)
         try:
             return np.frombuffer(memory, dtype=np.uint8)
         except TypeError:
@@ -232,14 +233,16 @@ def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
             return HostMemory(memory).array()
     except (TypeError, ValueError, AttributeError, BufferError, UnsupportedError) as error:
         raise ShapeError(
-            "store.memory", f"{type(memory).__name__} gives no contiguous host memory: {error}"
+            "store.memory",
+            f"{type(cast('object', memory)).__name__} gives no contiguous host memory: {error}",
         ) from None
 
 
 def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
     """View a value, or each of a list of such."""
     if isinstance(value, list | tuple):
-        return [as_bytes(part) for part in value]
+        parts = cast("Sequence[Any]", value)
+        return [as_bytes(part) for part in parts]
     return [as_bytes(value)]
 
 

@@ -5,6 +5,7 @@ simulator runs this very class. How a put goes is in ``writing``, how a get goes
 """
 
 import copy
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_keys, check_ranges, to_ms
 from tandem.store.client.buffers import (
     Part,
+    ResultPool,
     Staging,
     StoreBuffer,
     as_bytes,
@@ -20,11 +22,17 @@ from tandem.store.client.buffers import (
     list_parts,
     measure_parts,
 )
-from tandem.store.client.bulk_reading import BulkReader
+from tandem.store.client.destinations import (
+    Destination,
+    NewBytes,
+    OneBuffer,
+    Ranges,
+    SeveralParts,
+)
 from tandem.store.client.location_cache import LocationCache
-from tandem.store.client.master_calls import RETRY_S, MasterCalls
+from tandem.store.client.master_calls import MasterCalls
 from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult, take_only
-from tandem.store.client.reading import ObjectRead, ObjectReader, not_found
+from tandem.store.client.reading import ObjectReader, not_found
 from tandem.store.client.writing import Items, ObjectWriter, is_inline
 from tandem.store.config import StoreConfig
 from tandem.store.edges import ClientPort, MasterChannel
@@ -35,6 +43,8 @@ from tandem.store.messages import (
     KeyList,
     KeyPage,
     ListKeys,
+    Located,
+    LocateObjects,
     PinObjects,
     PrefixRemoval,
     RemoveObjects,
@@ -52,7 +62,7 @@ class AsyncStoreClient:
     """Speaks to one store. All calls from one event loop; any number at a time.
 
     Args:
-        channel: the way to the master.
+        channel: the channel to the master.
         port: the data path.
         clock: of leases and deadlines.
         config: limits and intervals.
@@ -72,19 +82,24 @@ class AsyncStoreClient:
         self._port = port
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
         self._writer = ObjectWriter(self._calls, port)
-        self._reader = ObjectReader(self._calls, port)
         self._places = LocationCache(config.location_cache)
-        self._bulk_reader = BulkReader(self._calls, port, self._places)
+        self._reader = ObjectReader(self._calls, port, self._places)
+        self._results = ResultPool(port, config.result_pool_bytes)
         self._owner = object()
         """Tells buffers registered here from others; the same for a twin."""
 
+    @property
+    def calls(self) -> MasterCalls:
+        """Its calls to the master, for who makes a twin."""
+        return self._calls
+
     def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
-        """Return a client of the same session that waits in other ways; see ``blocking``."""
+        """Return a client of the same session with other waiting steps; see ``blocking``."""
         twin = copy.copy(self)
         twin._port, twin._calls = port, calls
         twin._writer = ObjectWriter(calls, port)
-        twin._reader = ObjectReader(calls, port)
-        twin._bulk_reader = BulkReader(calls, port, self._places)
+        twin._reader = ObjectReader(calls, port, self._places)
+        twin._results = ResultPool(port, self.config.result_pool_bytes)
         return twin
 
     def on_master(self) -> None:
@@ -167,13 +182,13 @@ class AsyncStoreClient:
         views_of = [as_views(value) for value in values]
         sizes = [sum([view.size for view in views]) for views in views_of]
         if is_inline(sizes, self.config):
-            return await self._writer.put_inline(keys, views_of, options)
+            return await self._writer.put(Items.inline(keys, sizes, views_of), options)
         lent: list[StoreBuffer] = []
         try:
             staging = Staging(self._port, lent)
             parts = [staging.add(views) for views in views_of]
             staging.close()
-            return await self._writer.put_items(Items.of(keys, sizes, parts), options)
+            return await self._writer.put(Items.of(keys, sizes, parts), options)
         finally:
             for buffer in lent:
                 self._port.unregister(buffer.handle)
@@ -204,8 +219,8 @@ class AsyncStoreClient:
             items = Items.of(keys, [sum(measure_parts(given)) for given in parts_of], parts_of)
         if is_inline(items.sizes, self.config):
             views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
-            return await self._writer.put_inline(keys, views_of, options)
-        return await self._writer.put_items(items, options)
+            items = Items.inline(keys, items.sizes, views_of)
+        return await self._writer.put(items, options)
 
     # Reading.
 
@@ -220,16 +235,7 @@ class AsyncStoreClient:
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
         """Return the values: one result a key, NotFoundError and other errors being results."""
         check_keys(keys)
-        deadline_s = self._calls.deadline_s()
-        values = await self._bulk_reader.get_many(keys, deadline_s)
-        left = [i for i, value in enumerate(values) if value is None]
-        if not left:
-            return values  # type: ignore[return-value]
-        results: list[bytes | TandemError] = values  # type: ignore[assignment]
-        rest = await self._get_many([keys[i] for i in left], [(0, -1)] * len(left), deadline_s)
-        for i, result in zip(left, rest, strict=True):
-            results[i] = result
-        return results
+        return await self._read(NewBytes(keys, self._results))
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Return bytes ``[offset, offset + length)`` of a value, checked like a whole one.
@@ -246,7 +252,7 @@ class AsyncStoreClient:
             raise ConfigError("store.get", f"{len(keys)} keys, {len(ranges)} ranges")
         check_keys(keys)
         check_ranges(ranges)
-        return await self._get_many(keys, ranges, self._calls.deadline_s())
+        return await self._read(Ranges(keys, ranges))
 
     async def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
         """Read a value into registered buffers, without a copy.
@@ -267,29 +273,14 @@ class AsyncStoreClient:
         check_keys(keys)
         targets = [list_parts(given) for given in parts]
         self._check_parts((part for target in targets for part in target), is_read=True)
-        deadline_s = self._calls.deadline_s()
-        sizes = await self._bulk_reader.get_into_many(keys, targets, deadline_s)
-        results: list[int | TandemError] = [*sizes]
-        left = [i for i, result in enumerate(results) if result == -1]
-        if left:
-            reads = [
-                ObjectRead(keys[i], 0, -1, views=[p.view for p in targets[i]], parts=targets[i])
-                for i in left
-            ]
-            await self._reader.read_all(reads, deadline_s)
-            for i, read in zip(left, reads, strict=True):
-                results[i] = read.size if read.error is None else read.error
-        return results
+        buffer = targets[0][0].buffer if targets and targets[0] else None
+        if buffer is None or any(len(t) != 1 or t[0].buffer is not buffer for t in targets):
+            return await self._read(SeveralParts(keys, targets))
+        return await self._read(OneBuffer(keys, buffer, [target[0] for target in targets]))
 
-    async def _get_many(
-        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]], deadline_s: float
-    ) -> "list[bytes | TandemError]":
-        reads = [
-            ObjectRead(key, offset, length)
-            for key, (offset, length) in zip(keys, ranges, strict=True)
-        ]
-        await self._reader.read_all(reads, deadline_s)
-        return [read.take() if read.error is None else read.error for read in reads]
+    async def _read(self, into: Destination) -> list[Any]:
+        await self._reader.read(into, self._calls.deadline_s())
+        return into.results
 
     # Looking, removing, pinning.
 
@@ -301,12 +292,8 @@ class AsyncStoreClient:
         """As ``exists``, for each key."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
-        request = KeyList(list(keys))
-        while True:
-            found = await self._calls.call("exists", request, KeyBytes, deadline_s)
-            if not found.is_recovering:
-                return list(map(bool, found.flags))
-            await self._calls.pause(RETRY_S, deadline_s)
+        found = await self._calls.ask("exists", KeyList(list(keys)), KeyBytes, deadline_s)
+        return list(map(bool, found.flags))
 
     async def size(self, key: str) -> int:
         """Return the bytes of a value. Raises: NotFoundError."""
@@ -316,10 +303,11 @@ class AsyncStoreClient:
         """Return the bytes of each value; results as ``get_many``."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
-        found = await self._calls.find(keys, deadline_s, lease=False)
+        request = LocateObjects(list(keys), lease=False)
+        located = await self._calls.ask("locate", request, Located, deadline_s)
+        sizes = struct.unpack_from(f"<{len(keys)}q", located.columns)
         return [
-            size if size >= 0 else not_found(key)
-            for key, size in zip(keys, found.sizes, strict=True)
+            size if size >= 0 else not_found(key) for key, size in zip(keys, sizes, strict=True)
         ]
 
     async def remove(self, key: str) -> bool:
@@ -397,4 +385,5 @@ class AsyncStoreClient:
     async def aclose(self) -> None:
         """End what runs behind. The channel and the port are the caller's to close."""
         await self._calls.aclose()
-        self._bulk_reader.close()
+        self._reader.close()
+        self._results.close()

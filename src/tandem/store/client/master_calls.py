@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,13 +13,14 @@ from tandem.core.clock import Clock
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, UnsentError
 from tandem.store.config import StoreConfig
 from tandem.store.edges import MasterChannel
-from tandem.store.messages import Change, FindObjects, FoundObjects, StageObjects
+from tandem.store.messages import Change, KeyBytes, Located
 
 __all__ = ["MasterCalls", "RequestIds"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+Answer = TypeVar("Answer", Located, KeyBytes)
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
@@ -46,7 +47,7 @@ class RequestIds:
             return first, min(self._asked)
 
     def settle(self, first: int) -> None:
-        """The request with this first id has its answer, or nobody waits for one."""
+        """The request with this first id has its answer, or its caller has given up."""
         with self._lock:
             self._asked.discard(first)
 
@@ -55,7 +56,7 @@ class MasterCalls:
     """Calls the master, again where that is harmless. Used from one event loop.
 
     Args:
-        channel: the way to whoever is master.
+        channel: the channel to the leading master.
         clock: of deadlines.
         config: limits and intervals.
         machine: told to the master, so that near replicas come first.
@@ -75,7 +76,7 @@ class MasterCalls:
         """Return when a call that begins now must be done."""
         return self.clock.now_s() + self.config.deadline_ms / 1e3
 
-    # How to wait: a client that blocks its caller's thread has other ways for the same steps.
+    # How to wait. A client that blocks its caller's thread replaces these steps.
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -98,28 +99,17 @@ class MasterCalls:
         """Run what takes long without the GIL, so that others are served meanwhile."""
         return await asyncio.to_thread(function)
 
-    async def find(
-        self, keys: Sequence[str], deadline_s: float, *, lease: bool = True
-    ) -> FoundObjects:
-        """Ask where objects are, until the master knows what there is."""
-        request = FindObjects(keys=list(keys), machine=self.machine, lease=lease)
+    async def ask(
+        self, method: str, request: object, response: type[Answer], deadline_s: float
+    ) -> Answer:
+        """Ask about objects until the master knows what there is."""
         pause_s = FIRST_RETRY_S
         while True:
-            found = await self.call("find", request, FoundObjects, deadline_s)
-            if not found.is_recovering:
-                return found
+            answer = await self.call(method, request, response, deadline_s)
+            if not answer.is_recovering:
+                return answer
             await self.pause(pause_s, deadline_s)
             pause_s = min(2 * pause_s, RETRY_S)
-
-    async def stage(self, keys: Sequence[str], deadline_s: float) -> FoundObjects:
-        """Ask where objects are that lie on disks, while they are read into memory."""
-        wait_ms = int(self.left_s(deadline_s) * 1e3)
-        request = StageObjects(keys=list(keys), machine=self.machine, wait_ms=wait_ms)
-        while True:
-            found = await self.call("stage", request, FoundObjects, deadline_s)
-            if not found.is_recovering:
-                return found
-            await self.pause(RETRY_S, deadline_s)
 
     async def simple(self, method: str, request: object, response: type[T]) -> T:
         """Call within the configured deadline."""
@@ -182,7 +172,7 @@ class MasterCalls:
     ) -> tuple[T, R]:
         """As ``call``, while something else is done; returns the answer, and what that returned.
 
-        An answer that comes to nobody, since the other thing has failed, goes to ``give_back``.
+        If the other coroutine has failed, the answer goes to ``give_back``.
         """
         calling = asyncio.ensure_future(
             self.call(method, request, response, deadline_s, extra_s=extra_s)

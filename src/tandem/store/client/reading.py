@@ -1,331 +1,325 @@
-"""Gets of a client: the best replica first, every chunk checked, then the next replica."""
+"""Gets of a client, one object or many: looked up, read, checked, and tried again where that helps.
+
+A remembered place is a lookup that needs no master; what was read from there must have its header
+as well, see ``location_cache``. Nothing is used that outlasted its lease or that differs from its
+checksum. Which ranges are read, and what of them is good, is decided by the native ``BatchRead``;
+what it gives up is sorted out here: another replica, another lookup, or an error. Where values are
+read to is a matter of the ``Destination``.
+"""
 
 import logging
+import struct
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tandem.core.errors import (
-    ConfigError,
     CorruptionError,
     DeadlineError,
     NotFoundError,
     PeerLostError,
-    ShapeError,
     TandemError,
 )
-from tandem.store.client.buffers import Part
-from tandem.store.client.master_calls import MIN_TIMEOUT_S, RETRY_S, MasterCalls
+from tandem.store.client.buffers import ScratchPool, StoreBuffer
+from tandem.store.client.destinations import Destination
+from tandem.store.client.location_cache import LocationCache
+from tandem.store.client.master_calls import FIRST_RETRY_S, MIN_TIMEOUT_S, RETRY_S, MasterCalls
 from tandem.store.edges import ClientPort, Piece
-from tandem.store.formats import layout
-from tandem.store.formats.checksum import check_value, checksum_table, make_table
-from tandem.store.messages import Ack, Endpoint, FoundObjects, ReportBadReplica
+from tandem.store.messages import ON_DISK, Ack, Located, LocateObjects, ReportBadReplica
 
-__all__ = ["ObjectRead", "ObjectReader", "not_found"]
+__all__ = ["ObjectReader", "not_found"]
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 4
-"""Times that a get begins anew after what can only be transient."""
+MAX_ATTEMPTS = 5
+"""Times that an object is looked up and read, where what fails can only be transient."""
 LEASE_SHARE = 0.9
 """Of a lease that a reader uses: clocks of two machines differ in rate, by far less than this."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
+CELL = struct.Struct("<q")
+"""Of the columns of ``Located``."""
+PLACE = struct.Struct("<qqqq")
+"""The columns of one object."""
 
 
-class ObjectRead:
-    """One value, or a range of one, on its way."""
+class _Lookup:
+    """The last answer of the master to one read."""
 
     def __init__(
         self,
-        key: str,
-        offset: int,
-        length: int,
-        *,
-        views: "list[npt.NDArray[np.uint8]] | None" = None,
-        parts: Sequence[Part] = (),
+        asked: Sequence[int],
+        located: Located,
+        hosts: list[tuple[int, int, int]],
+        lease_end_s: float,
+        generation: int,
     ) -> None:
-        self.key = key
-        self.size = 0
-        self.version = 0
-        self.checksum = 0
-        self.places: list[tuple[int, int]] = []
-        self.is_settled = False
-        self.error: TandemError | None = None
-        self.last_error: TandemError | None = None
-        self.failure: TandemError | None = None
-        """Of the attempt under way."""
-        self.num_bytes = 0
-        """Bytes of the chunks that are read."""
-        self._offset = offset
-        self._length = length
-        self._views = views
-        self._parts = parts
-        self._begin = 0
-        self._scratch = np.empty(0, np.uint8)
-        self._scratch_at = 0
+        self.located = located
+        self.hosts = hosts
+        self.lease_end_s = lease_end_s
+        self.generation = generation
+        self._count = len(asked)
+        self._asked = asked
+        self._positions: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
 
-    def locate(self, found: FoundObjects, i: int) -> None:
-        """Take the master's answer."""
-        self.size, self.version = found.sizes[i], found.versions[i]
-        self.checksum, self.places = found.checksums[i], list(found.places[i])
-        length = self.size - self._offset if self._length < 0 else self._length
-        if self.size < 0:
-            self._settle(not_found(self.key))
-        elif self._offset + length > self.size or length < 0:
-            self._settle(
-                ConfigError(
-                    "store.get",
-                    f"range [{self._offset}, {self._offset + length}) of {self.key!r}, which has "
-                    f"{self.size} bytes",
-                    field="length",
-                )
-            )
-        elif self._views is not None and sum(view.size for view in self._views) < self.size:
-            self._settle(
-                ShapeError(
-                    "store.get",
-                    f"{self.key!r} has {self.size} bytes, the parts hold "
-                    f"{sum(view.size for view in self._views)}",
-                )
-            )
-        elif length == 0 or self.size == 0:
-            # Nothing to read; that it exists is all there is to know.
-            self._begin = self._offset
-            self._scratch = np.empty(0, np.uint8)
-            self.is_settled = self.size == 0 or self._views is None
-        self._begin = self._offset // layout.CHUNK_BYTES * layout.CHUNK_BYTES
-        end = (self._offset + max(length, 0) + layout.CHUNK_BYTES - 1) // layout.CHUNK_BYTES
-        self.num_bytes = max(0, min(end * layout.CHUNK_BYTES, self.size) - self._begin)
-        self._wanted = (self._offset, max(length, 0))
+    def _position(self, index: int) -> int:
+        if not self._positions:
+            self._positions = {asked: i for i, asked in enumerate(self._asked)}
+        return self._positions[index]
 
-    def _settle(self, error: TandemError) -> None:
-        self.is_settled, self.error = True, error
+    def _cell(self, column: int, index: int) -> int:
+        at = 8 * (column * self._count + self._position(index))
+        return CELL.unpack_from(self.located.columns, at)[0]
 
-    @property
-    def table_length(self) -> int:
-        """Bytes of the table that are read: all of it, or nothing of it is proven."""
-        return layout.table_bytes(self.size)
+    def size(self, index: int) -> int:
+        return self._cell(0, index)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes needed beside the caller's buffers."""
-        return self.table_length + (0 if self._views is not None else self.num_bytes)
+    def version(self, index: int) -> int:
+        return CELL.unpack_from(self.located.versions, 8 * self._position(index))[0]
 
-    def lend(self, scratch: npt.NDArray[np.uint8], at: int) -> None:
-        """Take room for the table, and for the value where the caller brought none."""
-        self._scratch, self._scratch_at = scratch[at : at + self.scratch_bytes], at
+    def host(self, index: int) -> int:
+        """Return the host that is being read from."""
+        return self._moved.get(index, self._cell(2, index))
 
-    def list_pieces(self, extent_at: int, scratch: Any) -> list[Piece]:
-        """Return what to read of the extent at this address."""
-        key_bytes = len(self.key.encode())
-        table_at = extent_at + layout.table_offset(key_bytes)
-        value_at = extent_at + layout.value_offset(key_bytes, self.size) + self._begin
-        if self._views is None and self._begin == 0:
-            # Table and value lie side by side there and here.
-            return [(scratch, self._scratch_at, table_at, self.scratch_bytes)]
-        pieces = [(scratch, self._scratch_at, table_at, self.table_length)]
-        if self._views is None:
-            local = self._scratch_at + self.table_length
-            return [*pieces, (scratch, local, value_at, self.num_bytes)]
-        left = self.size
-        for part, view in zip(self._parts, self._views, strict=True):
-            length = min(left, view.size)
-            if length:
-                pieces.append((part.buffer.handle, part.offset, value_at, length))
-            value_at += length
-            left -= length
-        return pieces
-
-    def check(self) -> bool:
-        """Whether what was read is what was written."""
-        table = self._scratch[: 4 * layout.count_chunks(self.size)].tobytes()
-        if self._views is not None:
-            views, left = [], self.size
-            for view in self._views:
-                views.append(view[: min(left, view.size)])
-                left -= views[-1].size
-            return check_value(views, table, self.checksum)
-        first = self._begin // layout.CHUNK_BYTES
-        chunks = table[4 * first : 4 * (first + layout.count_chunks(self.num_bytes))]
-        value = self._scratch[self.table_length :]
-        return checksum_table(table) == self.checksum and make_table([value]) == chunks
-
-    def take(self) -> bytes:
-        """Return the range asked for."""
-        offset, length = self._wanted
-        if length == 0:
+    def move_on(self, index: int) -> bytes:
+        """Return the columns of the object's next replica; empty if there is none."""
+        others = self.located.others.get(self._position(index))
+        if not others:
             return b""
-        at = self.table_length + offset - self._begin
-        return self._scratch[at : at + length].tobytes()
+        host, offset = others.pop(0)
+        self._moved[index] = host
+        return PLACE.pack(self.size(index), self._cell(1, index), host, offset)
 
 
-def _prepare_scratch(reads: Sequence[ObjectRead]) -> npt.NDArray[np.uint8]:
-    scratch = np.empty(sum(read.scratch_bytes for read in reads), dtype=np.uint8)
-    at = 0
-    for read in reads:
-        read.lend(scratch, at)
-        at += read.scratch_bytes
-    return scratch
+class _Read:
+    """One read under way: what could not be read, and why."""
 
-
-def _list_on_disk(reads: Sequence[ObjectRead], found: FoundObjects) -> list[ObjectRead]:
-    return [
-        read
-        for read, flag in zip(reads, found.on_disk or bytes(len(reads)), strict=True)
-        if flag and not read.is_settled
-    ]
+    def __init__(self, into: Destination, deadline_s: float) -> None:
+        self.into = into
+        self.keys = into.keys
+        self.batch = into.batch
+        self.deadline_s = deadline_s
+        self.lookup: _Lookup | None = None
+        self.attempt = 0
+        self.again: list[int] = []
+        """Failed, which may be transient."""
+        self.staged: list[int] = []
+        """On disks, and being read into memory."""
+        self.has_staged = False
+        """The master has been asked to wait for such objects."""
+        self.unsure: list[int] = []
+        """The master does not know yet whether they are there."""
+        self.unsure_pause_s = FIRST_RETRY_S
+        self.causes: dict[int, TandemError] = {}
+        """Why an object could not be read when it was tried last."""
+        self.failed_endpoints: set[int] = set()
+        """Read from last: they may take all the time that there is."""
 
 
 class ObjectReader:
     """The gets of one client."""
 
-    def __init__(self, calls: MasterCalls, port: ClientPort) -> None:
+    def __init__(self, calls: MasterCalls, port: ClientPort, places: LocationCache) -> None:
         self._calls = calls
         self._port = port
+        self._places = places
+        self._scratch = ScratchPool(port)
 
-    async def read_all(self, reads: Sequence[ObjectRead], deadline_s: float) -> None:
-        """Carry all of them out; each tells what became of it."""
-        for attempt in range(MAX_ATTEMPTS):
-            left = [read for read in reads if not read.is_settled]
-            if not left:
+    async def read(self, into: Destination, deadline_s: float) -> None:
+        """Read all objects of a destination; each has a result then, an error being one."""
+        places, batch = self._places, into.batch
+        read = _Read(into, deadline_s)
+        num_known = 0
+        if into.takes_remembered:
+            num_known = batch.place_known(places.cache, self._calls.clock.now_s() + places.margin_s)
+        unplaced = batch.list_unplaced() if num_known else list(range(len(into.keys)))
+        method = "locate"
+        while True:
+            if unplaced:
+                await self._look_up(read, method, unplaced)
+            while numbers := batch.list_endpoints():
+                if read.failed_endpoints:
+                    numbers.sort(key=read.failed_endpoints.__contains__)
+                for number in numbers:
+                    await self._read_from(read, number)
+            # What was remembered and is not there any more is asked for; what the master itself
+            # has said is not asked for again.
+            unplaced = batch.list_unplaced() if num_known else []
+            num_known, method = 0, "locate"
+            if read.again or read.staged or read.unsure:
+                method = "stage" if read.staged else "locate"
+                unplaced += await self._wait(read)
+            if not unplaced:
                 return
-            pause_s = RETRY_S * attempt
-            if attempt and self._calls.clock.now_s() + pause_s >= deadline_s:
-                break
-            if attempt:
-                await self._calls.sleep(pause_s)  # Hosts and masters come back.
-            sent_s = self._calls.clock.now_s()
-            found = await self._calls.find([read.key for read in left], deadline_s)
-            lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
-            endpoints = {endpoint.host: endpoint for endpoint in found.endpoints}
-            for i, read in enumerate(left):
-                read.locate(found, i)
-            on_disk = _list_on_disk(left, found)
-            outcomes = await self._calls.gather(
-                self._read_replicas(
-                    [read for read in left if read.places], endpoints, lease_end_s, deadline_s
-                ),
-                self._read_staged(on_disk, deadline_s),
-            )
-            for outcome in outcomes:
-                if outcome is not None:
-                    raise outcome
-        for read in reads:
-            if not read.is_settled:
-                read.error = read.last_error or PeerLostError(
-                    "store.get", f"all hosts of {read.key!r} are lost"
-                )
 
-    async def _read_staged(self, reads: Sequence[ObjectRead], deadline_s: float) -> None:
-        """Read what lies on disks, as it comes into memory."""
-        while reads:
-            sent_s = self._calls.clock.now_s()
-            try:
-                found = await self._calls.stage([read.key for read in reads], deadline_s)
-            except DeadlineError:
-                for read in reads:
-                    read.last_error = DeadlineError(
-                        "store.get",
-                        f"{read.key!r} is on a disk and was not read within "
-                        f"{self._calls.config.deadline_ms} ms: the memory of its host may be full "
-                        "of leased or pinned objects, or the disk slow (`tandem store stat`)",
-                    )
-                return
-            lease_end_s = sent_s + LEASE_SHARE * found.lease_ms / 1e3
-            endpoints = {endpoint.host: endpoint for endpoint in found.endpoints}
-            for i, read in enumerate(reads):
-                read.locate(found, i)
-            left = _list_on_disk(reads, found)
-            await self._read_replicas(
-                [read for read in reads if read.places], endpoints, lease_end_s, deadline_s
-            )
-            if len(left) == len(reads):
-                await self._calls.pause(RETRY_S, deadline_s)
-            reads = left
-
-    async def _read_replicas(
-        self,
-        reads: Sequence[ObjectRead],
-        endpoints: dict[int, Endpoint],
-        lease_end_s: float,
-        deadline_s: float,
-    ) -> None:
-        """Read from the best replica of each, and from the next one where that fails."""
-        lent: list[Any] = []
+    async def _look_up(self, read: _Read, method: str, unplaced: list[int]) -> None:
+        """Ask the master where these are."""
+        places, calls = self._places, self._calls
+        keys, deadline_s = read.keys, read.deadline_s
+        asked = list(keys) if len(unplaced) == len(keys) else [keys[i] for i in unplaced]
+        generation = places.cache.generation
+        sent_s = calls.clock.now_s()
+        wait_ms = max(0, int((deadline_s - sent_s) * 1e3)) if method == "stage" else 0
+        request = LocateObjects(asked, calls.machine, wait_ms=wait_ms)
         try:
-            while True:
-                by_host: dict[int, list[ObjectRead]] = {}
-                for read in reads:
-                    if not read.is_settled and read.places:
-                        by_host.setdefault(read.places[0][0], []).append(read)
-                if not by_host:
-                    return
-                scratch = _prepare_scratch([r for group in by_host.values() for r in group])
-                handle = self._port.register(scratch) if scratch.size else None
-                if handle is not None:
-                    lent.append(handle)
-                until_s = min(lease_end_s, deadline_s)
-                outcomes = await self._calls.gather(
-                    *(
-                        self._read_from(endpoints[host], group, handle, until_s)
-                        for host, group in by_host.items()
-                    )
-                )
-                for outcome in outcomes:
-                    if outcome is not None:
-                        raise outcome
-                is_leased = self._calls.clock.now_s() <= lease_end_s
-                for read in [read for group in by_host.values() for read in group]:
-                    place = read.places.pop(0)
-                    if not is_leased:
-                        # The space may have become another object's while we read.
-                        read.places.clear()
-                        read.last_error = DeadlineError(
-                            "store.get", f"reading {read.key!r} outlasted its lease"
-                        )
-                    elif read.failure is None and not await self._finish(read):
-                        self._calls.spawn(self._report(read, place[0]))
-        finally:
-            for handle in lent:
-                self._port.unregister(handle)
+            located = await calls.call(method, request, Located, deadline_s)
+        except DeadlineError:
+            if any(i not in read.causes for i in unplaced):
+                raise  # Of some there is nothing else to say.
+            for i in unplaced:
+                read.into.results[i] = read.causes[i]
+            return
+        lease_end_s = sent_s + LEASE_SHARE * located.lease_ms / 1e3
+        places.note_lease(located.lease_ms / 1e3)
+        hosts = [(e.host, places.number(e), e.read_base) for e in located.endpoints]
+        read.lookup = _Lookup(unplaced, located, hosts, lease_end_s, generation)
+        read.batch.place(
+            unplaced,
+            located.columns,
+            located.versions,
+            hosts,
+            lease_end_s,
+            places.cache,
+            generation,
+        )
+        if given_up := read.batch.take_given_up():
+            self._sort_out(read, read.lookup, given_up)
 
-    async def _read_from(
-        self, endpoint: Endpoint, reads: Sequence[ObjectRead], scratch: Any, until_s: float
-    ) -> None:
-        # Taken here: a client that blocks reads from one host after the other.
+    def _sort_out(self, read: _Read, lookup: _Lookup, indexes: list[int]) -> None:
+        """Tell what cannot be read after a lookup: it is not there, or not now, or does not fit."""
+        into = read.into
+        for i in indexes:
+            key, size = read.keys[i], lookup.size(i)
+            if size < 0:
+                if lookup.located.is_recovering:
+                    read.unsure.append(i)
+                else:
+                    into.results[i] = not_found(key)
+            elif (error := into.refuse(i, size)) is not None:
+                into.results[i] = error
+            elif size == 0 or into.is_unread(i):
+                into.results[i] = into.empty
+            elif lookup.host(i) == ON_DISK:
+                read.staged.append(i)
+                read.causes[i] = DeadlineError(
+                    "store.get",
+                    f"{key!r} is on a disk and was not read within "
+                    f"{self._calls.config.deadline_ms} ms: the memory of its host may be full "
+                    "of leased or pinned objects, or the disk slow (`tandem store stat`)",
+                )
+            else:
+                read.again.append(i)
+                read.causes[i] = PeerLostError("store.get", f"all hosts of {key!r} are lost")
+
+    async def _wait(self, read: _Read) -> list[int]:
+        """Wait before what could not be read is asked for again; returns that."""
+        calls, deadline_s = self._calls, read.deadline_s
+        again, staged, unsure = read.again, read.staged, read.unsure
+        read.again, read.staged, read.unsure = [], [], []
+        if again:
+            pause_s = RETRY_S * read.attempt  # Hosts and masters come back.
+            read.attempt += 1
+            is_over = read.attempt > 1 and calls.clock.now_s() + pause_s >= deadline_s
+            if read.attempt == MAX_ATTEMPTS or is_over:
+                for i in again:
+                    read.into.results[i] = read.causes[i]
+                again = []
+            elif pause_s:
+                await calls.sleep(pause_s)
+        elif unsure:
+            await calls.pause(read.unsure_pause_s, deadline_s)
+            read.unsure_pause_s = min(2 * read.unsure_pause_s, RETRY_S)
+        elif staged and read.has_staged:
+            await calls.pause(RETRY_S, deadline_s)
+        read.has_staged = bool(staged)
+        return [*again, *unsure, *staged]
+
+    async def _read_from(self, read: _Read, number: int) -> None:
+        """Read from one endpoint; what fails is sorted out, or asked for again."""
+        into, batch, cache = read.into, read.batch, self._places.cache
+        scratch_bytes, lease_end_s, rows, direct = batch.plan(number)
+        with (
+            self._scratch.lend(scratch_bytes) as scratch,
+            into.receive(direct, self._scratch) as received,
+        ):
+            pieces = [(scratch.handle, *row) for row in rows]
+            pieces += received
+            error = await self._move(read, number, pieces, min(lease_end_s, read.deadline_s))
+            if error is None:
+                self._check_headers(into, scratch)
+                num_bytes = scratch_bytes + sum([length for _, _, length in direct])
+                await self._check_values(into, scratch, num_bytes)
+                into.finish(scratch, self._calls.clock.now_s(), cache)
+            else:
+                batch.fail(cache)
+        if given_up := batch.take_given_up():
+            self._move_on(read, given_up, error)
+
+    async def _move(
+        self, read: _Read, number: int, pieces: list[Piece], until_s: float
+    ) -> TandemError | None:
+        endpoint = self._places.endpoint(number)
+        if endpoint is None:
+            return PeerLostError("store.get", "the session with the master is over")
+        if not pieces:
+            return None
         timeout_s = max(MIN_TIMEOUT_S, until_s - self._calls.clock.now_s())
-        pieces: list[Piece] = []
-        for read in reads:
-            read.failure = None
-            pieces += read.list_pieces(endpoint.read_base + read.places[0][1], scratch)
         try:
-            if pieces:
-                await self._port.read(endpoint, pieces, timeout_s)
+            await self._port.read(endpoint, pieces, timeout_s)
         except TandemError as error:
             logger.info("event=read_failed host=%s reason=%s", endpoint.name, error)
-            for read in reads:
-                read.failure = read.last_error = error
+            read.failed_endpoints.add(number)
+            if isinstance(error, PeerLostError | NotFoundError):
+                self._places.cache.forget_endpoint(number)
+            return error
+        return None
 
-    async def _finish(self, read: ObjectRead) -> bool:
-        """Check what was read; False if it is not what was written."""
-        if read.num_bytes > OFF_LOOP_BYTES:
-            is_good = await self._calls.compute(read.check)
-        else:
-            is_good = read.check()
-        if is_good:
-            read.is_settled = True
-        else:
-            read.last_error = CorruptionError(
-                "store.get", f"{read.key!r} has a wrong checksum on every replica that was read"
-            )
-        return is_good
+    def _check_headers(self, into: Destination, scratch: StoreBuffer) -> None:
+        into.batch.check_headers(scratch.array)
 
-    async def _report(self, read: ObjectRead, host: int) -> None:
-        request = ReportBadReplica(read.key, read.version, host)
-        await self._calls.tell("report_bad", request, Ack)
+    async def _check_values(self, into: Destination, scratch: StoreBuffer, num_bytes: int) -> None:
+        """Drop what is not what was written."""
+        if num_bytes > OFF_LOOP_BYTES:
+            await self._calls.compute(lambda: into.check(scratch))
+        else:
+            into.check(scratch)
+
+    def _move_on(self, read: _Read, indexes: list[int], error: TandemError | None) -> None:
+        """Have the next replica read of what the last lookup told, where there is one."""
+        lookup = read.lookup
+        assert lookup is not None, "what was remembered is not given up"
+        is_leased = self._calls.clock.now_s() <= lookup.lease_end_s
+        for i in indexes:
+            key = read.keys[i]
+            if not is_leased:
+                # The space may have become another object's while we read.
+                read.causes[i] = DeadlineError("store.get", f"reading {key!r} outlasted its lease")
+                read.again.append(i)
+                continue
+            if error is not None:
+                read.causes[i] = error
+            else:
+                read.causes[i] = CorruptionError(
+                    "store.get", f"{key!r} has a wrong checksum on every replica that was read"
+                )
+                report = ReportBadReplica(key, lookup.version(i), lookup.host(i))
+                self._calls.spawn(self._calls.tell("report_bad", report, Ack))
+            columns = lookup.move_on(i)
+            if columns:
+                read.batch.place(
+                    [i],
+                    columns,
+                    b"",
+                    lookup.hosts,
+                    lookup.lease_end_s,
+                    self._places.cache,
+                    lookup.generation,
+                )
+            else:
+                read.again.append(i)
+
+    def close(self) -> None:
+        """Give back the memory kept for scratch."""
+        self._scratch.close()
 
 
 def not_found(key: str) -> NotFoundError:

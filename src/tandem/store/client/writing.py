@@ -2,9 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ __all__ = ["Items", "ObjectWriter", "is_inline"]
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Times that a put begins anew after what can only be transient."""
+"""Attempts of a put; a new one follows an error that can only be transient."""
 MAX_INLINE_BATCH_BYTES = 2**15
 """Of values in one request; the master passes them on."""
 CALLER_ERRORS = (ConfigError, ShapeError)
@@ -76,6 +76,8 @@ class Items(NamedTuple):
     """The only part of each; empty if some have several, or none."""
     several: Sequence[Sequence[Part]] = ()
     """The parts of each, unless they are ``singles``."""
+    blob: bytes | None = None
+    """The values themselves, one after the other, of objects that travel with the request."""
 
     @classmethod
     def of(
@@ -86,6 +88,11 @@ class Items(NamedTuple):
             return cls(keys, sizes, [part for (part,) in parts])
         return cls(keys, sizes, several=parts)
 
+    @classmethod
+    def inline(cls, keys: Sequence[str], sizes: Sequence[int], views_of: Sequence[Views]) -> Self:
+        """Return objects that travel with the request; see ``is_inline``."""
+        return cls(keys, sizes, blob=b"".join([view.data for views in views_of for view in views]))
+
     def list_parts(self, i: int) -> Sequence[Part]:
         """Return those of one object."""
         return [self.singles[i]] if self.singles else self.several[i]
@@ -93,16 +100,16 @@ class Items(NamedTuple):
 
 @dataclass(slots=True)
 class Sources:
-    """What is computed of objects before they are written: columns."""
+    """Columns computed for objects before they are written."""
 
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list[int])
     tables: bytes = b""
     """Of all, one after the other."""
-    value_at: list[int] = field(default_factory=list)
+    value_at: list[int] = field(default_factory=list[int])
     """Where the value begins in its extent."""
-    handles: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list[Any])
     """Of the memory that a value is in, if each is in one piece; else empty."""
-    local_at: list[int] = field(default_factory=list)
+    local_at: list[int] = field(default_factory=list[int])
     """Where in that memory."""
 
     def take(self, sizes: Sequence[int], chosen: Sequence[int]) -> tuple[list[int], bytes]:
@@ -149,69 +156,36 @@ class ObjectWriter:
         self._usual: dict[str, UsualTime] = {}
         """By address of a host: how long writes of ``WORK_BYTES`` take."""
 
-    async def put_inline(
-        self, keys: Sequence[str], views: Sequence[Views], options: PutOptions
-    ) -> "list[PutResult | TandemError]":
-        """Put small values with the request itself; results as ``put_items``."""
-        sizes = [sum(view.size for view in parts) for parts in views]
-        blob = b"".join([view.data for parts in views for view in parts])
-        checksums = checksum_blob(blob, sizes, layout.CHUNK_BYTES)
-
-        async def put_once(attempt: _Attempt) -> None:
-            left = attempt.left
-            values = blob
-            if len(left) != len(keys):
-                ends = list(itertools.accumulate(sizes))
-                values = b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left)
-            wait_ms = self._wait_ms(options)
-            request = PutInline(
-                first_put_id=attempt.first_id,
-                keys=[keys[i] for i in left],
-                sizes=[sizes[i] for i in left],
-                checksums=[checksums[i] for i in left],
-                blob=values,
-                settled_below=attempt.settled_below,
-                wait_ms=wait_ms,
-                **self._read_options(options),
-            )
-            answer = await self._calls.call(
-                "put_inline", request, KeyBytes, attempt.deadline_s, extra_s=wait_ms / 1e3
-            )
-            for i, flag in zip(left, answer.flags, strict=True):
-                attempt.results[i] = OUTCOMES[flag]
-
-        return await self._put_all(len(keys), put_once)
-
-    async def put_items(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
+    async def put(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
         """Put all of them; one result each, an error being one."""
         sources = Sources()  # Made while the master is asked for the first time.
-        return await self._put_all(
-            len(items.keys), lambda attempt: self._put_once(items, sources, options, attempt)
-        )
-
-    async def _put_all(
-        self, count: int, put_once: "Callable[[_Attempt], Coroutine[Any, Any, None]]"
-    ) -> "list[PutResult | TandemError]":
-        """Try until each has a result, with another number each time."""
         deadline_s = self._calls.deadline_s()
-        results: list[PutResult | TandemError | None] = [None] * count
-        left: Sequence[int] = range(count)
+        results: list[PutResult | TandemError | None] = [None] * len(items.keys)
+        left: Sequence[int] = range(len(items.keys))
         for number in range(MAX_ATTEMPTS):
             if not left:
                 break
             first_id, settled_below = self._calls.ids.ask(len(left))
+            attempt = _Attempt(number, left, results, deadline_s, first_id, settled_below)
             try:
-                await put_once(_Attempt(number, left, results, deadline_s, first_id, settled_below))
+                if items.blob is None:
+                    await self._put_once(items, sources, options, attempt)
+                else:
+                    await self._put_inline_once(items, items.blob, sources, options, attempt)
             finally:
                 self._calls.ids.settle(first_id)
             left = [i for i, result in enumerate(results) if result is None]
         return [_lost() if result is None else result for result in results]
 
-    def _read_options(self, options: PutOptions) -> dict[str, Any]:
-        """Return what a ``StartPut`` says of how its objects are kept."""
+    def _describe(self, items: Items, options: PutOptions, attempt: _Attempt) -> dict[str, Any]:
+        """Return what a ``StartPut`` says: which objects, and how they are kept."""
         check_replicas(options.replicas)
         check_keys(options.preferred, field="preferred")
         return {
+            "first_put_id": attempt.first_id,
+            "keys": [items.keys[i] for i in attempt.left],
+            "sizes": [items.sizes[i] for i in attempt.left],
+            "wait_ms": self._wait_ms(options),
             "replicas": options.replicas,
             "preferred": list(options.preferred),
             "machine": self._calls.machine if options.same_machine else "",
@@ -227,10 +201,13 @@ class ObjectWriter:
         )
 
     async def _prepare(self, items: Items, sources: Sources) -> None:
-        """Compute what is to be known of the objects, unless that is done."""
+        """Compute the columns of the objects, unless that is done."""
         if sources.checksums:
             return
-        keys, sizes, singles, _ = items
+        if items.blob is not None:
+            sources.checksums = checksum_blob(items.blob, list(items.sizes), layout.CHUNK_BYTES)
+            return
+        keys, sizes, singles, *_ = items
         places = [part.offset for part in singles]
         buffers = {part.buffer for part in singles}
 
@@ -250,27 +227,48 @@ class ObjectWriter:
             sources.handles = [part.buffer.handle for part in singles]
             sources.local_at = places
 
+    async def _put_inline_once(
+        self,
+        items: Items,
+        blob: bytes,
+        sources: Sources,
+        options: PutOptions,
+        attempt: _Attempt,
+    ) -> None:
+        """Send the values with the request: the master does what is left."""
+        left, sizes = attempt.left, items.sizes
+        await self._prepare(items, sources)
+        if len(left) != len(sizes):
+            ends = list(itertools.accumulate(sizes))
+            blob = b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in left)
+        fields = self._describe(items, options, attempt)
+        request = PutInline(
+            checksums=[sources.checksums[i] for i in left],
+            blob=blob,
+            settled_below=attempt.settled_below,
+            **fields,
+        )
+        extra_s = fields["wait_ms"] / 1e3
+        answer = await self._calls.call(
+            "put_inline", request, KeyBytes, attempt.deadline_s, extra_s=extra_s
+        )
+        for i, flag in zip(left, answer.flags, strict=True):
+            attempt.results[i] = OUTCOMES[flag]
+
     async def _put_once(
         self, items: Items, sources: Sources, options: PutOptions, attempt: "_Attempt"
     ) -> None:
         """Get space, write and commit."""
         _, left, results, deadline_s, first_id, settled_below = attempt
-        wait_ms = self._wait_ms(options)
-        request = StartPut(
-            first_put_id=first_id,
-            keys=[items.keys[i] for i in left],
-            sizes=[items.sizes[i] for i in left],
-            wait_ms=wait_ms,
-            **self._read_options(options),
-        )
+        fields = self._describe(items, options, attempt)
         started, _ = await self._calls.call_while(
             self._prepare(items, sources),
             "start_put",
-            request,
+            StartPut(**fields),
             StartedPut,
             deadline_s,
             give_back=lambda started: self._give_up(first_id, started, []),
-            extra_s=wait_ms / 1e3,
+            extra_s=fields["wait_ms"] / 1e3,
         )
         if len(started.statuses) != len(left):
             raise InternalError("store.put", "an answer for another number of objects")
@@ -293,7 +291,7 @@ class ObjectWriter:
         try:
             failed = await self._write(items, sources, left, started, deadline_s, attempt.number)
         except BaseException:
-            # Cancelled: whatever was under way has ended here, but bytes may yet arrive there.
+            # Cancelled: our transfers have ended, but bytes may still arrive at the host.
             self._give_up(first_id, started, [endpoint.host for endpoint in started.endpoints])
             raise
         commit.failed_hosts.extend(failed)

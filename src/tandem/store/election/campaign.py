@@ -1,4 +1,4 @@
-"""Carries an ``Election`` out: asks a backend, within deadlines, and tells of terms won and lost.
+"""Runs an ``Election``: calls a backend within deadlines and reports terms won and lost.
 
 No socket of its own: the backend is a Protocol, so that the simulator runs this very class.
 """
@@ -36,18 +36,18 @@ class ElectionBackend(Protocol):
     """
 
     async def observe(self, timeout_s: float) -> Holder | None:
-        """Return who leads; None if nobody does."""
+        """Return the leader; None if there is none."""
         ...
 
     async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
-        """Take the leadership for ``ttl_s`` from not before this call, if nobody has it.
+        """Take the leadership for ``ttl_s``, counted from this call or later, if it is free.
 
         The epoch of the new term is above those of all earlier terms, and above ``min_epoch``.
         """
         ...
 
     async def renew(self, timeout_s: float) -> bool:
-        """Have ``ttl_s`` begin anew; False if the leadership is not ours any more."""
+        """Renew for ``ttl_s``; False if the leadership is not ours any more."""
         ...
 
     async def release(self, timeout_s: float) -> None:
@@ -94,7 +94,7 @@ class Campaign:
 
     @property
     def leader(self) -> Holder | None:
-        """Who leads, as last heard."""
+        """The leader, as last reported."""
         return self._election.leader
 
     def holds(self) -> bool:

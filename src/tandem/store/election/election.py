@@ -33,9 +33,9 @@ class Step(Enum):
     """What to ask the backend next."""
 
     OBSERVE = "observe"
-    """Who holds the leadership?"""
+    """Ask the backend for the leader."""
     ACQUIRE = "acquire"
-    """Nobody holds it: take it."""
+    """There is no leader: take the leadership."""
     RENEW = "renew"
     """It is ours: keep it."""
 
@@ -75,7 +75,7 @@ class Election:
         return max(0.0, min(limit_s, self.serve_until_s - now_s))
 
     def note_observed(self, holder: Holder | None, now_s: float) -> None:
-        """The backend has said who leads; None: nobody."""
+        """The backend has named the leader; None: there is none."""
         self.leader = holder
         if holder is None:
             self._plan(Step.ACQUIRE, now_s)
@@ -83,7 +83,7 @@ class Election:
             self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
 
     def note_acquired(self, holder: Holder, *, is_ours: bool, sent_s: float, now_s: float) -> None:
-        """The backend has answered who leads now, after we asked to at ``sent_s``."""
+        """The backend has named the leader after our claim, which was sent at ``sent_s``."""
         self.leader = holder
         if not is_ours:
             self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
@@ -97,12 +97,12 @@ class Election:
         if not is_alive:
             self.serve_until_s = min(self.serve_until_s, now_s)
         elif self.holds(now_s):
-            # Otherwise it has lapsed for us, and somebody may know: it is not taken up again.
+            # Otherwise our term has lapsed, which others may have seen: it is not resumed.
             self.serve_until_s = max(self.serve_until_s, sent_s + SERVE_SHARE * self.ttl_s)
             self._plan(Step.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_failed(self, now_s: float) -> None:
-        """The step had no answer. What it did is not known, so nothing is concluded from it."""
+        """The step had no answer. Its effect is unknown, so nothing is concluded from it."""
         if self.epoch == 0:
             self.leader = None
             self.next_step = Step.OBSERVE

@@ -75,7 +75,7 @@ class EtcdBackend(EtcdGateway):
     async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
         """See ``ElectionBackend``.
 
-        Raises: ConflictError if somebody counted in the same moment: try again.
+        Raises: ConflictError if another candidate raised the epoch at the same moment: try again.
         """
         deadline_s = self.deadline_s(timeout_s)
         self._lease = ""

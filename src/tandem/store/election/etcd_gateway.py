@@ -37,8 +37,10 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 2**20
+OK = 200
+"""The status of an answer that is none of an error."""
 NOT_FOUND, UNAUTHENTICATED = 5, 16
-"""Codes of gRPC that mean something to us."""
+"""The gRPC codes that are handled here."""
 DENIED = (3, 7)
 """Wrong name or password; not allowed to touch the key."""
 Id = Annotated[str, Meta(pattern=r"^-?[0-9]{1,20}\Z")]
@@ -192,7 +194,7 @@ class EtcdGateway:
             ) from None
         except (httpx.HTTPError, OSError) as error:  # The alert of a peer is a plain SSLError.
             raise PeerLostError("store.election", f"etcd at {url}: {error!r}") from None
-        if status != httpx.codes.OK:
+        if status != OK:
             if absent is not None and _read_fault(data).code == NOT_FOUND:
                 return absent
             raise _describe_fault(url, path, status, _read_fault(data))

@@ -30,7 +30,7 @@ class EtcdRosterStore:
     """A ``RosterStore`` of one term.
 
     Args:
-        gateway: the way to etcd; borrowed.
+        gateway: the client of etcd. Not owned.
         holder: the leader in this term.
         timeout_s: of one call.
         damage: told of what cannot be read; None: the log alone.

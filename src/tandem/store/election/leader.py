@@ -1,8 +1,8 @@
-"""The way to the master that leads, for hosts and clients.
+"""The channel to the leading master, for hosts and clients.
 
 They know addresses of masters, not etcd: thousands of clients would each need its address, a
 connection and a password, only to learn what any master can tell. All masters that are known are
-asked at once, whoever says that it leads is taken, and who is named by another is asked as well,
+asked at once; one that says that it leads is chosen, and one that another names is asked as well,
 so that one live address is enough. When the session ends, for whatever reason, the search begins
 anew; a master that stops leading ends its sessions.
 """
@@ -22,7 +22,7 @@ from tandem.core.errors import (
     TandemError,
     UnsupportedError,
 )
-from tandem.rpc import Peer, RpcClient
+from tandem.rpc import BegunCall, Peer, RpcClient
 from tandem.store.messages import LeaderAnswer
 
 __all__ = ["LeaderClient"]
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 1.0
-"""Of the question who leads: a master that is stopped must not hold up those that are not."""
+"""Time-out of the question for the leader: a stopped master must not delay the others."""
 PAUSE_S = 0.1
 """Between an answer of a master and the next question to it."""
 TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
@@ -39,7 +39,7 @@ TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
 
 
 class LeaderClient:
-    """A ``MasterChannel``: one session at a time, with whoever leads.
+    """A ``MasterChannel``: one session at a time, with the leader.
 
     Args:
         urls: masters that may lead.
@@ -129,6 +129,15 @@ class LeaderClient:
         if client is None:
             raise PeerLostError("store.leader", f"no master leads: {self._last_error}")
         return await client.call(method, request, response_type, timeout_s=timeout_s)
+
+    def begin_threadsafe(
+        self, method: str, request: object, response_type: type[T], *, timeout_s: float
+    ) -> BegunCall[T]:
+        """Begin a call from another thread; see ``Peer.begin_threadsafe``."""
+        client = self._client
+        if client is None:
+            raise PeerLostError("store.leader", f"no master leads: {self._last_error}")
+        return client.begin_threadsafe(method, request, response_type, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
         """End the session and the search. Idempotent."""

@@ -47,9 +47,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class Roster(msgspec.Struct, kw_only=True):
     """The hosts of a store."""
 
-    members: dict[str, Member] = msgspec.field(default_factory=dict)
+    members: dict[str, Member] = msgspec.field(default_factory=dict[str, Member])
     """By name."""
-    retired: dict[str, int] = msgspec.field(default_factory=dict)
+    retired: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """By segment or disk id, oldest first: objects there up to this version are dead."""
 
     def retire(self, storage_id: str, version: int) -> None:

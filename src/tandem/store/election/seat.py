@@ -8,10 +8,11 @@ master of its own; what an earlier one knew is never used again. Knows no socket
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.rpc import Kept
 from tandem.store.election.campaign import Campaign
 from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
@@ -39,7 +40,7 @@ class SeatedMaster(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Of its term; 0: of one that nobody can call."""
+        """The epoch of its term; 0 for a master that cannot be called."""
         ...
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -79,7 +80,7 @@ class _SeatTerm:
 
 
 class MasterSeat(Generic[M]):
-    """Serves a master, or says who does. All calls from one event loop.
+    """Serves a master, or names the master that leads. All calls from one event loop.
 
     Args:
         make_master: makes the master of an epoch, with its term (None: for good) and the counters
@@ -100,7 +101,7 @@ class MasterSeat(Generic[M]):
         self._end_sessions = end_sessions
         self._closing: set[asyncio.Task[None]] = set()
         self.master = self._make_master(0)
-        """While nobody sits here, one of epoch 0, empty, that nobody can call."""
+        """Without a term: an empty master of epoch 0 that cannot be called."""
         self._handlers: dict[str, Callable[..., Any]] = {}
 
     @property
@@ -113,10 +114,8 @@ class MasterSeat(Generic[M]):
         table: list[tuple[str, Callable[..., Any], type, type]] = [
             ("leader", self._leader, type(None), LeaderAnswer)
         ]
-        for name, handler, request, response in self.master.methods():
-            is_async = asyncio.iscoroutinefunction(handler)
-            serve = self._serve if is_async else self._serve_plain
-            table.append((name, _bind(serve, name, is_async=is_async), request, response))
+        for name, _, request, response in self.master.methods():
+            table.append((name, functools.partial(self._serve, name), request, response))
         return table
 
     def take(self, epoch: int) -> None:
@@ -164,30 +163,23 @@ class MasterSeat(Generic[M]):
         who = "nobody that is known" if leader is None else leader.address
         return PeerLostError("store.leader", f"this master does not lead; {who} does")
 
-    async def _serve(self, name: str, caller: Caller, request: Any) -> Any:
+    def _serve(self, name: str, caller: Caller, request: Any) -> Any:
+        """Return the answer, or a coroutine if that takes time."""
         self._check_leads()
         master = self.master
-        answer = await self._handlers[name](caller, request)
+        answer = self._handlers[name](caller, request)
+        if isinstance(answer, Kept):
+            return Kept(self._finish(master, answer.work))
+        if asyncio.iscoroutine(answer):
+            return self._finish(master, answer)
         self._check_leads(master)
         return answer
 
-    def _serve_plain(self, name: str, caller: Caller, request: Any) -> Any:
-        self._check_leads()
-        answer = self._handlers[name](caller, request)
-        self._check_leads()
+    async def _finish(self, master: M, work: Coroutine[Any, Any, Any]) -> Any:
+        answer = await work
+        self._check_leads(master)
         return answer
 
     def _check_leads(self, master: M | None = None) -> None:
         if not self.is_leader or (master is not None and master is not self.master):
             raise self._describe()
-
-
-def _bind(serve: Callable[..., Any], name: str, *, is_async: bool) -> Callable[..., Any]:
-    """Return ``serve`` for one method; a coroutine function if it is one, which rpc looks at."""
-    if not is_async:
-        return functools.partial(serve, name)
-
-    async def bound(caller: Caller, request: Any) -> Any:
-        return await serve(name, caller, request)
-
-    return bound

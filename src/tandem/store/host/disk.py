@@ -216,13 +216,13 @@ class DiskTier:
             del self._offsets[key]
 
     def take_changes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what was written and what has gone since the last call, versions by key."""
+        """Return the records written and removed since the last call, versions by key."""
         changes = self.stored, self.dropped
         self.stored, self.dropped = {}, {}
         return changes
 
     def list_records(self) -> list[Record]:
-        """Return what a start would find, but for what is forgotten."""
+        """Return the records that a start would find, without the forgotten ones."""
         leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
         return [*self.index.list_records(), *leaving]
 
@@ -301,7 +301,7 @@ class DiskTier:
     async def _end(self, work: Coroutine[Any, Any, None]) -> None:
         """Carry out what keeps records from coming back that are not found any more.
 
-        Whoever forgets waits for it, also if nobody waits for it here any more.
+        An order to forget waits for it, also if no caller here waits any more.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._ending.add(task)
@@ -327,7 +327,7 @@ class DiskTier:
             self.counts["errors"] += 1
 
     def _note_gone(self, record: Record) -> None:
-        """Tell of a record that no start brings back, unless it has been written anew."""
+        """Report a record as lost, unless a newer copy has been written."""
         if self.index.find(record.header.key) is None:
             self.stored.pop(record.header.key, None)
             self._offsets.pop(record.header.key, None)
@@ -444,7 +444,7 @@ class DiskTier:
         bucket.used_bytes = max(bucket.used_bytes, writer.at)
         if dead:
             await self._bury(dead)
-        # Not before: who forgets a key waits until older records of it are buried as well.
+        # Not before: forgetting a key also waits for the tombstones of its older records.
         for record, _ in writer.placed:
             self._flight.pop(record.header.key, None)
         writer.placed.clear()
@@ -505,7 +505,7 @@ class DiskTier:
             logger.warning("event=bucket_unsealed bucket=%d reason=%s", bucket.number, error)
 
     async def _evict(self, number: int) -> None:
-        """Give up a bucket. What of it is in memory too is written anew: that is what is hot."""
+        """Evict a bucket. Its objects that are in memory too are rewritten, since those are hot."""
         await self._end(self._evict_records(number))
 
     async def _evict_records(self, number: int) -> None:
@@ -523,7 +523,7 @@ class DiskTier:
         try:
             await self._remove_surely(number)
         except TandemError:
-            self._end_eviction(lost)  # No start believes a disk that was given up.
+            self._end_eviction(lost)  # A start ignores the contents of a disk that was given up.
             raise
         else:
             self._end_eviction(lost)
@@ -544,7 +544,7 @@ class DiskTier:
             assert not self.index.drop_bucket(number), number
 
     async def _remove_surely(self, number: int) -> None:
-        """Remove a bucket, or give the disk up: a start would find what nobody knows any more."""
+        """Remove a bucket, or give the disk up: a start would find records that the index lost."""
         for attempt in range(1, REMOVE_ATTEMPTS + 1):
             try:
                 await self._remove_files(number)
@@ -568,7 +568,7 @@ class DiskTier:
         self._tombstones.forget_bucket(number)
 
     async def _give_up_bucket(self, number: int) -> None:
-        if number in self._going:  # Somebody else does: if that fails, the disk is given up.
+        if number in self._going:  # Another task does: if that fails, the disk is given up.
             await self._going[number].wait()
             return
         if number not in self.index.buckets:

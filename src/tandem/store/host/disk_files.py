@@ -224,7 +224,7 @@ class DiskFolder:
             if opened is None:
                 opened = self._opened[number] = _Opened(segment)
             else:
-                segment.close()  # Somebody else was faster.
+                segment.close()  # Another process was faster.
         self._opened.move_to_end(number)
         opened.users += 1
         if len(self._opened) > MAX_OPEN:
@@ -254,7 +254,7 @@ class DiskFolder:
         with explained(path):
             descriptor = open_own_file(path, os.O_RDWR)
         try:
-            # By way of our descriptor: what was checked is what is opened.
+            # By our descriptor, so that the file that was checked is the one that is opened.
             own = f"/proc/self/fd/{descriptor}"
             segment = self._engine.open_file(own, writable=True, direct=True)
         finally:
@@ -329,5 +329,5 @@ class DiskFolder:
         """See ``DiskPort``: leaves the mark."""
         try:
             self._mark.with_suffix(BELIEVED).rename(self._mark)
-        except FileNotFoundError:  # Again, or somebody has cleaned up.
+        except FileNotFoundError:  # Removed before, or by another process.
             self._mark.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""What an SSD tier asks of a disk, and how it waits for one: with buffers, and bounds."""
+"""The disk as the SSD tier sees it: buffers between it and the segment, and bounded waits."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -69,7 +69,7 @@ class DiskPort(Protocol):
         ...
 
     async def sync(self, number: int) -> None:
-        """Return when what was written to a bucket survives the machine."""
+        """Return when the bytes written to a bucket survive a crash of the machine."""
         ...
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
@@ -174,7 +174,7 @@ class DiskIo:
     def _note_end(self, task: "asyncio.Task[Any]") -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # Whoever waits sees it; nobody may.
+            task.exception()  # The exception is stored in the future, which may have no waiter.
 
 
 class RecordWriter:
@@ -262,7 +262,7 @@ class RecordWriter:
 async def copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
     """Copy memory, much of it in a thread; once this has ended, nothing is written any more."""
     if target.size > OFF_LOOP_BYTES:
-        # Whoever gives up waits for the thread: it writes into memory that others will be given.
+        # A cancelled caller still waits for the thread, which writes into memory that is reused.
         task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
         try:
             await asyncio.shield(task)

@@ -1,11 +1,11 @@
-"""Whose the folder of a disk is: its lock, its id, and how files in it are opened."""
+"""Ownership of a disk's folder: its lock, its id, and how files in it are opened."""
 
 import collections
 import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def lock_folder(path: Path, descriptor: int, damage: DamageList) -> bytes:
         try:
             head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
         except CorruptionError as error:
-            # Of a length that only ours has, it is damaged. The buckets say whose they are.
+            # It has the length of our format, so it is damaged. The buckets name their owner.
             if len(data) != HEAD_BYTES:
                 raise ConflictError(
                     "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
@@ -97,7 +97,7 @@ def _keep_copy(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Generator[None]:
     """Turn errors of the operating system into ours."""
     try:
         yield

@@ -18,7 +18,7 @@ SCAN_SLICE = 500
 
 
 class WriteQueue:
-    """What is to be written behind.
+    """The queue of objects to write to the disk.
 
     Args:
         segment: the host's memory; borrowed.

@@ -46,7 +46,7 @@ class RecordReader:
             self._io.give_buffer(buffer)
 
     async def check(self, offset: int, header: ExtentHeader) -> bool:
-        """Whether the object in the segment is what its header says."""
+        """Whether the object in the segment matches its header."""
         if header.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._segment.is_intact, offset, header)
         return self._segment.is_intact(offset, header)
@@ -69,7 +69,7 @@ async def read_buckets(
             await io.port.quarantine_bucket(number)
             found = None
         else:
-            if found is None:  # Whoever made it died then.
+            if found is None:  # Its writer died at that point.
                 await io.port.drop_note(index_name(number))
                 await io.port.drop_bucket(number)
         yield number, nbytes, found

@@ -55,7 +55,7 @@ class TombstoneList:
                 await self._shorten()
 
     async def _shorten(self) -> None:
-        """Compact the list behind what has been noted: that holds, whatever becomes of this."""
+        """Compact the list after the noted entries, which hold even if this fails."""
         try:
             await self._io.bounded(self.compact())
         except TandemError as error:
@@ -63,7 +63,7 @@ class TombstoneList:
             self._on_error()
 
     async def compact(self) -> None:
-        """Write the list anew, without those that hold nothing down."""
+        """Rewrite the list without tombstones that no record needs."""
         self.entries = self._keep(self.entries)
         await self._io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
         self._num_listed = len(self.entries)

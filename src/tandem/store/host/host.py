@@ -1,13 +1,13 @@
 """A host's side of the store: keeps a segment, obeys one master, lets clients write.
 
-The logic alone: what it does to the world goes through ``HostPort`` (the data path) and the
+The logic alone: its effects go through ``HostPort`` (the data path) and the
 ``Peer`` of the control channel, so that the simulator runs this very class.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from tandem.core.errors import (
@@ -66,7 +66,7 @@ REPORT_PERIOD_S = 2.0
 
 
 class HostPort(Protocol):
-    """The data path of a host: who may touch its segment, and copies into it."""
+    """The data path of a host: access to its segment, and copies into it."""
 
     @property
     def address(self) -> str:
@@ -109,7 +109,6 @@ class StoreHost:
         segment: owned by the caller, who closes it last.
         port: the data path to that segment.
         disk: its SSD tier, opened and started by the caller, who closes it after this.
-        call_token: told to masters, see ``JoinHost``.
     """
 
     def __init__(
@@ -119,14 +118,12 @@ class StoreHost:
         segment: Segment,
         port: HostPort,
         disk: DiskTier | None = None,
-        call_token: str = "",
     ) -> None:
         self.name = name
         self.machine = machine
         self.segment = segment
         self.port = port
         self.disk = disk
-        self._call_token = call_token
         self._reporting: asyncio.Task[None] | None = None
         self._disk_changed = asyncio.Event()
         if disk is not None:
@@ -248,7 +245,6 @@ class StoreHost:
                 attempt=self._num_attempts,
                 disk_id="" if self.disk is None else self.disk.disk_id,
                 disk=None if self.disk is None else self.disk.status(),
-                call_token=self._call_token,
                 final_bytes=told[1],
             ),
             Joined,
@@ -390,10 +386,11 @@ class StoreHost:
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
 
-    # Orders of the master. All are async, so that they begin in the order in which they came.
+    # Orders of the master. They begin in the order in which they came; those that have nothing to
+    # wait for are plain functions, which need no task.
 
     def _obey(self, order: Order) -> None:
-        """Refuse what a stale master ordered, and what comes late or twice."""
+        """Refuse orders of a stale master, and orders that come late or twice."""
         if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
             raise ConflictError(
                 "store.host",
@@ -411,7 +408,7 @@ class StoreHost:
         if order.epoch > self.segment.epoch:
             self.segment.epoch = order.epoch
 
-    async def _seal(self, _: Caller, order: SealExtents) -> Ack:
+    def _seal(self, _: Caller, order: SealExtents) -> Ack:
         self._obey(order)
         self.segment.seal_many(
             order.records,
@@ -424,12 +421,16 @@ class StoreHost:
                 self.disk.on_sealed(offset, header)
         return Ack()
 
-    async def _wipe(self, _: Caller, order: WipeExtents) -> Ack:
+    def _wipe(self, _: Caller, order: WipeExtents) -> Ack | Coroutine[Any, Any, Ack]:
         self._obey(order)
         for offset in order.offsets:
             self._wipe_object(offset)
         # Only pulls have to be waited for: they would write into space that is free then.
-        for offset in order.offsets:
+        pulled = [offset for offset in order.offsets if offset in self._pulls]
+        return self._end_pulls(pulled) if pulled else Ack()
+
+    async def _end_pulls(self, offsets: Sequence[int]) -> Ack:
+        for offset in offsets:
             pull = self._pulls.get(offset)
             if pull is not None:
                 pull.cancel()
@@ -449,13 +450,13 @@ class StoreHost:
         self.num_objects -= 1
         self.segment.wipe(offset)
 
-    async def _repin(self, _: Caller, order: RepinExtents) -> Ack:
+    def _repin(self, _: Caller, order: RepinExtents) -> Ack:
         self._obey(order)
         for offset in order.offsets:
             self.segment.repin(offset, hard=order.hard, soft_pin_ms=order.soft_pin_ms)
         return Ack()
 
-    async def _open_writer(self, _: Caller, order: OpenWriter) -> Opened:
+    def _open_writer(self, _: Caller, order: OpenWriter) -> Opened:
         self._obey(order)
         base = self.port.open_writer()
         self._writers.add(base)
@@ -537,7 +538,7 @@ class StoreHost:
         if self.disk is not None:
             self.disk.on_sealed(offset, header)
 
-    async def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
+    def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
         self._obey(order)
         if not self.segment.has_object(order.offset):
             raise NotFoundError("store.verify", f"no object at offset {order.offset}")

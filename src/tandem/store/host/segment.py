@@ -118,6 +118,8 @@ class Segment:
         try:
             segment = cls._attach(path, descriptor, capacity_bytes, head)
         except BaseException:
+            if not os.fstat(descriptor).st_size:
+                path.unlink(missing_ok=True)  # Made just now, and ours: nobody else would.
             os.close(descriptor)
             raise
         segment.damage = damage
@@ -141,7 +143,7 @@ class Segment:
         segment_id = secrets.token_bytes(16) if head is None else head.segment_id
         segment = cls(memory, capacity_bytes, segment_id)
         segment.usable_bytes = first
-        # Also what was read: one of its copies may be damaged, or older.
+        # Also the copy that was read: the other one may be damaged, or older.
         segment._write_file_head(0 if head is None else head.epoch)
         if head is not None:
             segment._reserve_used(path, descriptor)
@@ -154,7 +156,7 @@ class Segment:
         return segment
 
     def _reserve_used(self, path: Path, descriptor: int) -> None:
-        """Make usable whatever has an object; its pages are there, those between may not be."""
+        """Map the pages that hold objects. Pages between them may be holes."""
         marked = np.flatnonzero(self._starts)
         if not len(marked):
             return
@@ -185,7 +187,7 @@ class Segment:
 
     def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
         self._reserve_all(on_grown)
-        # Nobody waits for this, so whoever works goes first.
+        # Background work: lower priority than calls.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
         for begin in range(0, self.usable_bytes, POPULATE_STEP_BYTES):
@@ -212,7 +214,7 @@ class Segment:
     def close(self, *, remove: bool = False) -> None:
         """Let go; the file stays for the next owner unless it is to be removed. Idempotent.
 
-        The mapping ends when nobody holds a view of ``data`` any more.
+        The mapping ends with the last view of ``data``.
         """
         self._stop.set()
         if self._reserving is not None:
@@ -250,7 +252,7 @@ class Segment:
         self._map[HEAD_BYTES // 2 : HEAD_BYTES] = head[HEAD_BYTES // 2 :]
         self._epoch = epoch
 
-    # The file, for those who map it as well.
+    # The file, for processes that map it as well.
 
     @property
     def descriptor(self) -> int:
@@ -265,7 +267,7 @@ class Segment:
     def has_no_writers(self) -> bool:
         """Whether no other process can write to the file: those that map it hold a lock of it.
 
-        True once it is proven, for as long as nobody is given the right again. A mapping for
+        True once it is proven, until the right to write is given again. A mapping for
         readers needs no proof.
         """
         if self._descriptor < 0:
@@ -389,7 +391,7 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """The name of the file, or the id of what has none."""
+        """The name of the file, or the id of a segment without one."""
         return self.segment_id if self.path is None else self.path.name
 
     def _mend_marks(self) -> None:
@@ -466,7 +468,7 @@ def _open(path: Path, capacity_bytes: int, damage: DamageList) -> "tuple[int, _F
     """Return the locked file, and the head of the segment in it; None for an empty file.
 
     What cannot be attached gives way to another file. It is never shortened: clients of its last
-    owner may still map it, and whoever touches what was cut off is killed.
+    owner may still map it, and a process that touches a page beyond the end is killed.
     """
     for _ in range(4):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -563,7 +565,7 @@ def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
         raise CapacityError(
             "store.segment",
             f"{path} needs {size_bytes} bytes, its file system has {free_bytes} free: lower "
-            "store.segment_bytes or enlarge the tmpfs",
+            "store.segment_bytes, or store.memory of `tandem serve`, or enlarge the tmpfs",
             field="store.segment_bytes",
         )
 

@@ -1,4 +1,4 @@
-"""The master of a store: who holds what, and what is to be done about it.
+"""The master of a store: the directory of objects, and the decisions about them.
 
 Other folders import ``master.py`` alone.
 """

@@ -16,8 +16,8 @@ class Adoption:
 
     Args:
         state: of the master.
-        departures: takes what is dead or stale.
-        tombstones: what is dead; borrowed.
+        departures: removes dead and stale copies.
+        tombstones: of dead objects. Not owned.
     """
 
     def __init__(self, state: StoreState, departures: Departures, tombstones: Tombstones) -> None:

@@ -1,4 +1,4 @@
-"""Space for puts: what is asked for is checked, taken on hosts, and given back.
+"""Space for puts: requests are checked, space is taken on hosts, and given back.
 
 Where there is none, objects are evicted and the put waits in line.
 """
@@ -40,9 +40,9 @@ class PutBatch:
     request: StartPut
     """What else was asked for."""
     expires_ms: int
-    places: dict[int, dict[int, int]] = field(default_factory=dict)
+    places: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
     """By host, by object: the offset of its extent."""
-    sessions: dict[int, int] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict[int, int])
     """Of the hosts, when the space was taken: in a later one it means nothing."""
 
     def list_offsets(self, host: int) -> list[int]:
@@ -92,18 +92,19 @@ class Allocation:
             return bytes(len(request.keys))
         return self._state.directory.exists_many(request.keys)
 
-    async def take_space(
+    def take_space(
         self, client: str, request: StartPut, wanted: Sequence[int], lengths: Sequence[int]
-    ) -> PutBatch:
-        """Allocate for all of them or raise; what waits holds nothing meanwhile.
+    ) -> tuple[PutBatch, bool]:
+        """Take space for all of them at once, if there is some.
 
         Args:
-            client: who asks.
+            client: the client that asks.
             request: and what for.
             wanted: objects of the request, one at least.
             lengths: of the extents of all its objects.
 
-        Returns: a batch that is as yet nobody's. Raises: CapacityError.
+        Returns: a batch that is as yet nobody's, and whether it has its space; if not, that comes
+            by ``wait_space``. Raises: CapacityError if there never will be enough.
         """
         is_whole = len(wanted) == len(request.keys)
         batch = PutBatch(
@@ -116,22 +117,38 @@ class Allocation:
             request=request,
             expires_ms=0,
         )
-        wait_ms = min(request.wait_ms, self._state.config.put_wait_ms)
+        is_taken = self._has_hosts() and self._allocate(batch, is_last=False)
+        if is_taken:
+            self._grant(batch)
+        return batch, is_taken
+
+    async def wait_space(self, batch: PutBatch) -> None:
+        """Take space for what ``take_space`` found none for; what waits holds nothing meanwhile.
+
+        Raises: CapacityError.
+        """
+        wait_ms = min(batch.request.wait_ms, self._state.config.put_wait_ms)
         deadline_s = self._state.clock.now_s() + wait_ms / 1e3
-        if not any(host.caller is not None for host in self._state.hosts.values()):
+        is_last, is_tried = False, self._has_hosts()
+        if not is_tried:
             # Nothing to wait for but a host.
             await self._wait_in_line(max(0.0, deadline_s - self._state.clock.now_s()))
-        is_last = False
-        while not self._allocate(batch, is_last=is_last):
+        while is_tried or not self._allocate(batch, is_last=is_last):
+            is_tried = False
             left_s = deadline_s - self._state.clock.now_s()
             if is_last:
                 raise self._describe_full(batch)
             if left_s > 0:
                 await self._wait_in_line(left_s)
             is_last = deadline_s - self._state.clock.now_s() <= 0
+        self._grant(batch)
+
+    def _has_hosts(self) -> bool:
+        return any(host.caller is not None for host in self._state.hosts.values())
+
+    def _grant(self, batch: PutBatch) -> None:
         batch.grant = self._state.versions.take()
         batch.expires_ms = self._state.now_ms() + self._state.config.put_timeout_ms
-        return batch
 
     async def _wait_in_line(self, timeout_s: float) -> None:
         """Wait for space, if not too many do. Raises: CapacityError."""
@@ -146,7 +163,7 @@ class Allocation:
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._state.space_freed.clear()
-        # The loop's timer and the master's clock need not agree: what is left may be too little for
+        # The loop's timer and the master's clock may differ: the time left may be too short for
         # the one to go on by, and be something to the other for ever.
         timeout_s = max(timeout_s, MIN_WAIT_S)
         with contextlib.suppress(TimeoutError):
@@ -249,7 +266,7 @@ class Allocation:
                 del batch.places[number]
 
     def release(self, batch: PutBatch, objects: Iterable[int] | None = None) -> None:
-        """Free the space of objects (all if None) that nobody writes and that were not sealed."""
+        """Free the space of objects (all if None) without a writer that were not sealed."""
         chosen = None if objects is None else set(objects)
         for number, places in batch.places.items():
             gone = [i for i in places if chosen is None or i in chosen]

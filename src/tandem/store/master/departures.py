@@ -1,7 +1,7 @@
-"""Objects and copies that leave a store: what must be wiped before they are gone, and who waits.
+"""Objects and copies that leave a store: the wipes that come first, and the callers that wait.
 
 An object has left the directory at once. It is *going* until no header of it is left that a new
-master could find, and *leaving* while clients may still read it by what they remember.
+master could find, and *leaving* while clients may still read it from their location caches.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ class Departures:
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._removing: dict[str, asyncio.Future[Any]] = {}
-        """Keys of objects that went and whose headers are not all gone yet."""
+        """Keys of removed objects whose headers are not all wiped yet."""
         self._replacing: dict[str, asyncio.Future[Any]] = {}
-        """The same without copies that nobody was ever shown: what a put of the key waits for."""
+        """The same without copies that no client was ever shown; puts of the key wait for these."""
         self._leaving: dict[str, int] = {}
         """Of these, the keys of what clients may still read, and how many headers there are."""
 
@@ -38,9 +38,9 @@ class Departures:
 
         Args:
             row: of the object.
-            wait: note what is to be done before it is gone: see ``note_going``.
+            wait: record the wipes that come before it is gone; see ``note_going``.
 
-        Returns: if ``wait``, what is done when all headers are gone.
+        Returns: if ``wait``, a future that is done when all headers are wiped.
         """
         state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)
@@ -61,7 +61,7 @@ class Departures:
                 wiped[replica.host] = done
                 pending.append(done)
                 if host.disk is not None:
-                    on_disk.add(replica.host)  # Or it is on its way there.
+                    on_disk.add(replica.host)  # Or it is being written there.
         for number in sorted(on_disk):
             forgotten = state.hosts[number].forget(key, version, after=wiped.get(number))
             if wait:
@@ -77,7 +77,7 @@ class Departures:
     def _abandon_copy(self, key: str, version: int, *, wait: bool) -> "list[asyncio.Future[None]]":
         """The object goes: end the copying of it, and wipe what may have come of that.
 
-        Returns: if ``wait`` and there is a copy, what is done when nothing of it is left.
+        Returns: if ``wait`` and there is a copy, a future that is done when it is wiped.
         """
         copy = self._state.copies.get(key)
         if copy is None or copy.is_abandoned or copy.target.session != copy.session:
@@ -180,7 +180,7 @@ class Departures:
         offset = state.find_copy(row, number)
         if offset < 0:
             return True
-        # The host looks for itself: a reader's own memory may be what is bad.
+        # The host checks for itself: the fault may lie in the reader's memory.
         verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
         is_same = state.is_version(row, key, version)
         # Of two who report a copy, the second may find a new one in its place, or none.
@@ -208,15 +208,15 @@ class Departures:
             _join(self._replacing, key, going)
 
     def find_going(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return what is done when an earlier object of this key is gone; None if none is going."""
+        """Return a future, done when an earlier object of the key is gone; None: there is none."""
         return self._removing.get(key)
 
     def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
-        """As ``find_going``, of all keys that begin so."""
+        """As ``find_going``, of all keys with a prefix."""
         return [gone for key, gone in self._removing.items() if key.startswith(prefix)]
 
     def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return what a put of this key waits for: as ``find_going``, of what was ever shown."""
+        """As ``find_going``, of objects that clients were shown: a put of the key waits for it."""
         return self._replacing.get(key)
 
     @property
@@ -228,8 +228,8 @@ class Departures:
     def leaving(self) -> Collection[str]:
         """The keys of which nothing can be said yet; nearly always none.
 
-        Until the headers are gone, nobody is told that such an object is gone, or of another one:
-        who was told so first, and then read what it remembers, would see time go backwards.
+        Until the headers are wiped, no caller is told that such an object is gone, or of a new one:
+        a client told so first that then reads by its location cache would see time go backwards.
         """
         return self._leaving
 

@@ -8,7 +8,7 @@ from tandem.store.master.state.state import StoreState
 __all__ = ["Eviction"]
 
 EVICTED_AT_ONCE = 1_000
-"""Objects of usual size that one go of eviction drops: some 10 ms in which nobody is answered."""
+"""Objects of usual size dropped at a time: some 10 ms in which no call is answered."""
 SURPLUS_MS = 1_000
 """For how long a host where surplus copies did not suffice is not looked at for such again."""
 BARREN_MS = 50
@@ -43,7 +43,7 @@ class Eviction:
                 self._evict(host, num_bytes, now_ms)
 
     def evict_for(self, host: HostSpace, length: int) -> None:
-        """Make room for one object on a full host; what is on its way out already counts."""
+        """Make room for one object on a full host; space that is being freed already counts."""
         if host.dropped_bytes - host.leased_bytes < length:
             step = int(host.capacity_bytes * self._state.config.eviction_step)
             self._state.counters.forced_evictions += 1

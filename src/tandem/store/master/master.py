@@ -1,4 +1,4 @@
-"""The master of a store: who holds what. Soft state; every host can tell its part again.
+"""The master of a store. Its state is soft; each host can report its part again.
 
 The logic alone: sessions come as ``Caller``, time as a ``Clock``, chance as ``draw``, so that the
 simulator runs this very class. Everything runs on one event loop; what must not be left half done
@@ -16,7 +16,7 @@ from tandem.store.master.allocation import Allocation
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.lookups import Lookups
-from tandem.store.master.membership import Membership, OpenWay
+from tandem.store.master.membership import Membership
 from tandem.store.master.pins import Pins
 from tandem.store.master.puts import Puts
 from tandem.store.master.removals import Removals
@@ -30,8 +30,6 @@ from tandem.store.messages import (
     CommitPut,
     DiskReport,
     DrainHost,
-    FindObjects,
-    FoundObjects,
     HostStatus,
     InventoryDone,
     InventoryPage,
@@ -52,7 +50,6 @@ from tandem.store.messages import (
     ReportBadReplica,
     RetireHost,
     SegmentGrown,
-    StageObjects,
     StartedPut,
     StartPut,
     StoreStatus,
@@ -60,13 +57,13 @@ from tandem.store.messages import (
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
 
-__all__ = ["OpenWay", "StoreMaster"]
+__all__ = ["StoreMaster"]
 
 TICK_S = 0.05
 
 
 class StoreMaster:
-    """Puts the parts of a master together, and runs what is due from time to time.
+    """Wires the parts of a master, and runs its periodic work.
 
     Args:
         config: the limits and intervals of a store.
@@ -75,7 +72,6 @@ class StoreMaster:
             seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
         term: the elected one; None for a single master, which always leads.
-        open_way: opens a fast way for orders to a host that takes them; None for none.
         roster: keeps the membership beyond the life of this master; None: nothing does.
         counters: of all masters of this process; None: of this one alone.
         damaged: names files of the master itself that did not hold together; it may grow.
@@ -89,7 +85,6 @@ class StoreMaster:
         epoch: int,
         draw: Callable[[int], int],
         term: "Term | None" = None,
-        open_way: "OpenWay | None" = None,
         roster: RosterStore | None = None,
         counters: StoreCounters | None = None,
         damaged: Sequence[str] = (),
@@ -102,7 +97,7 @@ class StoreMaster:
             counters=StoreCounters() if counters is None else counters,
         )
         self._damaged = damaged
-        results = Results(state.tasks.spawn)
+        results = Results(state.tasks)
         self.departures = departures = Departures(state)
         self.eviction = eviction = Eviction(state, departures)
         self.allocation = Allocation(state, eviction)
@@ -116,7 +111,6 @@ class StoreMaster:
             eviction,
             self.puts,
             store=MemoryRosterStore() if roster is None else roster,
-            open_way=open_way,
         )
         self.removals = Removals(
             state, departures, results, lookups=self.lookups, membership=self.membership
@@ -135,9 +129,8 @@ class StoreMaster:
             ("start_put", self.puts.start, StartPut, StartedPut),
             ("put_inline", self.puts.put_inline, PutInline, KeyBytes),
             ("commit_put", self.puts.commit, CommitPut, KeyBytes),
-            ("find", self.lookups.find, FindObjects, FoundObjects),
             ("locate", self.lookups.locate, LocateObjects, Located),
-            ("stage", self.lookups.stage, StageObjects, FoundObjects),
+            ("stage", self.lookups.stage, LocateObjects, Located),
             ("exists", self.lookups.exists, KeyList, KeyBytes),
             ("remove", self.removals.remove, RemoveObjects, KeyBytes),
             ("remove_prefix", self.removals.remove_prefix, RemovePrefix, PrefixRemoval),
@@ -182,7 +175,7 @@ class StoreMaster:
             self._step(self.state.now_ms())
 
     def _step(self, now_ms: int) -> None:
-        """Do what is due."""
+        """Run the periodic work that is due."""
         state = self.state
         self.membership.step(now_ms)
         self.puts.expire(now_ms)

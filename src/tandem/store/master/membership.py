@@ -1,4 +1,4 @@
-"""Hosts of a master: they join, tell what they hold, leave and are lost.
+"""Hosts of a master: they join, send their inventory, leave and are lost.
 
 Which hosts there are is kept outside (``roster``), so that a new master knows whom to wait for. A
 host is *awaited* from when it went away, or from when this master began, until it has told what it
@@ -7,7 +7,7 @@ has or is declared lost: see ``state/awaited.py``.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.core.errors import (
     CapacityError,
@@ -31,7 +31,6 @@ from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.puts import Puts
 from tandem.store.master.state.index import NO_ROW
-from tandem.store.master.state.orders import OrderLine, OrderWay
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
@@ -50,11 +49,10 @@ from tandem.store.messages import (
 )
 from tandem.store.sessions import Caller, check_present
 
-__all__ = ["Membership", "OpenWay"]
+__all__ = ["Membership"]
 
 logger = logging.getLogger(__name__)
 
-OpenWay = Callable[[JoinHost], Awaitable[OrderWay]]
 LOAD_RETRY_S = 0.25
 MAX_MEMBERS = 4_096
 """Hosts of a store; one more takes the place of one that is lost."""
@@ -73,7 +71,6 @@ class Membership:
         eviction: told when there may be more copies than wanted.
         puts: told which hosts are lost.
         store: keeps the membership; borrowed.
-        open_way: opens a fast way for orders to a host that takes them; None for none.
     """
 
     def __init__(
@@ -84,14 +81,12 @@ class Membership:
         puts: Puts,
         *,
         store: RosterStore,
-        open_way: OpenWay | None,
     ) -> None:
         self._state = state
         self._departures = departures
         self._eviction = eviction
         self._puts = puts
         self._store = store
-        self._open_way = open_way
         self._awaited = state.awaited
         self._roster = Roster()
         self._writer = RosterWriter(store, self._roster, state.tasks.spawn)
@@ -106,7 +101,7 @@ class Membership:
     # The roster.
 
     async def load(self) -> None:
-        """Learn which hosts there are; nobody joins before."""
+        """Read the roster; no host joins before."""
         while True:
             try:
                 saved = await self._store.load()
@@ -132,8 +127,8 @@ class Membership:
         self._awaited.is_loaded.set()
 
     def step(self, now_ms: int) -> None:
-        """Declare lost whose lease has ended; note who has confirmed tombstones."""
-        # A master that reaches no host at all may be what is cut off.
+        """Declare hosts lost whose lease has ended; note the hosts that confirmed tombstones."""
+        # A master that reaches no host at all may itself be cut off.
         can_tell = any(host.is_settled for host in self._state.hosts.values())
         for number, until_ms in list(self._awaited.until_ms.items()):
             if can_tell and until_ms <= now_ms and number not in self._declaring:
@@ -148,7 +143,7 @@ class Membership:
             self._release_tombstones()
 
     async def _declare_lost(self, host: HostSpace) -> None:
-        """Go on without a host. That is durable before anybody is told of the consequences."""
+        """Declare a host lost. That is durable before any caller is told of the consequences."""
         member = self._roster.members.get(host.name)
         try:
             if member is not None and not member.is_lost:
@@ -170,7 +165,7 @@ class Membership:
             if member is None:
                 self._make_room()
             else:
-                # Under its name there is only what is there now.
+                # Its name now stands for the new segment alone.
                 for old, new in zip(_storage_of(member), _storage_of(wanted), strict=True):
                     if old != new:
                         self._roster.retire(old, self._state.versions.newest)
@@ -203,7 +198,7 @@ class Membership:
         return Ack()
 
     async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
-        """A host ends, and what it has with it. Answered when no later master waits for it."""
+        """A host ends, and its data with it. Answered when no later master waits for it."""
         host = self._joining(caller, request.session)
         self.lose_host(host)
         self._retire(host)
@@ -231,15 +226,15 @@ class Membership:
         return self._num_lost
 
     def mark_removed(self, tombstones: Sequence[Tombstone]) -> None:
-        """Let no host that is still to tell what it has bring back what is being removed."""
+        """Keep hosts that have not sent their inventory from bringing back removed objects."""
         if not self._is_whole:
             self.tombstones.add(self._writer.number, tombstones)
 
     async def bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
-        """Return when no host that was away, and no later master, brings back what was removed.
+        """Return when no host that was away, and no later master, can bring back removed objects.
 
         Args:
-            tombstones: of what was removed, and is wiped on all hosts that are there.
+            tombstones: of removed objects, which are wiped on all hosts that are there.
             num_lost: before that began.
         """
         if num_lost == self._num_lost and self._is_whole:
@@ -251,7 +246,7 @@ class Membership:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all hosts are there and have told what they have."""
+        """Whether all hosts are there and have sent their inventory."""
         return all(host.is_settled or host.is_retired for host in self._state.hosts.values())
 
     def _retire_lost(self) -> None:
@@ -265,7 +260,7 @@ class Membership:
         self._writer.note_change()
 
     def _note_confirmed(self, host: HostSpace) -> None:
-        """What it brought in vain is wiped, so nothing on it waits for a tombstone."""
+        """Its dead objects are wiped, so nothing on it needs a tombstone."""
         host.unconfirmed_from = ALL_CONFIRMED
         for storage_id in (host.segment_id, host.disk_id):
             if self._roster.retired.pop(storage_id, None) is not None:
@@ -316,8 +311,6 @@ class Membership:
         self._by_session[self._num_sessions] = host
         self._begin_session(host, caller, request)
         logger.info("event=host_joining host=%s session=%d", host.name, host.session)
-        if request.call_token and self._open_way is not None and host.line is not None:
-            host.spawn(_speed_up(host.line, self._open_way, request))
         return Joined(self._state.versions.epoch, host.number, host.session)
 
     def _make_host(self, name: str) -> HostSpace:
@@ -373,7 +366,7 @@ class Membership:
             try:
                 self._state.versions.outbid(newest >> layout.VERSION_BITS)
             except ConflictError:
-                # Nobody waits for the rest of what it would tell, unless it is a member.
+                # The rest of its inventory is not waited for, unless it is a member.
                 self.lose_host(host)
                 if host.name not in self._roster.members:
                     self._awaited.until_ms.pop(host.number, None)
@@ -412,7 +405,7 @@ class Membership:
         return KeyBytes(bytes(flags))
 
     def _find_commit(self, stored: Mapping[str, int]) -> "asyncio.Future[None] | None":
-        """Return what is done when a commit that may show one of these objects has ended."""
+        """Return a future, done when a commit that may show one of these objects has ended."""
         directory = self._state.directory
         for key, version in stored.items():
             busy = self._state.committing.get(key)
@@ -441,7 +434,7 @@ class Membership:
         return Ack()
 
     def _settle(self, host: HostSpace) -> None:
-        """The inventory is complete: what it does not have is not there; the rest is free."""
+        """The inventory is complete: objects it does not list are absent; the rest is free."""
         extents: list[Extent] = []
         for row in self._state.directory.rows_on_host(host.number):
             extent = host.confirmed.get(row)
@@ -456,7 +449,7 @@ class Membership:
         host.confirmed_disk.clear()
         host.rebuild(extents)
         if not any(other.is_settled for other in self._state.hosts.values()):
-            # While there was nobody, leases meant nothing: whoever else was cut off is on its way.
+            # Without any host leases meant nothing: other hosts that were cut off may be returning.
             for number in self._awaited.until_ms:
                 self._await_host(self._state.hosts[number])
         host.is_known = True
@@ -495,11 +488,3 @@ class Membership:
 
 def _storage_of(member: Member) -> tuple[str, str]:
     return member.segment_id, member.disk_id
-
-
-async def _speed_up(line: OrderLine, open_way: OpenWay, request: JoinHost) -> None:
-    """Let orders of this session go a faster way as soon as there is one."""
-    try:
-        line.use(await open_way(request))
-    except TandemError as error:
-        logger.info("event=fast_orders_off reason=%s", error)

@@ -3,6 +3,7 @@
 import logging
 
 from tandem.core.errors import TandemError
+from tandem.rpc import Kept
 from tandem.store.master.allocation import check_pin
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.results import Results
@@ -22,9 +23,9 @@ class Pins:
         self._state = state
         self._results = results
 
-    async def pin(self, caller: Caller, request: PinObjects) -> KeyBytes:
+    def pin(self, caller: Caller, request: PinObjects) -> Kept:
         """Replace the pins of objects; a byte each: 1 for what is there."""
-        return await self._results.change(caller, request, lambda: self._pin_all(request))
+        return Kept(self._results.change(caller, request, lambda: self._pin_all(request)))
 
     async def _pin_all(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)

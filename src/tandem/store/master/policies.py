@@ -1,4 +1,4 @@
-"""The decisions of a store, each a function of what it is given: where a replica goes, where a read
+"""The decisions of a store, as pure functions: where a replica goes, where a read
 goes, how much is evicted. Pure: chance and time are arguments.
 """
 

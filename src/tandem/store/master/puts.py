@@ -8,8 +8,11 @@ shut out where it fails, where it goes away, or where it takes too long.
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from tandem.core.errors import ConfigError, DeadlineError, TandemError
+from tandem.rpc import Kept
 from tandem.store.formats import layout
 from tandem.store.master.allocation import Allocation, PutBatch
 from tandem.store.master.sealing import Blob, Sealing
@@ -51,12 +54,15 @@ class Puts:
         """Objects whose put has begun and not ended."""
         return sum(len(batch.keys) for batch in self.unfinished.values())
 
-    # Values that come with the request: nobody writes to a segment from outside, so there is no
+    # Values that come with the request: no client writes to a segment, so there is no
     # grant, nothing to fence and nothing to expire.
 
-    async def put_inline(self, caller: Caller, request: PutInline) -> KeyBytes:
+    def put_inline(self, caller: Caller, request: PutInline) -> Kept:
         """Put a batch; one ``CommitStatus`` each. Raises: CapacityError, ConfigError."""
         check_present(caller)
+        return Kept(self._put_inline(caller, request))
+
+    async def _put_inline(self, caller: Caller, request: PutInline) -> KeyBytes:
         lengths = self._allocation.check_batch(request)
         if len(request.checksums) != len(request.keys) or sum(request.sizes) != len(request.blob):
             raise ConfigError("store.put", "checksums or values do not fit the keys")
@@ -74,7 +80,9 @@ class Puts:
         taken = self._allocation.find_taken(request)
         wanted = [i for i, is_taken in enumerate(taken) if not is_taken]
         if wanted:
-            batch = await self._allocation.take_space(client, request, wanted, lengths)
+            batch, is_taken = self._allocation.take_space(client, request, wanted, lengths)
+            if not is_taken:
+                await self._allocation.wait_space(batch)
             values = Blob(request.blob, request.sizes, is_values=True).pick(wanted)
             checksums = [request.checksums[i] for i in wanted]
             sealed = await self._sealing.seal(batch, checksums, values)
@@ -84,7 +92,9 @@ class Puts:
 
     # Values that the client writes.
 
-    async def start(self, caller: Caller, request: StartPut) -> StartedPut:
+    def start(
+        self, caller: Caller, request: StartPut
+    ) -> StartedPut | Coroutine[Any, Any, StartedPut]:
         """Take space for a batch, all or nothing, and say where to write."""
         check_present(caller)
         lengths = self._allocation.check_batch(request)
@@ -96,27 +106,50 @@ class Puts:
             if all(taken):
                 return StartedPut(statuses=taken, grant=0, places=[], endpoints=[])
             wanted = [i for i in range(count) if not taken[i]] if any(taken) else range(count)
-            batch = await self._allocation.take_space(client, request, wanted, lengths)
-            if caller.is_lost:
-                self._allocation.release(batch)
-                check_present(caller)
-            # It came twice, and both waited.
-            if name in self.unfinished or self._results.has(*name):
-                self._allocation.release(batch)
-                batch = self.unfinished.get(name)
+            batch, is_taken = self._allocation.take_space(client, request, wanted, lengths)
+            if not is_taken:
+                return self._start_later(caller, request, batch)
+        return self._answer_start(name, batch, count)
+
+    async def _start_later(
+        self, caller: Caller, request: StartPut, batch: PutBatch | None
+    ) -> StartedPut:
+        assert batch is not None, "it waits for its space"
+        await self._allocation.wait_space(batch)
+        if caller.is_lost:
+            self._allocation.release(batch)
+            check_present(caller)
+        name = (caller.instance_id, request.first_put_id)
+        # It came twice, and both waited.
+        if name in self.unfinished or self._results.has(*name):
+            self._allocation.release(batch)
+            batch = self.unfinished.get(name)
+        answer = self._answer_start(name, batch, len(request.keys))
+        return answer if isinstance(answer, StartedPut) else await answer
+
+    def _answer_start(
+        self, name: tuple[str, int], batch: PutBatch | None, count: int
+    ) -> StartedPut | Coroutine[Any, Any, StartedPut]:
         if batch is None:
             done = bytes([StartStatus.DONE]) * count
             return StartedPut(statuses=done, grant=0, places=[], endpoints=[])
+        client = name[0]
         if name not in self.unfinished:
             self.unfinished[name] = batch
             for number in batch.places:
                 self._state.hosts[number].writers.hold(
                     client, batch.grant, batch.list_offsets(number)
                 )
-        return await self._describe(client, batch, count)
+        hosts = [self._state.hosts[number] for number in sorted(batch.places)]
+        bases = {host.number: base for host in hosts if (base := host.writers.find(client)) >= 0}
+        asked = [host for host in hosts if host.number not in bases]
+        if asked:
+            return self._open_writers(client, batch, count, bases, asked)
+        return self._describe(client, batch, count, bases)
 
-    async def _describe(self, client: str, batch: PutBatch, count: int) -> StartedPut:
-        bases = await self._open_writers(client, batch)
+    def _describe(
+        self, client: str, batch: PutBatch, count: int, bases: dict[int, int]
+    ) -> StartedPut:
         # What the client is not told of it cannot write, and must not be taken for written.
         for number in [number for number in batch.places if number not in bases]:
             self.fence(self._state.hosts[number], client)
@@ -142,13 +175,15 @@ class Puts:
             endpoints=[self._state.hosts[p.host].endpoint(bases[p.host]) for p in places],
         )
 
-    async def _open_writers(self, client: str, batch: PutBatch) -> dict[int, int]:
-        """Return where the client may write, for each host that lets it."""
-        hosts = [self._state.hosts[number] for number in sorted(batch.places)]
-        bases = {host.number: base for host in hosts if (base := host.writers.find(client)) >= 0}
-        asked = [host for host in hosts if host.number not in bases]
-        if not asked:
-            return bases
+    async def _open_writers(
+        self,
+        client: str,
+        batch: PutBatch,
+        count: int,
+        bases: dict[int, int],
+        asked: Sequence[HostSpace],
+    ) -> StartedPut:
+        """Have hosts let the client write that do not yet."""
         answers = await asyncio.gather(
             *(self._open_writer(host, client) for host in asked), return_exceptions=True
         )
@@ -157,7 +192,7 @@ class Puts:
                 bases[host.number] = answer
             elif not isinstance(answer, TandemError):
                 raise answer
-        return bases
+        return self._describe(client, batch, count, bases)
 
     async def _open_writer(self, host: HostSpace, client: str) -> int:
         # The host is asked until it answers; it is only this put that goes on without it.
@@ -168,10 +203,15 @@ class Puts:
             host.doubt()
             raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
-    async def commit(self, caller: Caller, request: CommitPut) -> KeyBytes:
-        """Seal and show what a client has written; one ``CommitStatus`` for each granted object."""
+    def commit(self, caller: Caller, request: CommitPut) -> Kept:
+        """Seal and show what a client has written; one ``CommitStatus`` for each granted object.
+
+        A caller that leaves does not leave objects half sealed.
+        """
+        return Kept(self._commit_named(caller, request))
+
+    async def _commit_named(self, caller: Caller, request: CommitPut) -> KeyBytes:
         client = caller.instance_id
-        # A caller that leaves must not leave objects half sealed.
         answer = await self._results.run(
             caller,
             request.first_put_id,
@@ -185,7 +225,7 @@ class Puts:
         name = (client, request.first_put_id)
         batch = self.unfinished.get(name)
         if batch is None or batch.grant != request.grant:
-            # With another grant, a late copy of the request took space that nobody has written.
+            # With another grant: a late copy of the request took space that was never written.
             return bytes([CommitStatus.EXPIRED]) * len(request.checksums)
         if request.checksums and len(request.checksums) != len(batch.keys):
             raise ConfigError("store.commit", "as many checksums as objects, or none")
@@ -194,7 +234,7 @@ class Puts:
 
     async def _commit_once(self, batch: PutBatch, request: CommitPut) -> bytes:
         hosts = self._state.hosts
-        # A host to which the write failed may still get late bytes: what was held there stays
+        # A host to which the write failed may still get late bytes: the space held there stays
         # the writer's until that is shut out.
         failed = sorted(set(request.failed_hosts) & set(batch.places))
         for number in failed:

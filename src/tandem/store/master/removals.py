@@ -1,9 +1,10 @@
-"""Objects that go because somebody says so: an answer only when no restart brings them back."""
+"""Removals that clients ask for: answered when no restart can bring the objects back."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.rpc import Kept
 from tandem.store.election import Tombstone
 from tandem.store.master.departures import Departures
 from tandem.store.master.lookups import SCAN_KEYS, Lookups
@@ -35,8 +36,11 @@ class Removals:
         self._lookups = lookups
         self._membership = membership
 
-    async def remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
+    def remove(self, caller: Caller, request: RemoveObjects) -> Kept:
         """Remove objects; answers when their headers are gone."""
+        return Kept(self._remove(caller, request))
+
+    async def _remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
         return KeyBytes(
             await self._results.change(
                 caller, request, lambda: self._remove_keys(request.keys, self._begin())
@@ -44,7 +48,7 @@ class Removals:
         )
 
     def _begin(self) -> int:
-        """Return what tells what is there now from what comes while a removal waits.
+        """Return the version that separates objects there now from those put while a removal waits.
 
         Its caller may have given up, and put anew: that is not to go.
         """
@@ -95,8 +99,11 @@ class Removals:
             await asyncio.shield(gone)
         return bytes(flags), versions
 
-    async def remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
-        """Remove all objects whose keys begin so."""
+    def remove_prefix(self, caller: Caller, request: RemovePrefix) -> Kept:
+        """Remove all objects whose keys have a prefix."""
+        return Kept(self._remove_prefix(caller, request))
+
+    async def _remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
         return PrefixRemoval(
             await self._results.change(
                 caller, request, lambda: self._remove_matches(request.prefix, self._begin())
@@ -107,7 +114,7 @@ class Removals:
         matches = await self._lookups.match_prefix(prefix)
         membership = self._membership
         num_lost, tombstone = membership.num_lost, Tombstone(prefix, begin, is_prefix=True)
-        # Also for what nobody here has heard of.
+        # Also for objects that this master has never heard of.
         membership.mark_removed([tombstone])
         count, newer = 0, list[Tombstone]()
         for at in range(0, len(matches), SCAN_KEYS):
@@ -117,7 +124,7 @@ class Removals:
             newer += [
                 Tombstone(*pair) for pair in zip(keys, versions, strict=True) if pair[1] > begin
             ]
-        # What others are removing is not gone before its headers are.
+        # Objects that other callers are removing are not gone before their headers are.
         for gone in self._departures.find_going_below(prefix):
             await asyncio.shield(gone)
         await membership.bury([tombstone, *newer], num_lost)

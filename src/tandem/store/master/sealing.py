@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from tandem.core.errors import TandemError
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 UNSURE_LOOK_S = 0.01
 """Between two looks whether a host that may have an object has come back."""
 LONG_BATCH = 8
-"""Objects whose staging takes longer than their host takes to begin."""
+"""Batches from this size on take longer to stage here than their host takes to begin."""
 
 
 class Blob:
@@ -55,7 +55,7 @@ class Sealing:
         self._allocation = allocation
 
     async def seal(self, batch: PutBatch, checksums: Sequence[int], blob: Blob) -> bytes:
-        """Seal and show; hosts are sent of the blob what is theirs."""
+        """Seal and publish; each host gets its part of the blob."""
         deadline_s = self._state.clock.now_s() + self._state.config.put_timeout_ms / 1e3
         while True:
             # Meanwhile others may put the same keys; upserts do.
@@ -101,21 +101,15 @@ class Sealing:
             if places
         }
         blobs = {number: blob.take([*batch.places[number]]) for number in records}
-        orders = self._seal_on_hosts(records, blobs, blob.is_values)
+        # The orders leave now, and what can be done meanwhile is.
+        orders = self._order_seals(records, blobs, blob.is_values)
         staged = None
         if len(batch.keys) >= LONG_BATCH and _can_stage(batch, checksums):
-            # The orders leave now, and what can be done meanwhile is.
-            orders = asyncio.get_running_loop().create_task(orders)
-            try:
-                await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                orders.cancel()
-                raise
             # With fewer cores than processes, the host may be waiting for ours.
             os.sched_yield()
             staged = self._stage(batch, checksums, first_version)
         try:
-            sealed = await orders
+            sealed = await self._wait_sealed(orders)
         except Exception:
             if staged is not None:
                 self._state.directory.unstage_many(staged)
@@ -134,7 +128,7 @@ class Sealing:
         return bytes(statuses)
 
     def _wipe(self, batch: PutBatch, number: int, first_version: int) -> None:
-        """Have a host wipe what it may have sealed: its answer was lost, or was no."""
+        """Have a host wipe objects that it may have sealed: its answer was lost or negative."""
         host = self._state.hosts[number]
         for i, offset in batch.places[number].items():
             extent = Extent(offset, batch.lengths[i])
@@ -160,34 +154,42 @@ class Sealing:
             soft_pin_ms=[request.soft_pin_ms] * count,
         )
 
-    async def _seal_on_hosts(
+    def _order_seals(
         self, records: dict[int, ExtentRecords], blobs: dict[int, bytes], is_values: bool
-    ) -> set[int]:
+    ) -> dict[int, Awaitable[Ack] | TandemError]:
+        """Tell the hosts; returns their answers, to be awaited, or why one was not told."""
+        orders: dict[int, Awaitable[Ack] | TandemError] = {}
+        for number in sorted(records):
+            host = self._state.hosts[number]
+            try:
+                orders[number] = host.begin_order(
+                    "seal",
+                    SealExtents,
+                    Ack,
+                    timeout_s=self._state.patience_s(host, len(records[number].keys)),
+                    records=records[number],
+                    has_values=is_values,
+                    blob=blobs[number] if is_values else b"",
+                    tables=b"" if is_values else blobs[number],
+                )
+            except TandemError as error:
+                orders[number] = error
+        return orders
+
+    async def _wait_sealed(self, orders: dict[int, Awaitable[Ack] | TandemError]) -> set[int]:
         """Return the hosts that have done it."""
-        orders = {
-            number: self._state.hosts[number].order(
-                "seal",
-                SealExtents,
-                Ack,
-                timeout_s=self._state.patience_s(
-                    self._state.hosts[number], len(records[number].keys)
-                ),
-                records=records[number],
-                has_values=is_values,
-                blob=blobs[number] if is_values else b"",
-                tables=b"" if is_values else blobs[number],
-            )
-            for number in sorted(records)
-        }
+        told = {n: order for n, order in orders.items() if not isinstance(order, TandemError)}
+        answers = dict(zip(told, await _gather(list(told.values())), strict=True))
         sealed: set[int] = set()
-        for number, answer in zip(orders, await _gather(list(orders.values())), strict=True):
+        for number, order in orders.items():
+            answer = answers.get(number, order)
             if isinstance(answer, Ack):
                 sealed.add(number)
             elif isinstance(answer, TandemError):
                 logger.warning(
                     "event=seal_failed host=%s reason=%s", self._state.hosts[number].name, answer
                 )
-            else:
+            elif isinstance(answer, BaseException):
                 raise answer
         return sealed
 
@@ -211,10 +213,10 @@ class Sealing:
         statuses: bytearray,
         staged: Staged | None,
     ) -> "list[asyncio.Future[Any]]":
-        """Show what is sealed somewhere; returns what is done when old versions are gone."""
+        """Publish objects sealed on any host; returns futures, done when old versions are gone."""
         directory, request = self._state.directory, batch.request
         replaced: list[asyncio.Future[Any]] = []
-        # An upsert does not wait for who may have had an object.
+        # An upsert does not wait for hosts that may have had an object.
         is_unsure = request.upsert and self._state.awaited.is_learning
         created = CommitStatus.REPLACED if is_unsure else CommitStatus.CREATED
         placed = [number for number, places in batch.places.items() if places]
@@ -279,7 +281,7 @@ class Sealing:
         return replaced
 
 
-async def _gather(work: Sequence[Coroutine[Any, Any, Ack]]) -> "list[Ack | BaseException]":
+async def _gather(work: Sequence[Awaitable[Ack]]) -> "list[Ack | BaseException]":
     """As ``asyncio.gather`` with exceptions as results; for one, without a task of its own."""
     if len(work) != 1:
         return await asyncio.gather(*work, return_exceptions=True)

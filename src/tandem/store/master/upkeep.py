@@ -1,5 +1,5 @@
-"""Copies that a master has made: of what has too few replicas, of what must move to another host,
-and of what is wanted in memory and lies on a disk.
+"""Copies that a master orders: of objects with too few replicas, of objects that must move,
+and loads into memory of objects that lie on a disk.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ MAX_WAITING_LOADS = 100_000
 LOADS_AT_ONCE = 256
 """Waiting loads looked at in one go."""
 LOAD_WAIT_MS = 10_000
-"""A load that found no room in memory for so long is given up."""
+"""A load that finds no room in memory for this long is given up."""
 LOAD_TIMEOUT_S = 30.0
 
 
@@ -56,7 +56,7 @@ class Upkeep:
         self._not_before_ms: dict[str, int] = {}
         self._next_ms = 0
         self._loads: OrderedDict[str, _Load] = OrderedDict()
-        """Wanted in memory, under way or not, oldest first."""
+        """Objects to load into memory, started or not, oldest first."""
 
     def load(self, row: int) -> "asyncio.Future[None] | None":
         """Have an object read from a disk into memory; again is the same.
@@ -227,7 +227,7 @@ class Upkeep:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
         if copy.is_abandoned or target.session != copy.session:
-            pass  # Whoever let the object go has it wiped; or the next inventory settles it.
+            pass  # The part that removed the object has it wiped; or the next inventory settles it.
         elif is_done and is_same and not self._is_on(row, target):
             target.seal([copy.extent.offset])
             directory.add_replica(row, Replica(target.number, copy.extent.offset))
@@ -252,7 +252,7 @@ class Upkeep:
             self._begin_copies()
 
     async def _load(self, row: int, copy: CopyUnderWay) -> bool:
-        """Have the target read its disk; what that has no more is given up."""
+        """Have the target read its disk; objects that are not there any more are given up."""
         state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)
         records = state.record_of(row, copy.extent.offset)
@@ -297,7 +297,7 @@ class Upkeep:
                 timeout_ms=PULL_TIMEOUT_MS,
             )
         except CorruptionError:
-            # What was read is not what was written; the holder looks for itself.
+            # The bytes differ from their checksums; the holder checks for itself.
             await self._verify_all(row, key, version)
         except TandemError as error:
             logger.warning("event=copy_failed key=%s host=%s reason=%s", key, target.name, error)

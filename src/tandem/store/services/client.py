@@ -7,11 +7,10 @@ import socket
 from typing import Self
 
 from tandem.core.clock import BootClock
-from tandem.rpc import MethodTable, Peer, RpcConfig
+from tandem.rpc import LaneRouter, MethodTable, Peer, RpcConfig
 from tandem.store.client import AsyncStoreClient, make_blocking_client
 from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
-from tandem.store.fast_calls import FastChannel
 from tandem.store.ports import TransferClientPort
 from tandem.store.services.connect import (
     find_endpoints,
@@ -20,6 +19,7 @@ from tandem.store.services.connect import (
     make_engine,
     make_rpc_config,
 )
+from tandem.transfer import EngineLanes
 
 __all__ = ["ClientService"]
 
@@ -47,16 +47,14 @@ class ClientService:
         identity = identify(name, "store_client")
         self._engine = make_engine(config, self._urls[0], name, ())
         opening.push_async_callback(asyncio.to_thread, self._engine.close, deadline_s=2.0)
-        leader = LeaderClient(
+        lanes = LaneRouter(EngineLanes(self._engine), accepts=False)
+        self._channel = LeaderClient(
             self._urls,
-            make_client_maker(config, self._rpc, identity, MethodTable()),
+            make_client_maker(config, self._rpc, identity, MethodTable(), lanes),
             on_peer=self._on_peer,
             on_peer_lost=self._on_peer_lost,
         )
-        opening.push_async_callback(leader.aclose)
-        self._channel = FastChannel(self._engine, identity.instance_id)
         opening.push_async_callback(self._channel.aclose)
-        self._channel.slow = leader
         self.client = AsyncStoreClient(
             self._channel,
             TransferClientPort(self._engine),
@@ -65,17 +63,15 @@ class ClientService:
             machine=config.machine or socket.gethostname(),
         )
         opening.push_async_callback(self.client.aclose)
-        await leader.connect(self._rpc.connect_timeout_ms / 1e3)
+        await self._channel.connect(self._rpc.connect_timeout_ms / 1e3)
 
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
-    def _on_peer(self, peer: Peer) -> None:
-        self._channel.on_peer(peer)
+    def _on_peer(self, _: Peer) -> None:
         self.client.on_master()
 
     def _on_peer_lost(self) -> None:
-        self._channel.on_peer_lost()
         self.client.on_master()
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:

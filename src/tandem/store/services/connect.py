@@ -12,6 +12,7 @@ from tandem.core.errors import TandemError, UnsupportedError
 from tandem.rpc import (
     Auth,
     Identity,
+    LaneRouter,
     MethodTable,
     Peer,
     RpcClient,
@@ -22,7 +23,7 @@ from tandem.rpc import (
     read_secret,
     write_secret,
 )
-from tandem.rpc.endpoint import parse_endpoint
+from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.store.config import StoreConfig
 from tandem.store.election import PROBE_TIMEOUT_S
 from tandem.transfer import TransferConfig, TransferEngine
@@ -61,7 +62,7 @@ def find_endpoints(config: StoreConfig) -> list[str]:
 
 
 def state_folder(url: str) -> Path:
-    """Return where a master keeps what it must not forget: beside its socket, if it has one."""
+    """Return where a master keeps its durable state: beside its socket, if it has one."""
     path = parse_endpoint(url).path
     return make_runtime_dir(default_folder()) if path is None else path.parent
 
@@ -93,7 +94,7 @@ def identify(name: str, role: str) -> Identity:
 
 
 def check_version(theirs: Identity, ours: Identity) -> None:
-    """Refuse a store more than one version away, and whatever is no store.
+    """Refuse a store more than one version away, and a peer that is no store.
 
     Raises: UnsupportedError naming both versions.
     """
@@ -143,7 +144,11 @@ async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
 
 
 def make_client_maker(
-    config: StoreConfig, rpc: RpcConfig, identity: Identity, table: MethodTable
+    config: StoreConfig,
+    rpc: RpcConfig,
+    identity: Identity,
+    table: MethodTable,
+    lanes: LaneRouter,
 ) -> Callable[[str], RpcClient]:
     """Return what makes the client of one master after the other."""
     timeout_ms = min(rpc.connect_timeout_ms, int(PROBE_TIMEOUT_S * 1e3))
@@ -157,6 +162,7 @@ def make_client_maker(
             config=one_try,
             methods=table,
             check_compat=check_version,
+            lanes=lanes,
         )
 
     return make

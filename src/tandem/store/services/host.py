@@ -4,17 +4,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 from pathlib import Path
 from typing import Self
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import CapacityError, InternalError
-from tandem.rpc import MethodTable, RpcConfig
+from tandem.rpc import LaneRouter, MethodTable, RpcConfig
 from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
-from tandem.store.fast_calls import CallServer
 from tandem.store.host import DiskFolder, DiskTier, Segment, StoreHost
 from tandem.store.ports import TransferHostPort
 from tandem.store.services.connect import (
@@ -25,7 +23,7 @@ from tandem.store.services.connect import (
     make_file_name,
     make_rpc_config,
 )
-from tandem.transfer import TransferEngine
+from tandem.transfer import EngineLanes, TransferEngine
 
 __all__ = ["HostService"]
 
@@ -57,7 +55,7 @@ class HostService:
         self._name = name
         self._machine = machine
         self.host: StoreHost
-        # Without a name of its own, nobody could find the file again.
+        # Without a name of its own the file could not be found again.
         self._is_kept = bool(config.name) if keep_segment is None else keep_segment
 
         self._open = contextlib.AsyncExitStack()
@@ -78,19 +76,20 @@ class HostService:
         opening.push_async_callback(to_thread, engine.close, deadline_s=2.0)
         port = TransferHostPort(engine, segment)
         disk = await self._open_disk(segment, engine, opening)
-        token = secrets.token_hex(16)
-        self.host = host = StoreHost(self._name, self._machine, segment, port, disk, token)
+        self.host = host = StoreHost(self._name, self._machine, segment, port, disk)
         channel = LeaderClient(
             self._urls,
-            make_client_maker(config, self._rpc, identify(self._name, "store_host"), self._list()),
+            make_client_maker(
+                config,
+                self._rpc,
+                identify(self._name, "store_host"),
+                self._list(),
+                LaneRouter(EngineLanes(engine)),
+            ),
             on_peer=host.on_master,
             on_peer_lost=host.on_master_lost,
         )
         opening.push_async_callback(channel.aclose)
-        calls = CallServer(
-            engine, host.methods(), lambda client: host.master if client == token else None
-        )
-        opening.push_async_callback(calls.aclose)
         opening.push_async_callback(host.aclose)
         opening.push_async_callback(self._leave)
         channel.start()
@@ -131,7 +130,7 @@ class HostService:
         except (InternalError, CapacityError):
             logger.exception("event=disk_unusable path=%s", config.ssd_dir)
             if folder is not None:
-                folder.condemn()  # What is removed meanwhile must not come back.
+                folder.condemn()  # An object that is removed meanwhile must not come back.
             return None
         disk.start()
         opening.push_async_callback(disk.aclose)

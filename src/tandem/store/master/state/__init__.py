@@ -1,1 +1,1 @@
-"""What a master knows: objects, hosts with their space, the order of what it tells them."""
+"""The state of a master: objects, hosts with their space, the order of its orders."""

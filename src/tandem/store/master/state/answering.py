@@ -25,11 +25,11 @@ class Answering:
         self._unanswered: dict[object, float] = {}
         """Quick orders under way: when each was sent, oldest first."""
         self._doubted_s: float | None = None
-        """When it let somebody down; None once it has answered an order sent since."""
+        """When an order to it was last too late; None once it has answered an order sent since."""
 
     @property
     def is_doubted(self) -> bool:
-        """Whether it let somebody down, and has not answered an order sent since."""
+        """Whether an order was too late, and no order sent since has been answered."""
         return self._doubted_s is not None
 
     def is_silent(self, now_s: float) -> bool:
@@ -67,6 +67,6 @@ class Answering:
         return is_new
 
     def reset(self) -> None:
-        """Its session is over: whatever was under way is."""
+        """Its session is over, and so are its orders in progress."""
         self._unanswered.clear()
         self._doubted_s = None

@@ -15,7 +15,7 @@ __all__ = ["Awaited"]
 
 RECOVERY_LOOK_S = 0.01
 RECOVERY_LOOK_MAX_S = 0.25
-"""Between two looks whether all hosts have told what they have."""
+"""Pause between two checks whether all hosts have sent their inventory."""
 
 
 class Awaited:
@@ -31,7 +31,7 @@ class Awaited:
         self, hosts: Mapping[int, HostSpace], now_ms: Callable[[], int], tasks: Tasks
     ) -> None:
         self.is_loaded = asyncio.Event()
-        """Set once it is known which hosts there are; nobody joins before."""
+        """Set once the roster has been read; no host joins before."""
         self.until_ms: dict[int, int] = {}
         """By number: until when a host is waited for."""
         self._hosts = hosts
@@ -39,13 +39,13 @@ class Awaited:
         self._tasks = tasks
         self._window_until_ms = 0
         self._learning: asyncio.Task[None] | None = None
-        """Ends when ``is_learning`` does, for all who wait for that."""
+        """Done when ``is_learning`` ends."""
 
     def __contains__(self, host: int) -> bool:
         return host in self.until_ms
 
     def open_window(self, until_ms: int) -> None:
-        """No roster was found: until then hosts may come that nobody knows of."""
+        """No roster was found: until then unknown hosts may come."""
         self._window_until_ms = until_ms
 
     @property
@@ -73,7 +73,7 @@ class Awaited:
         )
 
     async def recover(self) -> None:
-        """Wait until all members have told what they have, or are declared lost."""
+        """Wait until all members have sent their inventory, or are declared lost."""
         while self.is_learning:
             await asyncio.shield(self._begin())
 

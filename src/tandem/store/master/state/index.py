@@ -46,7 +46,7 @@ class Replica(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Rows that are filled, and that nobody finds by their keys."""
+    """Rows that are filled but not in the dictionary of keys."""
 
     keys: Sequence[str]
     rows: list[int]
@@ -72,7 +72,7 @@ class Directory:
         self._wanted = array("B")
         self._live = array("B")
         self._memory = array("B")
-        """Replicas in memory that are there; ``_live`` counts hosts, whatever the tier."""
+        """Replicas in memory on hosts that are there; ``_live`` counts hosts of any tier."""
         self._num_disks = array("B")
         self._first = array("i")
         self._spare_rows = array("i")
@@ -330,9 +330,9 @@ class Directory:
         wanted: int | Sequence[int],
         lease_until_ms: int = 0,
     ) -> Staged:
-        """Prepare rows for ``show_many``, as ``insert_many``; nobody sees anything of them yet.
+        """Prepare rows for ``show_many``, as ``insert_many``; lookups do not find them yet.
 
-        What is not shown is given back with ``unstage_many``.
+        Rows that are not published are given back with ``unstage_many``.
         """
         count = len(keys)
         if isinstance(wanted, int):
@@ -344,7 +344,7 @@ class Directory:
         # New ones are zeros, which is the number of a host.
         self._passes.fill(at, [(self._replica_host, _FREE_HOST)])
         try:
-            # Whatever does not fit a column is refused before the first one has changed.
+            # A value that does not fit its column is refused before the first column has changed.
             self._passes.fill(
                 rows,
                 [
@@ -378,7 +378,7 @@ class Directory:
         return staged
 
     def show_many(self, staged: Staged, host: int) -> None:
-        """Add what was staged. REQUIRES: as of ``insert_many``."""
+        """Publish staged rows. REQUIRES: as of ``insert_many``."""
         assert host not in self._lost_hosts, host
         rows, num_before = staged.rows, len(self._rows)
         self._rows.update(zip(staged.keys, rows, strict=True))
@@ -388,7 +388,7 @@ class Directory:
         self.total_bytes += staged.total_bytes
 
     def unstage_many(self, staged: Staged) -> None:
-        """Give back what is not to be shown."""
+        """Give back staged rows that are not published."""
         self._keys[staged.rows] = None
         self._spare_rows.extend(staged.rows)
         self._spare_replicas.extend(staged.places)

@@ -1,6 +1,6 @@
 """What each range of a host's segment is used for. Pure: time is an argument.
 
-Only the allocator knows free from taken; the ledger knows what is taken for what, and hands a range
+Only the allocator tells free from taken; the ledger knows the use of each range, and hands a range
 back when the last reason to keep it has gone. The table below is all that may happen to a range.
 """
 
@@ -37,15 +37,15 @@ class Space(Enum):
     LEASED = auto()
     """Wiped, but a reader may still rely on the bytes."""
     QUARANTINED = auto()
-    """Whoever wrote there has failed, and is not yet proven gone."""
+    """Its writer has failed, and is not yet proven gone."""
 
 
 class Event(Enum):
-    """What happens to a range."""
+    """An event in the life of a range."""
 
     TAKE = auto()
     GIVE_BACK = auto()
-    """Nobody writes there, and nothing was sealed."""
+    """It has no writer, and nothing was sealed."""
     SEAL = auto()
     """Its object is shown."""
     DROP = auto()
@@ -53,7 +53,7 @@ class Event(Enum):
     LEASE = auto()
     """Wiped while readers may rely on it."""
     WIPE = auto()
-    """Wiped, and nobody reads it."""
+    """Wiped, and without readers."""
     END_LEASE = auto()
     FENCE = auto()
     """Its writer is shut out."""
@@ -135,7 +135,7 @@ class SpaceLedger:
         Args:
             allocator: in which all that is there is taken; borrowed.
             carried: what of it readers of an earlier session may still rely on, or is being wiped.
-                Whatever else was carried is forgotten.
+                Other space carried over is freed.
         """
         self.allocator = allocator
         kept = {extent.offset for extent in carried}
@@ -196,7 +196,7 @@ class SpaceLedger:
         return False
 
     def end_leases(self, now_ms: int, guarded: Collection[int]) -> list[int]:
-        """Free what no reader relies on any more, and nobody copies; returns the offsets."""
+        """Free space without reader leases or copies in progress; returns the offsets."""
         freed: list[int] = []
         while self._leases and self._leases[0][0] <= now_ms:
             _, offset = heapq.heappop(self._leases)

@@ -2,7 +2,7 @@
 
 A client numbers them and says below which number it waits for no answer any more. A copy of a
 request that is under way, or whose answer may still be wanted, is given that answer; a copy of any
-other comes late, and is refused: what it did once may have been undone since.
+other is late and refused: its effect may have been undone since.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tandem.core.errors import ConflictError
+from tandem.store.master.state.tasks import Tasks
 from tandem.store.messages import Change
 from tandem.store.sessions import Caller
 
@@ -25,14 +26,14 @@ MAX_REMEMBERED = 16_384
 
 
 class _Client:
-    """What one client may still ask for, by number."""
+    """Results that one client may still ask for, by number."""
 
     def __init__(self) -> None:
         self.settled_below = 0
-        self.work: dict[int, asyncio.Task[Any]] = {}
+        self.work: dict[int, asyncio.Future[Any]] = {}
 
     def settle(self, below: int) -> None:
-        """Forget what it will not ask for again."""
+        """Drop results that it will not ask for again."""
         if below > self.settled_below:
             self.settled_below = below
             for number in [number for number in self.work if number < below]:
@@ -43,11 +44,11 @@ class Results:
     """What the numbered requests of a master's clients were answered, or will be.
 
     Args:
-        spawn: runs a coroutine that its caller's going does not end.
+        tasks: of the master.
     """
 
-    def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]) -> None:
-        self._spawn = spawn
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
         self._clients: OrderedDict[str, _Client] = OrderedDict()
 
     def has(self, client: str, number: int) -> bool:
@@ -70,10 +71,11 @@ class Results:
         *,
         can_be_late: bool = True,
     ) -> T:
-        """Carry a request out, or wait for its first copy.
+        """Carry a request out, or wait for its first copy. To be awaited by a task that no caller's
+        going ends (``rpc.Kept``); the end of the master does.
 
         Args:
-            caller: whose it is.
+            caller: the client of the request.
             number: of the request; 0 if it has none.
             settled_below: see above.
             begin: carries it out.
@@ -82,7 +84,7 @@ class Results:
         Raises: ConflictError for a late copy; what carrying it out raises.
         """
         if number == 0:
-            return await asyncio.shield(self._spawn(begin()))
+            return await self._tasks.keep(begin())
         name = caller.instance_id
         client = self._clients.get(name)
         if client is None:
@@ -93,9 +95,20 @@ class Results:
         client.settle(settled_below)
         if can_be_late and number < client.settled_below:
             raise ConflictError("store.call", f"request {number} comes after its answer")
-        work = client.work.get(number)
-        if work is None:
-            work = client.work[number] = self._spawn(begin())
-            if len(client.work) > MAX_REMEMBERED:
-                del client.work[next(iter(client.work))]
-        return await asyncio.shield(work)
+        first = client.work.get(number)
+        if first is not None:
+            return await asyncio.shield(first)
+        first = client.work[number] = asyncio.get_running_loop().create_future()
+        if len(client.work) > MAX_REMEMBERED:
+            del client.work[next(iter(client.work))]
+        try:
+            result = await self._tasks.keep(begin())
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
+        except Exception as error:
+            first.set_exception(error)
+            first.exception()  # There may be no copy to see it.
+            raise
+        first.set_result(result)
+        return result

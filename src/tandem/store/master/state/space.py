@@ -1,12 +1,12 @@
 """One host as its master sees it: its orders, its space, and what must be done to free that.
 
 What space is used for is the ledger's (``ledger.py``); here are the orders that change it, and the
-futures of those who wait for them.
+futures of their waiters.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,20 +89,20 @@ class HostSpace:
         self.read_base = 0
         self.capacity_bytes = 0
         self.final_bytes = 0
-        """What it will hold once its segment has grown, if that succeeds."""
+        """Its size once the segment has grown, if that succeeds."""
         self.stage = HostStage.LOST
         self.is_leaving = False
         """To be drained, now or when it has joined again."""
         self.is_known = False
-        """This master has seen its whole inventory once, so what it does not know is stale."""
+        """This master has seen its whole inventory once, so objects it does not know are stale."""
         self.is_retired = False
         """Its operator has given it up: it is no member until it joins again."""
         self.dead_below = self.disk_dead_below = -1
-        """What its segment, or disk, brings up to these versions is dead: it was retired."""
+        """Objects of its segment, or disk, up to these versions are dead: it was retired."""
         self.unconfirmed_from = 0
-        """The first round of tombstones of which it may have what they are for."""
+        """The first round of tombstones whose objects it may have."""
         self.purging: list[asyncio.Future[Any]] = []
-        """Done when what its inventory brought in vain is wiped."""
+        """Done when the dead objects of its inventory are wiped."""
         self.caller: Caller | None = None
         self.line: OrderLine | None = None
         """Its orders; None without a session."""
@@ -111,7 +111,7 @@ class HostSpace:
         self.num_pages = 0
         self.disk: DiskStatus | None = None
         """Of its SSD tier, as it told last; None without one."""
-        self.disk_id = ""
+        self.disk_id: str = ""
         self.disk_number = -1
         """Of its last report in this session."""
         self.damaged: list[str] = []
@@ -119,9 +119,9 @@ class HostSpace:
         self.is_disk_known = False
         """As ``is_known``, of its disk."""
         self.confirmed_disk: dict[int, int] = {}
-        """Versions by row: what the inventory under way has shown to be on the disk."""
+        """Versions by row: objects on the disk according to the current inventory."""
         self.confirmed: dict[int, Extent] = {}
-        """By row: what the inventory under way has shown to be there."""
+        """By row: present according to the current inventory."""
         self.ledger = SpaceLedger()
         self.guarded: set[int] = set()
         """Offsets that another host copies from: not free before that has ended."""
@@ -131,7 +131,7 @@ class HostSpace:
         self.writers = Writers(name, self.ledger, self.order, self.spawn, on_space)
         self._lease_ms = lease_ms
         self._read_until_ms = 0
-        """While it is away: when the leases end of those who may still read what it has."""
+        """While it is away: when the last lease on its objects ends."""
         self._unwiped: list[tuple[int, asyncio.Future[None]]] = []
         """What could not be wiped, and when it is as good as wiped."""
         self._drops: dict[int, _Drop] = {}
@@ -154,7 +154,7 @@ class HostSpace:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is there and has told what it has."""
+        """Whether it is there and has sent its inventory."""
         return self.caller is not None and self.stage is not HostStage.JOINING
 
     @property
@@ -164,13 +164,13 @@ class HostSpace:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are not free, whatever they are."""
+        """Bytes that are not free, in any state."""
         allocator = self.ledger.allocator
         return self.capacity_bytes if allocator is None else allocator.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Of these, what is being written or copied."""
+        """Of these, bytes being written or copied."""
         return self.ledger.count_bytes(Space.HELD)
 
     @property
@@ -180,7 +180,7 @@ class HostSpace:
 
     @property
     def leased_bytes(self) -> int:
-        """Of these, what is wiped and waits for readers."""
+        """Of these, wiped bytes that wait for readers' leases."""
         return self.ledger.count_bytes(Space.LEASED)
 
     @property
@@ -237,7 +237,7 @@ class HostSpace:
         self.confirmed_disk.clear()
 
     def end_session(self) -> None:
-        """The host is gone, or has gone and come back: what was under way there is over."""
+        """The host is gone, or has gone and come back: its operations in progress are over."""
         self.caller, self.session = None, -1
         self._read_until_ms = self._now_ms() + self._lease_ms
         if self.line is not None:
@@ -255,7 +255,7 @@ class HostSpace:
         for forget in self._to_forget:
             _settle(forget.done)
         self._to_forget.clear()
-        # A reader's lease outlives the session; what was not wiped is found by the next inventory.
+        # A reader's lease outlives the session; objects not wiped are in the next inventory.
         self.ledger.close()
         for offset, dropped in list(self._drops.items()):
             if not dropped.is_wiped:
@@ -288,7 +288,7 @@ class HostSpace:
         if capacity_bytes > self.capacity_bytes:
             self.ledger.grow(capacity_bytes)
             self.capacity_bytes = capacity_bytes
-        self._on_space()  # Also for who waits for what will not come.
+        self._on_space()  # Also wakes waiters for space that will not come.
 
     async def order(
         self,
@@ -300,14 +300,30 @@ class HostSpace:
         **fields: Any,
     ) -> T:
         """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
+        return await self.begin_order(method, kind, response, timeout_s=timeout_s, **fields)
+
+    def begin_order(
+        self,
+        method: str,
+        kind: type[Order],
+        response: type[T],
+        *,
+        timeout_s: float = ORDER_TIMEOUT_S,
+        **fields: Any,
+    ) -> Awaitable[T]:
+        """As ``order``, but the host has been told when this returns."""
         if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
-        if method not in QUICK_ORDERS:
-            return await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
-        sent_s, number, session = self._clock.now_s(), object(), self.session
+        sent_s = self._clock.now_s()
+        answer = self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
+        return self._watch(answer, sent_s) if method in QUICK_ORDERS else answer
+
+    async def _watch(self, answering: Awaitable[T], sent_s: float) -> T:
+        """Wait for the answer to an order that does not take long by itself."""
+        number, session = object(), self.session
         self._answering.note_sent(number, sent_s)
         try:
-            answer = await self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
+            answer = await answering
         except DeadlineError:
             if session == self.session:
                 self.doubt()
@@ -368,17 +384,17 @@ class HostSpace:
         return self.ledger.take(lengths) if self.stage is HostStage.ACTIVE else None
 
     def seal(self, offsets: Sequence[int]) -> None:
-        """What was written to ranges is shown from now on."""
+        """The objects written to ranges are in the directory from now on."""
         self.ledger.move(Event.SEAL, offsets)
 
     def release(self, offsets: Sequence[int]) -> None:
-        """Hand back ranges that nobody writes or reads."""
+        """Free ranges without writers and readers."""
         if offsets:
             self.untake(offsets)
             self._on_space()
 
     def untake(self, offsets: Sequence[int]) -> None:
-        """Hand back what was just allocated. No news to those who wait: it was free before."""
+        """Free ranges that were just allocated. Waiters are not woken: they were free before."""
         self.ledger.move(Event.GIVE_BACK, offsets)
 
     # Objects that go.
@@ -454,7 +470,7 @@ class HostSpace:
         return offset in self._drops
 
     def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
-        """Return what is done when the object dropped there is wiped; None if it is.
+        """Return a future, done when the object dropped there is wiped; None if it is.
 
         It is also done when the host is lost: then it may not be.
         """
@@ -466,7 +482,7 @@ class HostSpace:
         return dropped.done
 
     def free_leased(self, now_ms: int) -> None:
-        """Free the space whose last lease has ended; what lost hosts hold can be read no more."""
+        """Free the space whose last lease has ended; data of lost hosts cannot be read any more."""
         if self._unwiped:
             for _, done in [item for item in self._unwiped if item[0] <= now_ms]:
                 _settle(done)

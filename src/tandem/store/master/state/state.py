@@ -1,4 +1,4 @@
-"""What a master knows, for all its parts. It decides nothing; who changes it says so."""
+"""The state of a master, shared by its parts. It decides nothing; changes are made by the parts."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class StoreState:
         clock: of leases, pins and expiry.
         versions: of this master.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
-        counters: of what happens.
+        counters: of events.
     """
 
     def __init__(

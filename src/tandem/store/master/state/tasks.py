@@ -22,6 +22,16 @@ class Tasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it in the present task, which is one of these meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in tasks"
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
     async def aclose(self) -> None:
         """End all of them."""
         tasks = list(self._tasks)

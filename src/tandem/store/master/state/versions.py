@@ -33,7 +33,7 @@ class Versions:
         self._term = term
         self._counter = 0
         self._outbid: list[tuple[int, int]] = []
-        """What was given in earlier epochs: above the first version, up to the second."""
+        """Versions given in earlier epochs: above the first version, up to the second."""
 
     def take(self, count: int = 1) -> int:
         """Return the first of so many consecutive versions, above all that were given before."""

@@ -28,7 +28,7 @@ class VictimColumns(NamedTuple):
 
 
 class Victims:
-    """Candidates of eviction that a pass found and nobody has taken yet.
+    """Candidates of eviction that a pass found and that are not evicted yet.
 
     Args:
         columns: of the directory.

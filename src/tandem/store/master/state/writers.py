@@ -22,7 +22,7 @@ class _Writer:
     """A client's right to write to a host: asked for, or given (``base``)."""
 
     base: asyncio.Future[int]
-    held: dict[int, Sequence[int]] = field(default_factory=dict)
+    held: dict[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
     """By grant, of its unfinished puts: where the extents begin."""
 
 
@@ -93,7 +93,7 @@ class Writers:
         return writer is not None and writer.held.pop(grant, None) is not None
 
     def fence(self, client: str) -> None:
-        """Shut a client out; what it held is free once it is proven to write no more."""
+        """Revoke a client's right to write; its space is free once it provably writes no more."""
         writer = self._writers.pop(client, None)
         if writer is None:
             return
@@ -148,4 +148,4 @@ class Writers:
 
 def _retrieve(future: "asyncio.Future[int]") -> None:
     if not future.cancelled():
-        future.exception()  # Whoever waits sees it; nobody may.
+        future.exception()  # The exception is stored in the future, which may have no waiter.

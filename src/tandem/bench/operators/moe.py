@@ -1,0 +1,390 @@
+"""`tandem bench moe`: packed experts against torch, and against the limits of the machine.
+
+One MoE layer of a known model, routed at random: of a small one some of its experts, in several
+layers used in turn, so that no cache holds the weights of the next call; of a large one as many
+experts as half of the free memory holds with their copies for the rivals. The
+rival is torch, one expert after the other on the tokens that chose it, in bf16 or fp32 and on one
+thread or as many as ours, whichever is the fastest for the case; ``--with-peers`` it is kt-kernel
+in the format nearest to ours, from the very same weights, with one worker or as many as our threads
+(where cores are shared, its workers spin against each other and one is the faster). Set
+OMP_WAIT_POLICY=PASSIVE on shared cores, or torch's threads spin against each other and lose far
+more than the kernels differ.
+
+The ceiling is what takes longer: reading the packed bytes of the chosen experts once, or as many
+multiply-adds on operands in registers, with the instruction that the format's kernel uses. It is
+measured on another layer, where there is one, in the same rounds.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from safetensors.torch import load_file, save_file
+
+from tandem._native import ThreadPool, read_topology, recommend_threads
+from tandem.bench.harness import BenchCase
+from tandem.bench.operators.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.weights.formats import find_format
+
+__all__ = ["make_cases"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer: hidden and intermediate size, experts per token, experts that the model has."""
+
+    name: str
+    hidden: int
+    inner: int
+    top_k: int
+    num_experts: int
+
+
+SHAPES = [
+    Shape("qwen3-30b-a3b", 2048, 768, 8, 128),
+    Shape("deepseek-v3", 7168, 2048, 8, 256),
+    Shape("kimi-k2", 7168, 2048, 8, 384),
+    Shape("mixtral", 4096, 14336, 2, 8),
+]
+LAYER_WEIGHTS = 80 * 10**6
+"""Of one layer, where top_k experts do not have more: 16 experts of Qwen3-30B-A3B."""
+TOTAL_WEIGHTS = 200 * 10**6
+"""Of all layers in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds little."""
+WEIGHT_BYTES, PEER_WEIGHT_BYTES = 8, 6
+"""What a weight takes: the rival's in fp32 and bf16 and ours in up to 16 bits; a peer's file in the
+page cache and one copy for each of its processes."""
+MEMORY_SHARE = 0.5
+"""Of the free memory, for all of that."""
+FORMATS = {
+    "int8g128": 0.021,
+    "int4g32": 0.145,
+    "bf16": 0.005,
+    "fp8": 0.05,
+    "fp8row": 0.05,
+    "mxfp4": 0.25,
+    "int8row": 0.03,
+}
+"""The largest relative error of a result against float32, on these Gaussian weights."""
+QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
+KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
+"""kt-kernel's nearest format; its integers have one scale a row."""
+KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
+"""Of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
+KT_REQUIREMENTS = (
+    "torch==2.13.0",
+    "safetensors",
+    "gguf",
+    "typer",
+    "rich",
+    "pyyaml",
+    "httpx",
+    "packaging",
+    "psutil",
+)
+KT_VERSION = "kt-kernel==0.7.2"
+TOKENS = (1, 4, 16, 64, 256, 2048, 4096)
+QUICK_TOKENS = (1, 16, 256)
+
+
+def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
+    """Return how many experts a layer of this shape has here; at least those of a token."""
+    weights = 3 * shape.hidden * shape.inner
+    if shape.top_k * weights <= LAYER_WEIGHTS:
+        return min(shape.num_experts, LAYER_WEIGHTS // weights)
+    weight_bytes = WEIGHT_BYTES + (PEER_WEIGHT_BYTES if has_peers else 0)
+    held = int(free_bytes * MEMORY_SHARE) // (weights * weight_bytes)
+    return max(shape.top_k, min(shape.num_experts, held))
+
+
+@dataclass
+class _Batch:
+    """What a call takes: x [T, D], ids [T, K], router weights [T, K]."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def num_active(self) -> int:
+        return len(self.ids.unique())
+
+
+class _TorchExperts:
+    """The rival: weights [E, 2 F, D] and [E, D, F] in one dtype."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype) -> None:
+        self._gate_up, self._down = gate_up.to(dtype), down.to(dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: _Batch) -> torch.Tensor:
+        x = batch.x.to(self._gate_up.dtype)
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in batch.ids.unique().tolist():
+            tokens, slots = torch.where(batch.ids == expert)
+            gate, up = F.linear(x[tokens], self._gate_up[expert]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, self._down[expert]).float()
+            out.index_add_(0, tokens, y * batch.weights[tokens, slots, None])
+        return out
+
+
+class _KtKernel:
+    """kt-kernel with the layers of one shape in one format, a process for each number of threads.
+
+    Args:
+        folder: where weights and batches are handed over.
+        name: of our format.
+        kinds: the peers to be.
+    """
+
+    def __init__(self, folder: Path, name: str, shape: Shape, kinds: list[Kind]) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        python = install_peer("kt-kernel", KT_REQUIREMENTS, bare=[KT_VERSION])
+        self._processes = {
+            kind: self._stack.enter_context(PeerProcess(python, "kt_kernel_peer.py", str(kind[1])))
+            for kind in kinds
+        }
+        paths = sorted(map(str, folder.glob("layer-*")))
+        for process in self._processes.values():
+            process.call(
+                "load",
+                paths=paths,
+                kind=KT_KINDS[name],
+                top_k=shape.top_k,
+                max_tokens=max(TOKENS),
+            )
+        self._batches: list[_Batch] = []
+
+    def take(self, batches: list[_Batch]) -> None:
+        """Hand a batch for each layer over, unless they are there."""
+        if self._batches is batches:
+            return
+        self._batches = batches
+        paths = [str(self._folder / f"batch-{i:02}.safetensors") for i in range(len(batches))]
+        for path, batch in zip(paths, batches, strict=True):
+            tensors = {"x": batch.x.bfloat16(), "ids": batch.ids, "weights": batch.weights}
+            save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+        for process in self._processes.values():
+            process.call("take", paths=paths)
+
+    def run(self, turn: int, kind: Kind) -> float:
+        """Return the seconds of a call."""
+        return self._processes[kind].call("run", turn=turn)
+
+    def compute(self, kind: Kind) -> torch.Tensor:
+        """Return the result of the first layer."""
+        path = str(self._folder / "out.safetensors")
+        self._processes[kind].call("run", turn=0)
+        self._processes[kind].call("save", path=path)
+        return load_file(path)["out"].float()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Layers:
+    """Layers of random weights of one shape; the rival's in both dtypes, ours in one format.
+
+    Args:
+        shape: of each.
+        pool: of ours.
+        folder: for what peers are handed; None = no peers.
+    """
+
+    def __init__(self, shape: Shape, pool: ThreadPool, folder: Path | None) -> None:
+        self.shape = shape
+        self.pool = pool
+        self._folder = folder
+        self._generator = torch.Generator().manual_seed(0)
+        weights = 3 * shape.hidden * shape.inner
+        free_bytes = read_topology().memory_available_bytes
+        self.num_experts = count_experts(shape, free_bytes, has_peers=folder is not None)
+        self.num_layers = -(-TOTAL_WEIGHTS // (self.num_experts * weights))
+        self.layers = [self._make_layer() for _ in range(self.num_layers)]
+        self.rivals = {
+            dtype: [_TorchExperts(*layer, dtype) for layer in self.layers]
+            for dtype in (torch.bfloat16, torch.float32)
+        }
+        if folder is not None:
+            self._write(folder)
+        self._kt: tuple[str, _KtKernel] | None = None
+        self._ours: tuple[str, list[PackedExperts]] = ("", [])
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _make_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        count, hidden, inner = self.num_experts, self.shape.hidden, self.shape.inner
+        gate_up = self._normal(count, 2 * inner, hidden) / hidden**0.5
+        return gate_up, self._normal(count, hidden, inner) / inner**0.5
+
+    def _write(self, folder: Path) -> None:
+        """Write the weights for peers."""
+        for path in folder.glob("layer-*"):
+            path.unlink()
+        for i, (gate_up, down) in enumerate(self.layers):
+            gate, up = gate_up.chunk(2, 1)
+            tensors = {"gate": gate, "up": up, "down": down}
+            tensors = {key: value.bfloat16().contiguous() for key, value in tensors.items()}
+            save_file(tensors, folder / f"layer-{i:02}.safetensors")
+
+    def list_kinds(self, name: str) -> list[Kind]:
+        """Return the rivals of a format: kt-kernel's, or torch's where it has none."""
+        if self._folder is None or name not in KT_KINDS:
+            return list_kinds(self.rivals, self.pool.num_threads)
+        return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
+
+    def kt_kernel(self, name: str, batches: list[_Batch]) -> _KtKernel:
+        """The peer in the format nearest to ours, with the batches of a case."""
+        assert self._folder is not None
+        if self._kt is None or self._kt[0] != name:
+            self.close()  # Two formats at once may not fit.
+            peer = _KtKernel(self._folder, name, self.shape, self.list_kinds(name))
+            self._kt = (name, peer)
+        self._kt[1].take(batches)
+        return self._kt[1]
+
+    def close(self) -> None:
+        """End the peer's processes; idempotent."""
+        if self._kt is not None:
+            self._kt[1].close()
+            self._kt = None
+
+    def make_batch(self, num_tokens: int) -> _Batch:
+        scores = torch.rand(num_tokens, self.num_experts, generator=self._generator)
+        weights, ids = scores.topk(self.shape.top_k)
+        x = self._normal(num_tokens, self.shape.hidden)
+        return _Batch(x, ids, weights / weights.sum(-1, True))
+
+    def pack(self, name: str) -> list[PackedExperts]:
+        if self._ours[0] != name:
+            self._ours = ("", [])  # Freed before the next ones are made.
+            weight_format = find_format(name)
+            pack = PackedExperts.pack
+            ours = [pack(weight_format, *layer, pool=self.pool) for layer in self.layers]
+            self._ours = (name, ours)
+        return self._ours[1]
+
+
+class _Bench:
+    """The layers of one shape at a time, made when the first case of the shape is checked."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._pool = ThreadPool(recommend_threads(read_topology()).threads)
+        self._layers: _Layers | None = None
+
+    def find(self, shape: Shape) -> _Layers:
+        if self._layers is None or self._layers.shape != shape:
+            self.close()
+            self._layers = _Layers(shape, self._pool, self._folder)
+        return self._layers
+
+    def close(self) -> None:
+        """Free the layers, so that the next ones fit, and end the peer."""
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What a case calls the layers of its shape with: a batch for each."""
+
+    layers: _Layers
+    name: str
+    batches: list[_Batch]
+
+    @property
+    def count(self) -> int:
+        return self.layers.num_layers
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return self.layers.list_kinds(self.name)
+
+    def find(self, turn: int) -> PackedExperts:
+        return self.layers.pack(self.name)[turn]
+
+    def run(self, turn: int) -> torch.Tensor:
+        batch = self.batches[turn]
+        return self.find(turn).forward(batch.x, batch.ids, batch.weights)
+
+    def time_rival(self, turn: int, kind: Kind) -> float:
+        rival = kind[0]
+        if isinstance(rival, str):
+            return self.layers.kt_kernel(self.name, self.batches).run(turn, kind)
+        layer = self.layers.rivals[rival][turn]
+        return time_torch(kind, lambda: layer.forward(self.batches[turn]))
+
+    def check_rival(self, kind: Kind) -> str:
+        if not isinstance(kind[0], str):
+            return ""  # torch's own result is what ours is checked against.
+        error = self._compare(self.layers.kt_kernel(self.name, self.batches).compute(kind))
+        allowed = KT_LARGEST_ERROR[self.name]
+        return "" if error <= allowed else f"{kind[0]}: relative error {error:.4f} over {allowed}"
+
+    def find_idle(self, turn: int) -> int:
+        # Of all layers the one that has been out of use the longest when its turn comes.
+        return (turn - 1) % self.count
+
+    def read_all(self, turn: int) -> None:
+        self.find(turn).read_weights(self.layers.num_experts)
+
+    def read(self, idle: int, turn: int) -> None:
+        self.find(idle).read_weights(self.batches[turn].num_active)
+
+    def multiply(self, turn: int) -> None:
+        shape, num_tokens = self.layers.shape, len(self.batches[turn].x)
+        macs = num_tokens * shape.top_k * 3 * shape.hidden * shape.inner
+        self.find(turn).multiply_registers(macs)
+
+    def measure_error(self) -> float:
+        return self._compare(self.run(0))
+
+    def _compare(self, got: torch.Tensor) -> float:
+        torch.set_num_threads(self.layers.pool.num_threads)
+        want = self.layers.rivals[torch.float32][0].forward(self.batches[0])
+        return float((got - want).norm() / want.norm())
+
+
+def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> BenchCase:
+    batches: list[_Batch] = []
+
+    def find() -> _Turns:
+        layers = bench.find(shape)
+        if not batches:
+            batches.extend(layers.make_batch(num_tokens) for _ in range(layers.num_layers))
+        return _Turns(layers, name, batches)
+
+    return make_turn_case(
+        f"op=moe format={name} shape={shape.name} tokens={num_tokens}",
+        num_tokens=num_tokens,
+        largest_error=FORMATS[name],
+        find=find,
+    )
+
+
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases, shape by shape and format by format.
+
+    Args:
+        quick: fewer of all.
+        with_peers: the baseline is kt-kernel where it has the format, installed if need be.
+    """
+    with ExitStack() as stack:
+        folder = None
+        if with_peers:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = _Bench(folder)
+        stack.callback(bench.close)
+        for shape in SHAPES[:1] if quick else SHAPES:
+            for name in QUICK_FORMATS if quick else FORMATS:
+                for num_tokens in QUICK_TOKENS if quick else TOKENS:
+                    yield _make_case(bench, shape, name, num_tokens)

@@ -1,0 +1,90 @@
+"""The rivals of `tandem bench store`: Mooncake's store over tcp, and Redis."""
+
+import contextlib
+from pathlib import Path
+from typing import Protocol
+
+from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.core.errors import PeerLostError
+
+__all__ = ["MooncakeStore", "Redis", "Rival"]
+
+MEASURE_S = 0.05
+MOONCAKE = (
+    "mooncake-transfer-engine-non-cuda==0.3.13",
+    "numpy>=1.26",
+    # Its store's library is linked to it all the same.
+    "nvidia-cuda-runtime-cu12",
+)
+REDIS = ("redis[hiredis]==5.2.1", "numpy>=1.26")
+
+
+class Rival(Protocol):
+    """A store of others, with the batch that it was last prepared for."""
+
+    @property
+    def name(self) -> str:
+        """For the record."""
+        ...
+
+    def prepare(self, api: str, size: int, batch: int) -> None:
+        """Put and get a batch. Raises: PeerLostError if other bytes come back."""
+        ...
+
+    def measure_us(self, op: str) -> float:
+        """Microseconds for that batch, put under new keys or got."""
+        ...
+
+
+class MooncakeStore:
+    """Their master, one process that provides memory, and one client process."""
+
+    name = "mooncake tcp"
+
+    def __init__(self, stack: contextlib.ExitStack, segment_bytes: int) -> None:
+        python = install_peer("mooncake-store", MOONCAKE)
+        libraries = python.parents[1].glob("lib/python3*/site-packages/nvidia/cuda_runtime/lib")
+        environment = {"LD_LIBRARY_PATH": ":".join(map(str, libraries)), "PATH": "/usr/bin:/bin"}
+        provider, self._client = (
+            stack.enter_context(
+                PeerProcess(python, "mooncake_store_peer.py", environment=environment)
+            )
+            for _ in range(2)
+        )
+        ports = provider.call("start_master")
+        provider.call("start", ports=ports, segment_bytes=segment_bytes)
+        self._client.call("start", ports=ports, segment_bytes=0)
+        self._client.call("touch", total_bytes=int(segment_bytes * 0.85))
+
+    def prepare(self, api: str, size: int, batch: int) -> None:
+        """See ``Rival``."""
+        if not self._client.call("prepare", api=api, size=size, batch=batch):
+            raise PeerLostError("bench.check", "mooncake gave other bytes than it was given")
+
+    def measure_us(self, op: str) -> float:
+        """See ``Rival``."""
+        return self._client.call("measure", op=op, seconds=MEASURE_S)
+
+    def measure_exists(self, count: int) -> float:
+        """Keys a second of one question for so many."""
+        return self._client.call("measure_exists", count=count)
+
+
+class Redis:
+    """A server and a client process. One of ``path`` tcp or unix."""
+
+    def __init__(self, stack: contextlib.ExitStack, path: str, memory_bytes: int) -> None:
+        self.name = f"redis {path}"
+        self._path = path
+        python: Path = install_peer("redis", REDIS)
+        self._client = stack.enter_context(PeerProcess(python, "redis_peer.py"))
+        self._client.call("start", memory_bytes=memory_bytes)
+
+    def prepare(self, api: str, size: int, batch: int) -> None:
+        """See ``Rival``."""
+        if not self._client.call("prepare", path=self._path, size=size, batch=batch):
+            raise PeerLostError("bench.check", "redis gave other bytes than it was given")
+
+    def measure_us(self, op: str) -> float:
+        """See ``Rival``."""
+        return self._client.call("measure", op=op, seconds=MEASURE_S)

@@ -1,0 +1,1 @@
+"""Benchmarks of models, the engine and clusters."""

@@ -1,0 +1,175 @@
+"""`tandem bench engine`: our engine against transformers' own forward with a cache.
+
+Ours is whole engine steps (scheduling, block tables, forward, sampling, bookkeeping). The rival is
+transformers at its fastest here: its experts implementations, float32 and bfloat16, one thread and
+all are tried first, and each case is measured against the combination that won it. Before a time
+counts, both must give the same greedy tokens in float32, and in the case's dtype logits that are
+near the rival's in float32. Served adapters are compared with the model alone (``adapters``).
+
+Ceilings: a prefill is compared to what a matrix multiplication of one expert-sized shape reaches
+on the same threads, a decode step to reading the weights it needs once at the speed of a sum.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from tandem import _native
+from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.serving.adapters import make_adapter_cases
+from tandem.bench.serving.driver import Dtype, EngineDriver, Phase, TransformersDriver
+from tandem.core.spec import ModelSpec
+from tandem.models.loading.hub import resolve_folder
+from tandem.models.planning.planner import describe_model
+
+__all__ = ["make_cases"]
+
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+"""Ours is measured in each; the rival always runs in whichever is faster for the case."""
+
+PROMPT_LEN = 512
+"""Tokens a prefill computes for each sequence."""
+CONTEXT_LEN = 256
+"""Tokens in the cache when decode steps are measured."""
+CHECK_TOKENS = 16
+LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.02}
+"""Of a token's logits, as a norm relative to theirs; eight bits of mantissa over the layers."""
+RIVALS: list[tuple[str, Dtype]] = [
+    (experts, dtype) for experts in ("grouped_mm", "batched_mm") for dtype in DTYPES
+]
+
+
+class _Bench:
+    """One model; ours and all rivals are loaded once, when the first case needs them."""
+
+    def __init__(self, folder: Path, *, quick: bool) -> None:
+        self._folder = folder
+        self._quick = quick
+        self._engines: dict[Dtype, EngineDriver] = {}
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return describe_model(self._folder)
+
+    @cached_property
+    def threads(self) -> int:
+        return _native.recommend_threads(_native.read_topology()).threads
+
+    def ours(self, dtype: Dtype) -> EngineDriver:
+        if dtype not in self._engines:
+            self._engines[dtype] = EngineDriver(self._folder, dtype)
+        return self._engines[dtype]
+
+    @cached_property
+    def rivals(self) -> list[TransformersDriver]:
+        kinds = [kind for kind in RIVALS if not self._quick or kind[1] == "float32"]
+        return [TransformersDriver(self._folder, *kind) for kind in kinds]
+
+    def case(self, model: str, dtype: Dtype, phase: Phase, batch: int) -> BenchCase:
+        """Make one case; nothing is loaded before its check, which also picks the rival."""
+        length = PROMPT_LEN if phase == "prefill" else CONTEXT_LEN
+        prompts: list[list[int]] = []
+        chosen: list[tuple[TransformersDriver, int]] = []
+
+        def measure() -> float:
+            return self.ours(dtype).measure(phase, prompts)
+
+        def measure_rival(rival: TransformersDriver, threads: int) -> float:
+            return rival.measure(phase, prompts, threads)
+
+        def check() -> str:
+            generator = torch.Generator().manual_seed(batch)
+            shape = (batch, length)
+            prompts[:] = torch.randint(0, self.spec.vocab_size, shape, generator=generator).tolist()
+            problem = self._compare_tokens(prompts[0]) or self._compare_logits(prompts[0], dtype)
+            if problem is not None:
+                return problem
+            measure()
+            # The first call of a rival pays for its warm-up.
+            threads = {self.threads} if self._quick else {1, self.threads}
+            kinds = itertools.product(self.rivals, sorted(threads))
+            chosen[:] = [min(kinds, key=lambda kind: min(measure_rival(*kind) for _ in range(2)))]
+            return "ok"
+
+        return BenchCase(
+            name=f"model={model} dtype={dtype} phase={phase} batch={batch}",
+            unit="ms",
+            ours=measure,
+            check=check,
+            baseline=lambda: measure_rival(*chosen[0]),
+            baseline_name=lambda: f"{chosen[0][0].name} threads={chosen[0][1]}",
+            ceiling=lambda: self._measure_ceiling(phase, batch * length),
+        )
+
+    def _compare_tokens(self, prompt: list[int]) -> str | None:
+        """Greedy tokens of both in float32: None if equal, or both."""
+        exact = self.ours("float32")
+        exact.engine.flush_cache()
+        request_id = exact.add(prompt, CHECK_TOKENS)
+        got = exact.drain()[request_id]
+        rival = next(r for r in self.rivals if "float32" in r.name)
+        want = rival.generate(prompt, CHECK_TOKENS)
+        return None if got == want else f"greedy tokens differ: {got} and {want}"
+
+    def _compare_logits(self, prompt: list[int], dtype: Dtype) -> str | None:
+        """Logits of ours in ``dtype`` against the rival's in float32: None if near, or how far."""
+        want = next(r for r in self.rivals if "float32" in r.name).score(prompt)
+        got = self.ours(dtype).score(prompt)
+        # Of the median token: where two experts score alike, one may go to the other.
+        error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
+        return None if error < LARGEST_ERROR[dtype] else f"logits differ by {error:.4f}"
+
+    def _measure_ceiling(self, phase: str, num_tokens: int) -> float:
+        """Milliseconds that the machine's limit allows, from one measurement of that limit."""
+        torch.set_num_threads(self.threads)
+        if phase == "decode":
+            weights = torch.ones(self.spec.num_active_parameters)
+            return time_call(weights.sum) * 1e3
+        flops = 2.0 * self.spec.num_active_parameters * num_tokens
+        size = 1024
+        a, b = torch.ones(size, size), torch.ones(size, size)
+        return time_call(lambda: a @ b) / (2.0 * size**3) * flops * 1e3
+
+
+def make_cases(*, quick: bool) -> Iterator[BenchCase]:
+    """Yield the cases; ``quick`` leaves out 16 prompts, bfloat16, and rivals that seldom win."""
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        batches, dtypes = ((1,), DTYPES[:1]) if quick else ((1, 16), DTYPES)
+        demo = _Bench(resolve_folder("demo"), quick=quick)
+        for batch, dtype in itertools.product(batches, dtypes):
+            yield demo.case("demo", dtype, "decode", batch)
+        for batch, dtype in itertools.product(batches, dtypes):
+            yield demo.case("demo", dtype, "prefill", batch)
+        deep = _Bench(_make_deep_model(Path(scratch)), quick=quick)
+        for dtype in dtypes:
+            yield deep.case("tiny48", dtype, "decode", 1)
+    yield from make_adapter_cases(quick=quick)
+
+
+def _make_deep_model(folder: Path) -> Path:
+    """Write 48 layers of tiny width with random weights: what is measured is overhead."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        norm_topk_prob=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

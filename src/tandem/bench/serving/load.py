@@ -1,0 +1,147 @@
+"""`tandem bench load`: from a GGUF file to the first token, beside llama.cpp.
+
+Six layers of Qwen3-30B-A3B with random weights, quantized by the ``gguf`` package. Ours and
+llama.cpp load the same file, each round in a process of its own, and answer a prompt; the clock
+starts when the process has imported what it needs. The file is in the page cache on both sides.
+``cold`` packs what the file has; ``cached`` maps what an earlier start packed. Checked before a
+time counts: logits are llama.cpp's, and memory of our own is at most the packed model and a layer.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from tandem import _native
+from tandem.bench.harness import BenchCase
+from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.serving.model import PEERS, QUICK_SHAPE, SHAPE, write_random_model
+from tandem.core.errors import UnsupportedError
+
+__all__ = ["make_cases"]
+
+TYPES = {"q8_0": 0.1, "q4_0": 0.25}
+"""Type of the file, and how far logits may be from llama.cpp's, as a norm: both sides code
+activations as they like, and one token's experts may be others."""
+PROMPT_TOKENS = 32
+SLACK_BYTES = 256 << 20
+"""Of an allocator and of a step, beside the weights."""
+TIMEOUT_S = 1800.0
+
+
+class _Bench:
+    """The files of one shape, and the ways to load them."""
+
+    def __init__(self, folder: Path, shape: dict[str, int]) -> None:
+        self._folder = folder
+        self._shape = shape
+        generator = torch.Generator().manual_seed(0)
+        self.prompt = torch.randint(
+            0, shape["vocab_size"], (PROMPT_TOKENS,), generator=generator
+        ).tolist()
+
+    @cached_property
+    def python(self) -> Path:
+        return install_peer("llama-cpp", PEERS["llama.cpp"])
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        folder = self._folder / "checkpoint"
+        write_random_model(folder, self._shape)
+        return folder
+
+    def file(self, kind: str) -> Path:
+        """Return the file of a type, written when it is first asked for."""
+        path = self._folder / f"{kind}.gguf"
+        if not path.exists():
+            with PeerProcess(self.python, "llama_cpp_peer.py", "llama.cpp") as peer:
+                peer.call(
+                    "write_gguf",
+                    timeout_s=TIMEOUT_S,
+                    folder=str(self.checkpoint),
+                    path=str(path),
+                    kind=kind,
+                )
+        return path
+
+    def ours(self, kind: str, *, is_cached: bool) -> dict[str, Any]:
+        """Load in a process of its own."""
+        cache = str(self._folder / "packed") if is_cached else "off"
+        prompt = ",".join(map(str, self.prompt))
+        command = [
+            sys.executable,
+            "-m",
+            "tandem.bench.serving.load_child",
+            str(self.file(kind)),
+            cache,
+        ]
+        done = subprocess.run(
+            [*command, prompt], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        if done.returncode != 0:
+            raise UnsupportedError("bench.load", done.stderr[-1000:])
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def theirs(self, kind: str) -> tuple[float, list[float]]:
+        """Return seconds and logits of llama.cpp, which takes its own time, as we do."""
+        threads = _native.recommend_threads(_native.read_topology()).threads
+        with PeerProcess(self.python, "llama_cpp_peer.py", "llama.cpp") as peer:
+            seconds, logits = peer.call(
+                "first_token", path=str(self.file(kind)), threads=threads, prompt=self.prompt
+            )
+        return seconds, logits
+
+    def check(self, kind: str, *, is_cached: bool) -> str:
+        """Say what is wrong with a load; ``ok`` if nothing is."""
+        if is_cached:
+            self.ours(kind, is_cached=True)  # Fills the cache.
+        ours = self.ours(kind, is_cached=is_cached)
+        want = torch.tensor(self.theirs(kind)[1])
+        distance = ((torch.tensor(ours["logits"]) - want).norm() / want.norm()).item()
+        if distance > TYPES[kind]:
+            return f"logits are {distance:.3f} from llama.cpp's, more than {TYPES[kind]}"
+        bound = ours["packed_bytes"] + ours["layer_bytes"] + SLACK_BYTES
+        if ours["peak_bytes"] > bound:
+            return f"{ours['peak_bytes'] >> 20} MiB of memory, more than {bound >> 20}"
+        return "ok" if ours["num_progress_calls"] > 1 else "no progress was told"
+
+
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases.
+
+    Args:
+        quick: a tiny model.
+        with_peers: must be true: without llama.cpp there is nothing to compare with.
+    """
+    if not with_peers:
+        raise UnsupportedError("bench.load", "the rival is llama.cpp: give --with-peers")
+    disable_progress_bar()
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = _Bench(scratch, QUICK_SHAPE if quick else SHAPE)
+        for kind in TYPES:
+            for is_cached in (False, True):
+                yield BenchCase(
+                    name=f"type={kind} start={'cached' if is_cached else 'cold'}",
+                    unit="ms",
+                    ours=partial(_time_ours, bench, kind, is_cached=is_cached),
+                    check=partial(bench.check, kind, is_cached=is_cached),
+                    baseline=partial(_time_theirs, bench, kind),
+                    baseline_name="llama.cpp",
+                )
+
+
+def _time_ours(bench: _Bench, kind: str, *, is_cached: bool) -> float:
+    return bench.ours(kind, is_cached=is_cached)["seconds"] * 1e3
+
+
+def _time_theirs(bench: _Bench, kind: str) -> float:
+    return bench.theirs(kind)[0] * 1e3

@@ -1,0 +1,91 @@
+"""Loads one model in a process of its own, gives its first token, and says what that took.
+
+``python -m tandem.bench.serving.load_child MODEL CACHE TOKENS``: MODEL as of ``tandem serve``,
+CACHE a folder or ``off``, TOKENS of a prompt, by commas. Prints one JSON object. The clock starts
+when everything is imported, as it does for the rival.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tandem._native import AlignedBuffer, ThreadPool, read_topology, recommend_threads
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
+
+__all__ = ["main"]
+
+
+PAGE_BYTES = 4096
+WRITE_TIMEOUT_S = 900.0
+"""For the packed weights to come to the disk, after the clock has stopped."""
+
+
+def read_memory() -> int:
+    """Return the bytes of memory that are this process's own: no file's pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Touch as much memory as a model takes, and give it back.
+
+    The host of a virtual machine supplies memory at the first touch since it was started, at a
+    tenth of the speed of clearing it. A rival that maps its file needs none, ours does: without
+    this the first rounds measure the host and the later ones us.
+    """
+    memory = AlignedBuffer(size_bytes, hugepages=True).array()
+    memory[::PAGE_BYTES] = 1
+
+
+def main(model: str, cache: str, prompt: list[int]) -> dict[str, object]:
+    """Load, prefill, and return what it took: seconds, bytes, the first token and its logits."""
+    pool = ThreadPool(recommend_threads(read_topology()).threads)
+    before, peak, calls = read_memory(), 0, 0
+
+    def note(*_: object) -> None:
+        nonlocal peak, calls
+        peak, calls = max(peak, read_memory()), calls + 1
+
+    # Once before the clock starts: it imports the model's classes.
+    planned = plan_model(model, dtype="bfloat16", packed_cache=cache)
+    touch_memory(planned.weight_bytes)
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    plan = plan_model(model, dtype="bfloat16", packed_cache=cache)
+    loaded = load_model(plan, pool, note, is_written_behind=True)
+    block_size = 64
+    num_blocks = -(-len(prompt) // block_size)
+    kv = loaded.allocate_kv(num_blocks, block_size=block_size)
+    chunk = SequenceChunk(prompt, 0, list(range(num_blocks)), "last")
+    logits = loaded.forward(PagedBatch.build([chunk], block_size), kv)[-1]
+    token = int(logits.argmax())
+    seconds, cpu_seconds = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    note()
+    if loaded.packed_writer is not None:
+        loaded.packed_writer.start()
+        loaded.packed_writer.wait(WRITE_TIMEOUT_S)
+    layers: dict[str, int] = {}
+    for matrix in plan.matrices:
+        layer = ".".join(matrix.module.split(".")[:3])
+        layers[layer] = layers.get(layer, 0) + matrix.plain_bytes
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "token": token,
+        "logits": logits.tolist(),
+        "peak_bytes": peak - before,
+        "packed_bytes": plan.weight_bytes,
+        "layer_bytes": max(layers.values()),
+        "num_progress_calls": calls,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    outcome = main(sys.argv[1], sys.argv[2], [int(text) for text in sys.argv[3].split(",")])
+    sys.stdout.write(json.dumps(outcome) + "\n")

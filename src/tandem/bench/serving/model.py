@@ -1,0 +1,364 @@
+"""`tandem bench model`: some layers of large MoE models with experts in each weight format.
+
+The shapes are Qwen3-30B-A3B's with six of its 48 layers and, in the cases named ``mla``,
+DeepSeek-V2-Lite's with four of its 27, both with a vocabulary of 32,000 and random weights: large
+enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
+rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
+ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
+must be near transformers', as far as the format's own error; the peer's as well.
+
+The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
+tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
+prefill is left to `tandem bench moe` and `linear`, whose operators bound it.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from tandem import _native
+from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.core.errors import CapacityError
+from tandem.core.spec import ModelSpec
+from tandem.models.families import find_family
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.planner import describe_model, plan_model
+
+__all__ = [
+    "LATENT_SHAPE",
+    "QUICK_SHAPE",
+    "SHAPE",
+    "make_cases",
+    "write_random_model",
+    "write_random_weights",
+]
+
+FORMATS = ("int8g128", "int4g32", "bf16")
+LINEAR_FORMATS = {
+    "qwen3_moe": {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"},
+    "deepseek_v2": {"int8g128": "int8g64", "int4g32": "int8g64", "bf16": "bf16"},
+}
+"""Of the other matrices, by model; llama.cpp's quantiser gives some of them more bits as well.
+V2-Lite's dense layer has 10,944 columns, which are no whole groups of 128."""
+LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
+"""Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
+one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
+in everything else, on both sides: 0.03 is seen between two that are right."""
+PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6}
+"""The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
+0.080 off in q8_0, with AVX-512."""
+LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
+PEERS = {
+    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
+}
+"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
+``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
+DECODE_CONTEXT = 128
+SPARE = 64
+"""Tokens of context a sequence, for what is decoded in a measurement."""
+PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
+LATENT_SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "vocab_size": 32_000,
+}
+"""Queries are compressed as in DeepSeek-V2, V3 and Kimi-K2: those of V2-Lite are not, and the peers
+read such a model with 27 layers only."""
+QUICK_LATENT_SHAPE = LATENT_SHAPE | {
+    "q_lora_rank": 128,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 32_000,
+}
+QUICK_SHAPE = SHAPE | {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+
+
+class _LlamaCpp:
+    """llama.cpp or its fork in one type, in a process of its own."""
+
+    def __init__(
+        self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
+    ) -> None:
+        python = install_peer(peer.replace(".", "-"), PEERS[peer])
+        self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
+        isa = self._process.call(
+            "load",
+            path=str(path),
+            threads=threads,
+            context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
+            num_sequences=num_sequences,
+        )
+        self.name = f"{peer} {kind} {isa}"
+
+    def score(self, prompt: list[int]) -> torch.Tensor:
+        return torch.tensor(self._process.call("score", prompt=prompt))
+
+    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
+        return self._process.call(phase, prompts=prompts)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _Bench:
+    """One random model; each side is loaded when the first case needs it, one format at a time."""
+
+    def __init__(self, folder: Path, model_type: str, shape: Mapping[str, int]) -> None:
+        self._folder = folder
+        self._model_type = model_type
+        self._shape = shape
+        self._linear_formats = LINEAR_FORMATS[model_type]
+        self._ours: tuple[str, EngineDriver] | None = None
+        self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
+
+    @cached_property
+    def folder(self) -> Path:
+        write_random_model(self._folder, self._shape, model_type=self._model_type)
+        return self._folder
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return describe_model(self.folder)
+
+    @cached_property
+    def threads(self) -> int:
+        return _native.recommend_threads(_native.read_topology()).threads
+
+    @cached_property
+    def rival(self) -> TransformersDriver:
+        return TransformersDriver(self.folder, "grouped_mm", "bfloat16")
+
+    @cached_property
+    def bandwidth(self) -> torch.Tensor:
+        """Bytes to read, far more than a cache holds."""
+        return torch.ones(64 << 20, dtype=torch.float32)
+
+    def ours(self, weight_format: str) -> EngineDriver:
+        if self._ours is None or self._ours[0] != weight_format:
+            self._ours = None  # Two formats at once may not fit.
+            driver = EngineDriver(
+                self.folder, "bfloat16", weight_format, self._linear_formats[weight_format]
+            )
+            self._ours = (weight_format, driver)
+        return self._ours[1]
+
+    def llama(self, peer: str, weight_format: str, batch: int) -> _LlamaCpp:
+        """A peer in the type nearest to a format, loaded."""
+        kind = LLAMA_TYPES[weight_format]
+        key = (peer, kind, batch)
+        if self._llama is None or self._llama[0] != key:
+            self.close()
+            self._llama = (key, _LlamaCpp(self.folder, peer, kind, self.threads, batch))
+        return self._llama[1]
+
+    def close(self) -> None:
+        if self._llama is not None:
+            self._llama[1].close()
+            self._llama = None
+
+    def case(
+        self, weight_format: str, phase: Phase, tokens: int, batch: int, peer: str | None
+    ) -> BenchCase:
+        """Make a case against a peer by name, or against transformers."""
+        prompts: list[list[int]] = []
+
+        def find_peer() -> _LlamaCpp | None:
+            return None if peer is None else self.llama(peer, weight_format, batch)
+
+        def check() -> str:
+            generator = torch.Generator().manual_seed(tokens * batch)
+            shape = (batch, tokens)
+            vocab_size = self.spec.vocab_size
+            prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
+            got = self.ours(weight_format).score(prompts[0][:64])
+            want = self.rival.score(prompts[0][:64])
+            error = _compare(got, want)
+            if not error < LARGEST_ERROR[weight_format]:
+                return f"logits differ by {error:.4f}"
+            self.ours(weight_format).measure(phase, prompts)
+            rival = find_peer()
+            if rival is not None:
+                error = _compare(rival.score(prompts[0][:64]), want)
+                if not error < PEER_LARGEST_ERROR[weight_format]:
+                    return f"logits of {rival.name} differ by {error:.4f}"
+            return "ok"
+
+        def measure_rival() -> float:
+            rival = find_peer()
+            if rival is not None:
+                return rival.measure(phase, prompts)
+            return self.rival.measure(phase, prompts, self.threads)
+
+        def name_rival() -> str:
+            rival = find_peer()
+            return self.rival_name if rival is None else rival.name
+
+        words = f"tokens={tokens}" if phase == "prefill" else f"batch={batch}"
+        if peer is not None:
+            words += f" peer={peer}"
+        is_decode = phase == "decode"
+        model = "mla " if self._model_type == "deepseek_v2" else ""
+        return BenchCase(
+            name=f"{model}format={weight_format} phase={phase} {words}",
+            unit="ms",
+            ours=lambda: self.ours(weight_format).measure(phase, prompts),
+            check=check,
+            baseline=measure_rival,
+            baseline_name=lambda: f"{name_rival()} threads={self.threads}",
+            ceiling=(lambda: self._measure_reading(weight_format, batch)) if is_decode else None,
+        )
+
+    @property
+    def rival_name(self) -> str:
+        return "transformers grouped_mm bfloat16"
+
+    def _measure_reading(self, weight_format: str, batch: int) -> float:
+        """Milliseconds that reading a decode step's weights takes, from one reading just now."""
+        torch.set_num_threads(self.threads)
+        seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
+        spec = self.spec
+        linear = self._linear_formats[weight_format]
+        plan = plan_model(self.folder, expert_format=weight_format, linear_format=linear)
+        share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
+        others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
+        return (plan.expert_bytes * share + others) * seconds_per_byte * 1e3
+
+
+def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
+    """Yield the cases, a format after the other.
+
+    Args:
+        quick: a tiny model and the ends of the ranges.
+        with_peers: the baselines are llama.cpp and its fork where they have the format, installed
+            if need be, each with cases of its own.
+    """
+    disable_progress_bar()
+    if not quick:
+        _check_memory()
+    shapes: dict[str, Mapping[str, int]] = {
+        "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
+        "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
+    }
+    for model_type, shape in shapes.items():
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            bench = _Bench(Path(scratch), model_type, shape)
+            stack.callback(bench.close)
+            yield from _list_cases(bench, quick=quick, with_peers=with_peers)
+
+
+def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:
+    for weight_format in FORMATS:
+        has_peers = with_peers and weight_format in LLAMA_TYPES
+        for peer in PEERS if has_peers else [None]:
+            for batch in BATCHES[::2] if quick else BATCHES:
+                yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
+            for tokens in PREFILLS[:1] if quick else PREFILLS:
+                yield bench.case(weight_format, "prefill", tokens, 1, peer)
+
+
+def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the median token: where two experts score alike, one may go to the other."""
+    return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
+
+
+def _check_memory() -> None:
+    """Refuse where both models, 7 GB in bfloat16 each, would not fit."""
+    needed, free = 17 << 30, _native.read_topology().memory_available_bytes
+    if free < needed:
+        raise CapacityError(
+            "bench.model", f"{free >> 20} MiB of memory free: two models need {needed >> 20}"
+        )
+
+
+def write_random_model(
+    folder: Path,
+    shape: Mapping[str, int],
+    max_position_embeddings: int = 4096,
+    *,
+    model_type: str = "qwen3_moe",
+) -> None:
+    """Write a checkpoint of random bfloat16 weights, a layer a file."""
+    config = AutoConfig.for_model(
+        model_type,
+        **shape,
+        max_position_embeddings=max_position_embeddings,
+        norm_topk_prob=model_type == "qwen3_moe",
+        dtype="bfloat16",
+    )
+    write_random_weights(folder, config)
+
+
+def write_random_weights(folder: Path, config: Any) -> None:
+    """Write a checkpoint of random bfloat16 weights of a configuration, a layer a file."""
+    family = find_family(config.model_type)
+    assert family is not None, config.model_type
+    config.architectures = [family.architecture]
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, meta in build_skeleton(config).state_dict().items():
+        parts = name.split(".")
+        file = f"{parts[2]:>02}" if parts[1] == "layers" else "rest"
+        # Norms of one, matrices that keep the size of what passes through.
+        weight = torch.ones(meta.shape, dtype=torch.bfloat16)
+        if meta.dim() > 1:
+            weight.normal_(0, meta.shape[-1] ** -0.5, generator=generator)
+        files.setdefault(f"model-{file}.safetensors", {})[name] = weight
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

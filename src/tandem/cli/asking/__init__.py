@@ -1,0 +1,1 @@
+"""Commands that ask a server for text, and what they share."""

@@ -1,0 +1,107 @@
+"""``tandem chat``: a conversation in the terminal."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+
+from tandem.cli.asking.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
+from tandem.cli.asking.stream import StreamResult, stream_events
+from tandem.cli.asking.terminal_input import make_reader
+from tandem.core.errors import TandemError
+
+__all__ = ["chat"]
+
+HELP = """\
+/clear   forget the conversation
+/exit    end it (so does Ctrl-D)
+/help    show this
+A line that ends in \\ continues on the next. In a terminal Alt-Enter starts a new line, the arrow
+keys edit and recall earlier turns, and Ctrl-C stops an answer.
+"""
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")] = "demo",
+    url: Annotated[str | None, typer.Option(help="A running server, instead of our own.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key for --url.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length of our server.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Say this instead of asking; may be repeated.")
+    ] = None,
+    adapter: AdapterFlag = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
+) -> None:
+    """Talk to a model; every answer is followed by its prompt and eval rates."""
+    flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
+    if adapter is not None:
+        flags += list_adapter_flags(adapter, url)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options |= {} if adapter is None else {"model": ADAPTER_NAME}
+    start: list[dict[str, str]] = []
+    if system is not None:
+        start.append({"role": "system", "content": system})
+    messages = list(start)
+    with connect(model, url, api_key, flags) as client:
+        if prompt is not None:
+            turns = iter(prompt)
+        else:
+            if not json:
+                sys.stdout.write("/help lists the commands.\n")
+            turns = iter(make_reader(), None)
+        for text in turns:
+            if prompt is None and text.startswith("/") and "\n" not in text:
+                if text == "/exit":
+                    break
+                if text == "/clear":
+                    messages = list(start)
+                elif text == "/help":
+                    sys.stdout.write(HELP)
+                else:
+                    sys.stderr.write(f"no command {text}: /help lists them\n")
+                continue
+            if not text:
+                continue
+            messages.append({"role": "user", "content": text})
+            answer = _answer(client, messages, options, echo=not json)
+            if answer is None:
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer.text})
+            if json:
+                sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+                sys.stdout.flush()
+            else:
+                sys.stdout.write("\n" + answer.describe_rates())
+
+
+def _answer(
+    client: httpx.Client, messages: list[dict[str, str]], options: dict[str, Any], *, echo: bool
+) -> StreamResult | None:
+    """Stream one answer; an error is printed and ends the turn, not the conversation."""
+    body = {"messages": messages, **{k: v for k, v in options.items() if v is not None}}
+    begin_s = time.perf_counter()
+    result = StreamResult()
+    try:
+        for event in stream_events(client, "/v1/chat/completions", body):
+            result.take(event, time.perf_counter() - begin_s)
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                result.text += piece
+                if echo:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+    except (TandemError, httpx.HTTPError) as error:
+        sys.stderr.write(f"\n{error}\n")
+        return None
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped\n")
+    result.total_s = time.perf_counter() - begin_s
+    return result

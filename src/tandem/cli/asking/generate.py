@@ -1,0 +1,83 @@
+"""``tandem generate``: continue a prompt once."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+
+from tandem.cli.asking.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
+from tandem.cli.asking.stream import StreamResult, stream_events
+from tandem.cli.output import JsonFlag, print_json
+from tandem.core.errors import ConfigError, InternalError
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")] = "demo",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file; - is stdin.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A running server, instead of our own.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key for --url.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text.")] = None,
+    adapter: AdapterFlag = None,
+    rates: Annotated[bool, typer.Option(help="Print rates to standard error.")] = True,
+    json: JsonFlag = False,
+) -> None:
+    """Write how the model continues a prompt."""
+    text = _read_prompt(prompt, file)
+    body = {
+        "prompt": text,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
+    body = {key: value for key, value in body.items() if value is not None}
+    if adapter is not None:
+        body["model"] = ADAPTER_NAME
+    flags = [] if adapter is None else list_adapter_flags(adapter, url)
+    result = StreamResult()
+    with connect(model, url, api_key, flags) as client:
+        begin_s = time.perf_counter()
+        try:
+            for event in stream_events(client, "/v1/completions", body):
+                result.take(event, time.perf_counter() - begin_s)
+                for choice in event["choices"]:
+                    result.text += choice["text"]
+                    if not json:
+                        sys.stdout.write(choice["text"])
+                        sys.stdout.flush()
+        except httpx.HTTPError as error:
+            raise InternalError("cli.generate", f"the server is gone: {error}") from error
+        result.total_s = time.perf_counter() - begin_s
+    if json:
+        print_json(result)
+    else:
+        sys.stdout.write("\n")
+        if rates:
+            sys.stderr.write(result.describe_rates())
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ConfigError(
+            "cli.generate", "give the prompt by --prompt or by --file", field="prompt"
+        )
+    if prompt is not None:
+        return prompt
+    assert file is not None
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("cli.generate", f"cannot read {file}: {error}", field="file") from error

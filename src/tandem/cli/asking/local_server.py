@@ -1,0 +1,123 @@
+"""A server of one's own for commands that need one: ``tandem chat`` and ``tandem generate``."""
+
+import contextlib
+import queue
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from tandem.core.config import child_environment
+from tandem.core.errors import ConfigError, InternalError
+
+__all__ = ["ADAPTER_NAME", "AdapterFlag", "connect", "list_adapter_flags"]
+
+ADAPTER_NAME = "adapter"
+"""Of the one adapter, on a server of one's own."""
+
+AdapterFlag = Annotated[
+    Path | None, typer.Option(help="Folder of a LoRA adapter, for our own server.")
+]
+
+START_TIMEOUT_S = 1800.0
+"""A large model is read from a slow disk in less."""
+STOP_TIMEOUT_S = 20.0
+TIMEOUT = httpx.Timeout(30.0, read=3600.0)
+"""A long prompt on a slow machine is silent for a while before its first token."""
+
+
+def list_adapter_flags(adapter: Path, url: str | None) -> list[str]:
+    """Return the flags of a server of one's own that serves an adapter as ``ADAPTER_NAME``.
+
+    Raises: ConfigError (a running server, which has adapters of its own).
+    """
+    if url is not None:
+        what = "--url and --adapter: ask a running server for its adapter by name: give one of both"
+        raise ConfigError("cli.connect", what, field="adapter")
+    return ["--adapter", f"{ADAPTER_NAME}={adapter}"]
+
+
+@contextlib.contextmanager
+def connect(
+    model: str, url: str | None, api_key: str | None, server_flags: list[str]
+) -> Iterator[httpx.Client]:
+    """Give an HTTP client of the server at ``url``, or of one started for the occasion.
+
+    A started server listens on loopback, asks for a key made for this run, and ends with the
+    context. Raises: InternalError with the server's last lines if it does not start.
+    """
+    if url is not None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        with httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False
+        ) as client:
+            yield client
+        return
+    key = secrets.token_urlsafe(24)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A process's environment is readable by its owner only, its arguments by every user.
+        env=child_environment({"TANDEM_SERVER__API_KEY": key}),
+    )
+    try:
+        base_url = _wait_for_url(process)
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(
+            base_url=base_url, headers=headers, timeout=TIMEOUT, trust_env=False
+        ) as client:
+            yield client
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    lines: queue.Queue[str] = queue.Queue()
+    tail: list[str] = []
+    threading.Thread(target=_pump, args=(process.stdout, lines.put), daemon=True).start()
+    threading.Thread(target=_pump, args=(process.stderr, tail.append), daemon=True).start()
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    with Console(stderr=True).status("loading the model"):
+        while time.monotonic() < deadline_s:
+            try:
+                line = lines.get(timeout=0.2)
+            except queue.Empty:
+                if process.poll() is not None:
+                    break
+                continue
+            if match := re.search(r"https?://\S+", line):
+                return match.group(0)
+    raise InternalError("cli.start_server", f"the server did not start: {_find_reason(tail)}")
+
+
+def _find_reason(lines: list[str]) -> str:
+    """Return the error that ended a server, or its last lines if it names none."""
+    for number, line in enumerate(lines):
+        if line.startswith("tandem: "):
+            return "".join([line.removeprefix("tandem: "), *lines[number + 1 :]]).strip()
+    return "its last lines are\n" + "".join(lines[-15:])
+
+
+def _pump(stream: IO[str], put: Callable[[str], None]) -> None:
+    with stream:
+        for line in stream:
+            put(line)

@@ -1,0 +1,83 @@
+"""``tandem bench NAME``: run a benchmark, ours and its rivals interleaved."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tandem.bench.harness import describe_run, format_record, run_cases
+from tandem.core.errors import NotFoundError, UnsupportedError
+
+__all__ = ["bench"]
+
+BENCHES = {
+    "attention": "tandem.bench.operators.attention",
+    "cluster": "tandem.bench.serving.cluster",
+    "engine": "tandem.bench.serving.engine",
+    "families": "tandem.bench.serving.families",
+    "finetune": "tandem.bench.finetune",
+    "linear": "tandem.bench.operators.linear",
+    "load": "tandem.bench.serving.load",
+    "model": "tandem.bench.serving.model",
+    "moe": "tandem.bench.operators.moe",
+    "sampling": "tandem.bench.operators.sampling",
+    "store": "tandem.bench.store",
+    "store-disk": "tandem.bench.store_disk",
+    "transfer": "tandem.bench.transfer",
+}
+"""Name to module; a module has ``make_cases(quick=...)``."""
+WITH_PEERS = ("load", "model", "moe", "store", "transfer")
+"""Those that take ``with_peers=...`` as well."""
+
+QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
+FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JSON lines to a file; - is stdout.")
+    ] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Cases to run; may be repeated.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer rounds; ends within 40 s.")] = False,
+    with_peers: Annotated[
+        bool, typer.Option(help="Install and measure rivals that are not dependencies.")
+    ] = False,
+) -> None:
+    """Measure; print one line and one JSON record per case."""
+    if name not in BENCHES:
+        raise NotFoundError("cli.bench", f"no benchmark {name!r}: there is {', '.join(BENCHES)}")
+    if with_peers and name not in WITH_PEERS:
+        what = f"no peers for {name}: --with-peers is for {', '.join(WITH_PEERS)}"
+        raise UnsupportedError("cli.bench", what)
+    peers = {"with_peers": True} if with_peers else {}
+    module = importlib.import_module(BENCHES[name])
+    lines: list[bytes] = []
+    failed = False
+    for record in run_cases(
+        name,
+        module.make_cases(quick=quick, **peers),
+        patterns=cases or ["*"],
+        budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
+        rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,
+    ):
+        failed |= record.check != "ok"
+        line = msgspec.json.encode(record)
+        lines.append(line)
+        if json is not None and str(json) == "-":
+            sys.stdout.buffer.write(line + b"\n")
+        else:
+            sys.stdout.write(format_record(record) + "\n")
+        sys.stdout.flush()
+    if json is not None and str(json) != "-":
+        json.write_bytes(b"\n".join(lines) + b"\n")
+    # After the cases: what was imported meanwhile is part of the description.
+    facts = " ".join(f"{key}={value!r}" for key, value in describe_run().items())
+    sys.stderr.write(f"{facts} with_peers={with_peers}\n")
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,87 @@
+"""``tandem convert``: pack a model's experts ahead, or write its weights in another format."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem.cli.output import JsonFlag, print_json
+
+__all__ = ["convert"]
+
+MIB = 1 << 20
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")],
+    weight_format: Annotated[
+        str, typer.Option("--format", help="Pack routed experts: int8, int4, bf16, ...")
+    ] = "",
+    to: Annotated[
+        str, typer.Option(help="Write a checkpoint: bf16, fp8, int8g128, int4g32, ...")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="With --to: the folder to make.")] = None,
+    packed_cache: Annotated[
+        str, typer.Option(help="Folder to keep them in; auto is under ~/.cache/tandem.")
+    ] = "auto",
+    rules: Annotated[Path | None, typer.Option(help="YAML rule file; may name formats.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything again and compare checksums.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Pack routed experts for the CPU (--format), or write a checkpoint in another format (--to).
+
+    `tandem serve MODEL --model.expert-format FORMAT` packs the same while it loads. An interrupted
+    run of --format goes on where it was; a changed model, format or layout is packed anew. --to
+    writes safetensors that load again, here and elsewhere; interrupted, it leaves nothing behind
+    under the name of --out.
+    """
+    from tandem.models.loading.hub import resolve_folder
+
+    if bool(weight_format) == bool(to):
+        raise typer.BadParameter("give --format or --to")
+    if bool(to) != (out is not None):
+        raise typer.BadParameter("--to FORMAT and --out FOLDER go together")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=json, transient=True) as bars:
+        task = bars.add_task(model, total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bars.update(task, completed=done, total=total or None, description=what)
+
+        if out is not None:
+            from tandem.models.export import export_checkpoint
+
+            exported = export_checkpoint(resolve_folder(model), to, out, progress=show)
+            text = (
+                f"{exported.folder}: {exported.num_coded} matrices in {exported.weight_format}, "
+                f"{exported.num_tensors} tensors, {exported.size_bytes / MIB:.0f} MiB "
+                f"({exported.source_bytes / MIB:.0f} MiB before)\n"
+            )
+            fields = asdict(exported)
+        else:
+            from tandem.models.convert import convert_model
+
+            packed = convert_model(
+                resolve_folder(model),
+                weight_format,
+                packed_cache=packed_cache,
+                rules=rules,
+                is_verified=verify,
+                progress=show,
+            )
+            text = (
+                f"{packed.folder}: {packed.num_files} files in {packed.weight_format}, "
+                f"{packed.size_bytes / MIB:.0f} MiB ({packed.source_bytes / MIB:.0f} MiB before); "
+                f"{packed.num_packed} packed now, {packed.num_files - packed.num_packed} were "
+                "there\n"
+            )
+            fields = asdict(packed)
+    if json:
+        print_json(fields)
+    else:
+        sys.stdout.write(text)

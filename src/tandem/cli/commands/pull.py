@@ -1,0 +1,36 @@
+"""``tandem pull``: download a model."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tandem.cli.output import JsonFlag, print_json
+
+__all__ = ["pull"]
+
+
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ID", help="Model id on the hub.")],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
+    json: JsonFlag = False,
+) -> None:
+    """Download a model through huggingface_hub; an interrupted download resumes.
+
+    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere.
+    """
+    from tandem.models.loading.hub import pull as pull_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), disable=json, transient=True) as bars:
+        task = bars.add_task(model, total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bars.update(task, completed=done, total=total or None, description=what)
+
+        folder = pull_model(model, revision=revision, progress=show)
+    if json:
+        print_json({"model": model, "revision": revision, "folder": str(folder)})
+    else:
+        sys.stdout.write(f"{folder}\n")

@@ -1,0 +1,213 @@
+"""``tandem serve``: the API server and its instance."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
+from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.adapter import read_sources
+from tandem.core.errors import ConfigError
+from tandem.core.logs import LogLevel, configure_logging
+from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.store.config import StoreConfig
+
+__all__ = ["serve"]
+
+LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
+
+
+@with_config_flags(SERVE_SETTINGS)
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Folder, GGUF file, hub id or `demo`.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Say what would run and why; load nothing.")
+    ] = False,
+    log_level: LogLevelFlag = LogLevel.WARNING,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP."""
+    resolved = load_config(config, flags, model=model)
+    settings = resolved.config
+    if not settings.model.path:
+        raise ConfigError(
+            "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
+        )
+    _check_store(settings.store)
+    if dry_run:
+        _show_plan(settings, json=json)
+        return
+    configure_logging("server", log_level)
+    asyncio.run(_serve(settings, log_level, json=json))
+
+
+def _check_store(store: StoreConfig) -> None:
+    """Refuse settings of the store that would be ignored.
+
+    Raises: ConfigError.
+    """
+    if store.memory_bytes and store.master:
+        raise ConfigError(
+            "cli.serve",
+            f"store.memory starts a store of the server's own, store.master joins {store.master}: "
+            "choose one of the two",
+            field="store.memory",
+        )
+    if store.ssd_dir and not (store.memory_bytes or store.master):
+        raise ConfigError(
+            "cli.serve",
+            "store.ssd_dir is a tier below the store's memory: give store.memory as well",
+            field="store.ssd_dir",
+        )
+
+
+def _show_plan(settings: Config, *, json: bool) -> None:
+    from tandem.engine.build import plan_engine
+
+    cluster = settings.cluster
+    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
+    rows = plan.rows()
+    if cluster.num_instances > 1:
+        roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
+        counts = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
+        rows.append(("instances", counts, "each as above, on its share of cores and memory"))
+    if json:
+        print_json({**msgspec.structs.asdict(plan), "rows": rows})
+        return
+    print_table(("what", "value", "why"), rows)
+
+
+async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
+    from tandem.engine.cluster.client import ClusterClient, make_specs
+    from tandem.engine.process.instance import InstanceSpec
+    from tandem.engine.process.store_child import StoreChild
+    from tandem.models.families import read_json
+    from tandem.models.loading.hub import resolve_folder
+    from tandem.models.loading.packed_cache import may_write_cache
+    from tandem.models.sources.gguf_files import find_gguf
+    from tandem.server.api.names import find_names
+    from tandem.server.api.sampling import load_sampling_defaults
+    from tandem.server.app import build_app
+    from tandem.server.run import RunningServer, run_server
+    from tandem.server.text.tokenizer import load_tokenizer
+
+    folder = resolve_folder(settings.model.path, revision=settings.model.revision)
+    if find_gguf(folder) is None:
+        # A folder without a model is refused before its tokenizer.
+        read_json(folder / "config.json")
+    sources, adapter_folder = read_sources(settings.model.adapter), settings.model.adapter_folder
+    names = find_names(settings.model.path, settings.server.served_model_name, folder)
+    for source in sources:
+        names.check_adapter_name(source.name)
+    with _show_loading(quiet=json) as on_stage:
+        async with contextlib.AsyncExitStack() as opened:
+            store = None
+            if settings.store.memory_bytes:
+                child = StoreChild(settings.store, settings.rpc, log_level=log_level)
+                store = (await opened.enter_async_context(child)).store
+            elif settings.store.master:
+                store = settings.store
+            common = InstanceSpec(
+                model=settings.model,
+                adapters=sources,
+                engine=settings.engine,
+                rpc=settings.rpc,
+                tiers=settings.tiers,
+                store=store,
+                kv_events=settings.kv_events,
+                log_level=log_level,
+            )
+            cluster = ClusterClient(
+                make_specs(settings.cluster, common),
+                settings.cluster,
+                on_stage=on_stage,
+                is_staggered=may_write_cache(settings.model.packed_cache, folder),
+            )
+            engine = await opened.enter_async_context(cluster)
+            app = build_app(
+                settings.server,
+                engine,
+                load_tokenizer(folder),
+                settings.model.path,
+                folder=folder,
+                defaults=load_sampling_defaults(folder),
+                adapter_folder=Path(adapter_folder) if adapter_folder else None,
+            )
+            started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
+            serving = asyncio.create_task(run_server(settings.server, app, started.set_result))
+            announcing = asyncio.create_task(_announce(engine, started, json=json))
+            try:
+                await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
+                if announcing.done() and announcing.exception() is not None:
+                    # The model cannot be served; the port must not pretend otherwise.
+                    (await started).stop()
+                await serving
+                if announcing.done():
+                    announcing.result()
+            finally:
+                announcing.cancel()
+                await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
+    """Print where it serves, once it does: the line that scripts wait for."""
+    info: InstanceInfo = await cluster.wait_ready()
+    running = await started
+    names = [each.name for each in cluster.instances]
+    if json:
+        print_json({"url": running.url, "instance": info, "instances": names})
+    else:
+        each = f"{', '.join(names)}, each:\n" if len(names) > 1 else ""
+        sys.stdout.write(f"{each}{_describe(info)}\nServing {info.model} at {running.url}\n")
+    sys.stdout.flush()
+
+
+def _describe(info: InstanceInfo) -> str:
+    kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    return (
+        f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
+        f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"
+        f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, "
+        f"{kv_bytes / 2**20:.0f} MiB; context {info.max_model_len} tokens"
+    )
+
+
+@contextlib.contextmanager
+def _show_loading(*, quiet: bool) -> Iterator[Any]:
+    """Give a callback that draws a bar on standard error while weights load."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True)
+    task = bars.add_task("loading", total=None, visible=not quiet)
+
+    is_drawn = False
+
+    def show(stage: StageChanged) -> None:
+        nonlocal is_drawn
+        if quiet or not console.is_terminal:
+            return
+        if stage.stage is InstanceStage.LOADING:
+            is_drawn = True
+            bars.start()
+            total = stage.total or None
+            bars.update(task, description=stage.detail, completed=stage.done, total=total)
+        else:
+            bars.stop()
+
+    try:
+        yield show
+    finally:
+        if is_drawn:  # Else it would print an empty line.
+            bars.stop()

@@ -1,0 +1,70 @@
+"""Child processes of the server: how one is started, told its settings, and ended.
+
+A child reads one line of settings from standard input and ends when that input ends, so it never
+outlives its server, however the server ends.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+
+from tandem.core.config import child_environment
+
+__all__ = ["end_child", "start_child", "write_settings"]
+
+EXIT_TIMEOUT_S = 5.0
+"""Time for a live child to finish its work."""
+LOST_TIMEOUT_S = 0.5
+"""For one that does not answer, or is ending: what waits for its successor waits for this too."""
+
+
+async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subprocess.Process:
+    """Start ``python -m module``, which waits for ``write_settings``; end it with ``end_child``.
+
+    Args:
+        module: the program.
+        stdout: as of ``asyncio.create_subprocess_exec``; None: ours.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=stdout,
+        # torch's OpenMP threads spin at every barrier by default; beside any other load on the
+        # same cores that turns steps of milliseconds into seconds (measured: 25 ms to 110 ms
+        # and more for 64 decodes on two busy cores). OpenMP reads this at load, so only here.
+        env=child_environment({"OMP_WAIT_POLICY": "PASSIVE"}),
+        # Ctrl-C in a terminal is for the server, which drains and then ends its children.
+        start_new_session=True,
+    )
+
+
+def write_settings(process: asyncio.subprocess.Process, spec: msgspec.Struct) -> None:
+    """Tell a child that was started what to do; once."""
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(spec) + b"\n")
+
+
+async def end_child(
+    process: asyncio.subprocess.Process, exited: "asyncio.Task[int]", *, is_lost: bool = False
+) -> None:
+    """End a process that may be gone, well, stuck or stopped; bounded in time.
+
+    Args:
+        process: from ``start_child``.
+        exited: its ``wait()``.
+        is_lost: it was well and no longer answers: it is not given the time to end by itself.
+    """
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        timeout_s = LOST_TIMEOUT_S if is_lost else EXIT_TIMEOUT_S
+        await asyncio.wait_for(asyncio.shield(exited), timeout_s)
+    except TimeoutError:
+        # A stopped process does not end by asking.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await exited

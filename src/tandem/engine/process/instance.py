@@ -1,0 +1,452 @@
+"""The instance process: one model, one engine, served over the control channel.
+
+Two threads. The main thread loads the model and runs the engine's steps; the other runs the
+control channel's event loop, so that a request is accepted, refused or cancelled while a step is
+computed. What a step produced goes to each server as one event.
+
+The process is started by ``tandem.engine.process.supervisor`` and gets its configuration as one
+line on standard input, later if it was started in advance. It ends when that input ends: it never
+outlives its server.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
+from tandem.core.clock import Clock, MonotonicClock
+from tandem.core.errors import CapacityError, TandemError
+from tandem.core.logs import configure_logging
+from tandem.core.timeline import InstanceTimeline, TimelineQuery
+from tandem.core.wire import (
+    WIRE_VERSION,
+    AddRequest,
+    CancelRequest,
+    ClosePeer,
+    ContinueRequest,
+    Empty,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    KvPeer,
+    ReleaseHold,
+    StageChanged,
+)
+from tandem.engine.config import EngineConfig, KvEventConfig
+from tandem.engine.kv_events import KvEventPublisher
+from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.stats import make_stats
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.counters import TierCounters
+from tandem.models.config import ModelConfig
+from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
+from tandem.store.config import StoreConfig
+from tandem.transfer.config import TransferConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.adapters import AdapterTable
+    from tandem.engine.build import BuiltEngine
+    from tandem.engine.disaggregation.exchange import KvExchange
+    from tandem.engine.tiers.planner import CostTierPlanner
+    from tandem.engine.tiers.service import TierService
+    from tandem.models.loading.packed_writer import PackedWriter
+
+__all__ = [
+    "INSTANCE_ROLE",
+    "PREPARE",
+    "SERVER_ROLE",
+    "InstanceRole",
+    "InstanceSpec",
+    "compat_facts",
+    "main",
+]
+
+logger = logging.getLogger(__name__)
+
+INSTANCE_ROLE = "instance"
+SERVER_ROLE = "server"
+IDLE_WAIT_S = 0.5
+PROGRESS_INTERVAL_S = 0.1
+STORE_TIMEOUT_S = 10.0
+"""For the first attempt to reach the store; an instance without it serves all the same."""
+
+
+PREPARE = b"\n"
+"""Instead of the configuration: import libraries, and then read that."""
+LIBRARIES = (
+    "tandem.engine.build",
+    "tandem.engine.disaggregation.exchange",
+    "tandem.engine.tiers.service",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""What an engine imports, whatever its model and settings."""
+
+InstanceRole = Literal["unified", "prefill", "decode"]
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an instance process is told."""
+
+    name: str = "instance-0"
+    endpoint: str = ""
+    """Chosen by the supervisor."""
+    role: InstanceRole = "unified"
+    cores: tuple[int, ...] = ()
+    """The CPUs that it computes on; empty: all that are allowed."""
+    num_siblings: Annotated[int, Meta(ge=1)] = 1
+    """Instances that share the machine's memory, this one included."""
+    model: ModelConfig
+    adapters: tuple[AdapterSource, ...] = ()
+    """Loaded before it serves; the reply to ``info`` says which could not be."""
+    engine: EngineConfig
+    rpc: RpcConfig
+    tiers: TierConfig = msgspec.field(default_factory=TierConfig)
+    store: StoreConfig | None = None
+    """Where KV outlives requests and this process; None: nowhere."""
+    transfer: TransferConfig | None = None
+    """How blocks go from prefill instances to decode instances, with the secret that they share;
+    None: this instance takes no part in that."""
+    kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
+    log_level: str = "info"
+
+
+def compat_facts() -> dict[str, str]:
+    """What a server and an instance must agree on before they speak."""
+    return {"wire_version": str(WIRE_VERSION)}
+
+
+class Instance:
+    """State that both threads share: the stage, the engine once it is there, who owns what."""
+
+    def __init__(self, spec: InstanceSpec) -> None:
+        self._spec = spec
+        self._server = RpcServer(
+            spec.endpoint,
+            identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
+            auth=Auth.local(),
+            config=spec.rpc,
+        )
+        self._stage = StageChanged(InstanceStage.STARTING)
+        self._api: InstanceApi | None = None
+        self._info: InstanceInfo | None = None
+        self._tier: TierService | None = None
+        self._exchange: KvExchange | None = None
+        self._events: KvEventPublisher | None = None
+        self._packed_writer: PackedWriter | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._register()
+
+    # The event loop's side.
+
+    def _register(self) -> None:
+        server = self._server
+        server.register("add", self._add, AddRequest, Empty)
+        server.on_event(self._take_event, CancelRequest | ReleaseHold)
+        server.register("continue", self._continue, ContinueRequest, bool)
+        server.register("info", self._get_info, Empty, InstanceInfo)
+        server.register("stats", self._get_stats, Empty, InstanceStats)
+        server.register("open_peer", self._open_peer, KvPeer, Empty)
+        server.register("close_peer", self._close_peer, ClosePeer, Empty)
+        server.register("timelines", self._list_timelines, TimelineQuery, list[InstanceTimeline])
+        server.register("load_adapter", self._load_adapter, AdapterSource, AdapterInfo)
+        server.register("unload_adapter", self._unload_adapter, UnloadAdapter, Empty)
+        server.register("flush_cache", self._flush_cache, Empty, int)
+        server.on_peer(lambda peer: peer.push(self._stage))
+        server.on_peer_lost(self._forget_peer)
+
+    def _require_api(self) -> InstanceApi:
+        if self._api is None:
+            raise CapacityError(
+                "instance.add", f"the model is not ready, stage {self._stage.stage}: try again"
+            )
+        return self._api
+
+    async def _add(self, peer: Peer, request: AddRequest) -> Empty:
+        await self._require_api().add(peer, request)
+        return Empty()
+
+    async def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
+        # A coroutine like ``_add``, which may have come in the same turn: it begins first.
+        return self._require_api().continue_request(peer, request)
+
+    def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
+        # The ``_add`` that it is about may have come in the same turn and begin in the next one.
+        if self._api is not None:
+            asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
+
+    async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
+        await self._require_api().open_peer(peer)
+        return Empty()
+
+    async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
+        await self._require_api().close_peer(message.name)
+        return Empty()
+
+    def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
+        self._require_api()
+        assert self._info is not None
+        return self._info
+
+    def _list_timelines(self, peer: Peer, query: TimelineQuery) -> list[InstanceTimeline]:
+        found = self._require_api().engine.list_timelines(query.request_ids)
+        name, role = self._spec.name, self._spec.role
+        return [msgspec.structs.replace(each, instance=name, role=role) for each in found]
+
+    async def _flush_cache(self, peer: Peer, _: Empty) -> int:
+        return await self._require_api().flush_cache()
+
+    async def _load_adapter(self, _: Peer, source: AdapterSource) -> AdapterInfo:
+        return await self._require_api().load_adapter(source)
+
+    async def _unload_adapter(self, _: Peer, message: UnloadAdapter) -> Empty:
+        await self._require_api().unload_adapter(message)
+        return Empty()
+
+    def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
+        if self._api is None:
+            return InstanceStats(stage=self._stage.stage)
+        assert self._info is not None
+        return make_stats(
+            self._stage.stage,
+            self._api.engine.get_stats(),
+            self._api.engine.counters,
+            TierCounters() if self._tier is None else self._tier.counters,
+            block_size=self._info.block_size,
+            reads=None if self._exchange is None else self._exchange.counters,
+        )
+
+    def _forget_peer(self, peer: Peer, error: TandemError) -> None:
+        if self._api is not None:
+            self._api.forget_peer(peer, error)
+
+    def _push_stage(self) -> None:
+        for peer in self._server.peers:
+            with contextlib.suppress(TandemError):
+                peer.push(self._stage)
+
+    # Both sides.
+
+    def set_stage(self, stage: StageChanged) -> None:
+        """Enter a stage, or report progress within one; any thread."""
+        if stage.stage is not self._stage.stage:
+            logger.info("event=stage stage=%s detail=%r", stage.stage, stage.detail)
+        self._stage = stage
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._push_stage)
+
+    def stop(self) -> None:
+        """Make the main thread return; any thread."""
+        self._stopping.set()
+
+    # The main thread's side.
+
+    def run(self) -> int:
+        """Serve until told to stop; return the process's exit status."""
+        channel = threading.Thread(target=self._run_channel, name="rpc", daemon=True)
+        started = threading.Event()
+        self._channel_started = started
+        channel.start()
+        started.wait()
+        try:
+            self._load()
+            self._run_engine()
+        except TandemError as error:
+            # The server reports the failure; an ERROR line here would print it twice.
+            logger.info("event=instance_failed error=%s", error)
+            self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
+            # The stage says why; a restart would fail alike, so the server decides.
+            self._stopping.wait()
+            return 1
+        finally:
+            if self._exchange is not None:
+                self._exchange.close()
+            if self._tier is not None:
+                self._tier.stop()
+            if self._events is not None:
+                self._events.close()
+            if self._packed_writer is not None:
+                self._packed_writer.close()
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._close_channel.set)
+                channel.join(timeout=5)
+        return 0
+
+    def _run_channel(self) -> None:
+        asyncio.run(self._serve_channel())
+
+    async def _serve_channel(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._close_channel = asyncio.Event()
+        async with self._server:
+            self._channel_started.set()
+            await self._close_channel.wait()
+
+    def _load(self) -> None:
+        begin_s = time.monotonic()
+        import_libraries()
+        from tandem.engine.build import build_engine
+
+        self.set_stage(StageChanged(InstanceStage.LOADING, "reading the configuration"))
+        reported_s = 0.0
+
+        def show(done: int, total: int, what: str) -> None:
+            nonlocal reported_s
+            now_s = time.monotonic()
+            if now_s - reported_s >= PROGRESS_INTERVAL_S or done == total:
+                reported_s = now_s
+                self.set_stage(StageChanged(InstanceStage.LOADING, what, done, total))
+
+        tiers = None if self._spec.store is None else self._spec.tiers
+        clock = MonotonicClock()
+        allocate = None
+        if self._spec.transfer is not None:
+            from tandem.engine.disaggregation.exchange import KvExchange
+
+            self._exchange = KvExchange(
+                self._spec.name, self._spec.role, self._spec.transfer, clock
+            )
+            allocate = self._exchange.allocate
+        built = build_engine(
+            self._spec.model,
+            self._spec.engine,
+            clock,
+            show,
+            tiers=tiers,
+            allocate=allocate,
+            num_siblings=self._spec.num_siblings,
+        )
+        adapters, loaded, failures = self._load_adapters(built)
+        if built.planner is not None and self._spec.store is not None:
+            self._open_tier(built, built.planner, self._spec.store, clock)
+        if self._exchange is not None:
+            layout, cache = built.cache.layout, built.cache
+            self._exchange.attach(
+                built.engine, built.identity, layout, cache.num_blocks, self._tier
+            )
+        if self._spec.kv_events.endpoint:
+            self._events = built.prefixes.observer = KvEventPublisher(
+                self._spec.kv_events,
+                block_size=built.cache.layout.block_size,
+                now=lambda: datetime.now(UTC).timestamp(),
+            )
+        self._info = msgspec.structs.replace(
+            built.info,
+            pid=os.getpid(),
+            load_seconds=time.monotonic() - begin_s,
+            adapters=loaded,
+            adapter_failures=failures,
+            kv_peer=None if self._exchange is None else self._exchange.peer,
+        )
+        reader = None if self._exchange is None else self._exchange.reader
+        self._api = InstanceApi(self._spec.name, built.engine, clock, self._tier, reader, adapters)
+        self.set_stage(StageChanged(InstanceStage.READY))
+        self._packed_writer = built.model.packed_writer
+        if self._packed_writer is not None:
+            self._packed_writer.start()
+
+    def _load_adapters(
+        self, built: "BuiltEngine"
+    ) -> "tuple[AdapterTable | None, list[AdapterInfo], dict[str, str]]":
+        """Return the table of adapters, what it begins with, and what could not be loaded."""
+        config = self._spec.model
+        if not (config.adapter or config.adapter_folder):
+            return None, [], {}
+        from tandem.engine.adapters import AdapterTable
+
+        folder = Path(config.adapter_folder).resolve() if config.adapter_folder else None
+        model = built.model.enable_adapters(config.max_adapters, built.cache.pool)
+        table = AdapterTable(model, built.engine, built.identity, folder)
+        return table, *table.load_first(self._spec.adapters)
+
+    def _open_tier(
+        self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
+    ) -> None:
+        from tandem.engine.tiers.service import TierService
+        from tandem.engine.tiers.store_tier import BlockMemory
+
+        layout = built.cache.layout
+        tier = TierService(
+            store,
+            self._spec.rpc,
+            self._spec.tiers,
+            BlockMemory(built.cache.view_bytes(), layout.bytes_per_block),
+            identity=built.identity.digest.hex(),
+            clock=clock,
+            on_load=planner.note_load,
+        )
+        built.engine.attach_transfers(tier)
+        tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)
+        self._tier = tier
+
+    def _run_engine(self) -> None:
+        api = self._require_api()
+        while not self._stopping.is_set():
+            if api.engine.wait_for_work(IDLE_WAIT_S):
+                api.deliver(api.engine.step())
+
+
+def read_spec(line: bytes) -> InstanceSpec:
+    """Decode the configuration line."""
+    return msgspec.json.decode(line, type=InstanceSpec)
+
+
+def import_libraries() -> None:
+    """Import what does not depend on the settings: nearly all of a start. Nothing if that is done.
+
+    Without the garbage collector, which spends a sixth of the time on objects that stay for good,
+    and never looks at them later.
+    """
+    gc.disable()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def _stop_at_end_of_input(instance: Instance) -> None:
+    """The server holds the other end of our standard input; when it is gone, so are we."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    logger.info("event=server_gone")
+    instance.stop()
+
+
+def main() -> int:
+    """Entry point of ``python -m tandem.engine.process.instance``."""
+    # Ctrl-C in a terminal goes to the whole group; the server drains first and then tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if line == PREPARE:
+        import_libraries()
+        line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # The server is gone, or does not need another instance.
+    spec = read_spec(line)
+    configure_logging(spec.name, spec.log_level)
+    if spec.cores:
+        # Later threads inherit the set; those of libraries have begun.
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), spec.cores)
+    instance = Instance(spec)
+    signal.signal(signal.SIGTERM, lambda _, __: instance.stop())
+    threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()
+    return instance.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""The methods that servers may call of a ready instance, and the owner of each request.
+
+Owns the sender of each live request. Calls come on the control channel's event loop; ``deliver`` is
+called by the thread that runs the engine's steps. Knows no sockets and no processes, so that the
+simulated world runs it as it is.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
+from tandem.core.clock import Clock
+from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.timeline import StoreLookup
+from tandem.core.wire import (
+    AddRequest,
+    CancelRequest,
+    ContinueRequest,
+    KvPeer,
+    ReleaseHold,
+    RequestOutput,
+    StepOutputs,
+    TierKv,
+)
+from tandem.engine.engine import Engine
+
+__all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"]
+
+logger = logging.getLogger(__name__)
+
+
+class ServerPeer(Protocol):
+    """A server, as ``tandem.rpc.Peer`` stands for it."""
+
+    def push_threadsafe(self, event: msgspec.Struct) -> None:
+        """Send an event; raises PeerLostError if the session is lost."""
+        ...
+
+
+class StoreLookups(Protocol):
+    """The store tier, as arriving requests ask it."""
+
+    async def count_stored(self, keys: Sequence[bytes]) -> int | None:
+        """Return how many leading blocks of a chain the store holds; None without an answer."""
+        ...
+
+    async def flush(self) -> int:
+        """Remove this identity's blocks from the store; return how many."""
+        ...
+
+
+class PeerOpener(Protocol):
+    """The reader of other instances' blocks, as a server tells it of them."""
+
+    async def open_peer(self, facts: KvPeer) -> None:
+        """Open an instance, or again if it has restarted."""
+        ...
+
+    async def close_peer(self, name: str) -> None:
+        """Forget an instance."""
+        ...
+
+
+class Adapters(Protocol):
+    """The adapters of the model; calls block."""
+
+    def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
+        """Load an adapter."""
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Take no further requests for one."""
+        ...
+
+
+class InstanceApi:
+    """Calls of servers to one engine.
+
+    Args:
+        name: of the instance.
+        engine: borrowed.
+        clock: the engine's.
+        tier: asked what the store holds; None: there is no store.
+        reader: of other instances' blocks; None: none are read.
+        adapters: of the model; None: it takes none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        clock: Clock,
+        tier: StoreLookups | None = None,
+        reader: PeerOpener | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.engine = engine
+        self._name = name
+        self._clock = clock
+        self._tier = tier
+        self._reader = reader
+        self._adapters = adapters
+        self._owners: dict[str, ServerPeer] = {}
+
+    @property
+    def num_owned(self) -> int:
+        """Requests whose sender is remembered: those that are live, or being added."""
+        return len(self._owners)
+
+    async def add(self, peer: ServerPeer, request: AddRequest) -> None:
+        """Queue a request.
+
+        Raises: as ``Engine.add``.
+        """
+        engine = self.engine
+        # The owner is known before the engine can produce anything for it.
+        owner = self._owners.setdefault(request.request_id, peer)
+        try:
+            num_stored_blocks, lookup = await self._look_up(request)
+            if owner is peer and self._owners.get(request.request_id) is not peer:
+                return  # Cancelled while the store was asked.
+            engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
+        except TandemError:
+            if owner is peer and not engine.is_live(request.request_id):
+                self._owners.pop(request.request_id, None)
+            raise
+
+    def continue_request(self, peer: ServerPeer, request: ContinueRequest) -> bool:
+        """Give a request its continuation; see ``ContinueRequest``.
+
+        Raises: as ``Engine.continue_request``.
+        """
+        if self._owners.get(request.request_id) is not peer:
+            return False
+        return self.engine.continue_request(request)
+
+    async def _look_up(self, request: AddRequest) -> tuple[int, StoreLookup | None]:
+        """Return how many leading blocks of a prompt the device or the store holds, and the lookup
+        that told.
+        """
+        if self._tier is None or not isinstance(request.kv_source, TierKv):
+            return 0, None
+        missing = self.engine.find_missing_blocks(request)
+        if not missing.keys:
+            return missing.num_cached, None
+        begin_s = self._clock.now_s()
+        num_found = await self._tier.count_stored(missing.keys)
+        lookup = StoreLookup(
+            asked_blocks=len(missing.keys),
+            found_blocks=num_found or 0,
+            seconds=self._clock.now_s() - begin_s,
+            is_answered=num_found is not None,
+        )
+        return missing.num_cached + lookup.found_blocks, lookup
+
+    def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:
+        """Cancel a request of this server, or release a hold; harmless if there is none."""
+        if isinstance(event, ReleaseHold):
+            self.engine.release_hold(event.request_id)
+        elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
+            event.request_id
+        ):
+            # Not added yet, or just ended.
+            self._owners.pop(event.request_id, None)
+
+    async def open_peer(self, facts: KvPeer) -> None:
+        """Let the engine read the blocks of another instance.
+
+        Raises: UnsupportedError (this instance reads from no other); as ``KvPeers.open``.
+        """
+        if self._reader is None:
+            raise UnsupportedError(
+                "instance.open_peer",
+                f"{self._name} reads the blocks of no other instance, so not of {facts.name}",
+            )
+        await self._reader.open_peer(facts)
+
+    async def close_peer(self, name: str) -> None:
+        """Forget another instance; harmless if it is not known."""
+        if self._reader is not None:
+            await self._reader.close_peer(name)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load an adapter from the folder that is set for that.
+
+        Raises: as ``AdapterTable.load``; UnsupportedError (the instance takes no adapters).
+        """
+        return await asyncio.to_thread(self._require_adapters().load, source, is_confined=True)
+
+    async def unload_adapter(self, message: UnloadAdapter) -> None:
+        """Take no further requests for an adapter.
+
+        Raises: NotFoundError; UnsupportedError (the instance takes no adapters).
+        """
+        await asyncio.to_thread(self._require_adapters().unload, message.digest)
+
+    def _require_adapters(self) -> Adapters:
+        if self._adapters is None:
+            what = f"{self._name} serves no adapters: set model.adapter or model.adapter_folder"
+            raise UnsupportedError("instance.load_adapter", what)
+        return self._adapters
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes, those in the store included; return the device's blocks freed.
+
+        Raises: TandemError (the store cannot be reached: its blocks are still there).
+        """
+        num_freed = self.engine.flush_cache()
+        if self._tier is not None:
+            await self._tier.flush()
+        return num_freed
+
+    def forget_peer(self, peer: ServerPeer, error: TandemError) -> None:
+        """Cancel the requests of a lost server."""
+        # The engine's thread removes owners meanwhile: iterate over a copy.
+        lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
+        logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
+        for request_id in lost:
+            if not self.engine.cancel(request_id):
+                self._owners.pop(request_id, None)
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Send each server the outputs of its requests; the engine's thread."""
+        by_peer: dict[ServerPeer, list[RequestOutput]] = {}
+        for output in outputs:
+            owner = (
+                self._owners.get(output.request_id)
+                if output.finish_reason is None
+                else self._owners.pop(output.request_id, None)
+            )
+            if owner is not None:
+                by_peer.setdefault(owner, []).append(output)
+        for peer, its_outputs in by_peer.items():
+            # A lost peer's requests are being cancelled on the other thread.
+            with contextlib.suppress(TandemError):
+                peer.push_threadsafe(StepOutputs(its_outputs))

@@ -1,0 +1,139 @@
+"""How an instance is started, reached and ended: what supervision needs of the system.
+
+``ProcessLauncher`` starts child processes; the simulated world has a launcher of its own.
+"""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tandem.engine.process.child_process import end_child, start_child, write_settings
+from tandem.engine.process.instance import PREPARE, SERVER_ROLE, InstanceSpec, compat_facts
+from tandem.engine.process.session import SessionClient
+from tandem.rpc import Auth, RpcClient, make_identity, make_runtime_dir
+
+__all__ = ["InstanceChild", "Launcher", "ProcessLauncher"]
+
+MODULE = "tandem.engine.process.instance"
+CONNECT_TIMEOUT_S = 120.0
+"""From the start of the process to its socket; loading comes after. Python on a cold, busy disk
+has been seen to take half a minute to import torch."""
+
+
+class InstanceChild(Protocol):
+    """One instance that was started."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def client(self) -> SessionClient:
+        """The channel to it; not connected yet."""
+        ...
+
+    async def wait(self) -> int:
+        """Return its exit status when it has ended. May be awaited several times."""
+        ...
+
+    async def end(self, *, is_lost: bool = False) -> None:
+        """End it, by force if it does not, soon if it no longer answers; bounded in time."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts instances for one supervisor, one at a time."""
+
+    async def start(self, spec: InstanceSpec) -> InstanceChild:
+        """Start an instance; its endpoint is chosen here. The caller ends it."""
+        ...
+
+    async def prepare(self) -> None:
+        """Do what the next start can do in advance; nothing if that has been done."""
+        ...
+
+    async def discard(self) -> None:
+        """Undo ``prepare``; nothing if there is nothing prepared."""
+        ...
+
+    async def close(self) -> None:
+        """Remove what starts have left behind; after the last instance has ended."""
+        ...
+
+
+class ProcessLauncher:
+    """Starts instances as child processes, reached by sockets in a folder of ours."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._num_started = 0
+        self._prepared: asyncio.subprocess.Process | None = None
+        """A process that imports libraries, and then waits for its settings."""
+
+    async def start(self, spec: InstanceSpec) -> "ChildInstance":
+        """See ``Launcher.start``."""
+        if self._folder is None:
+            self._folder = make_runtime_dir()
+        endpoint = f"ipc://{self._folder / f'{self._num_started}.sock'}"
+        self._num_started += 1
+        spec = msgspec.structs.replace(spec, endpoint=endpoint)
+        process, self._prepared = self._prepared, None
+        if process is None or process.returncode is not None:
+            process = await start_child(MODULE)
+        write_settings(process, spec)
+        client = RpcClient(
+            endpoint,
+            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
+            auth=Auth.local(),
+            config=msgspec.structs.replace(
+                spec.rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)
+            ),
+        )
+        return ChildInstance(process, client)
+
+    async def prepare(self) -> None:
+        """See ``Launcher.prepare``."""
+        if self._prepared is None:
+            self._prepared = await start_child(MODULE)
+            assert self._prepared.stdin is not None
+            self._prepared.stdin.write(PREPARE)
+
+    async def discard(self) -> None:
+        """See ``Launcher.discard``."""
+        process, self._prepared = self._prepared, None
+        if process is not None:
+            exited = asyncio.create_task(process.wait())
+            # It has nothing to finish, and does not look at its input before it has imported all.
+            await end_child(process, exited, is_lost=True)
+
+    async def close(self) -> None:
+        """See ``Launcher.close``."""
+        await self.discard()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ChildInstance:
+    """A child process; an ``InstanceChild``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: RpcClient) -> None:
+        self._process = process
+        self._exited = asyncio.create_task(process.wait())
+        self.client = client
+
+    @property
+    def pid(self) -> int:
+        """See ``InstanceChild.pid``."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """See ``InstanceChild.wait``."""
+        return await asyncio.shield(self._exited)
+
+    async def end(self, *, is_lost: bool = False) -> None:
+        """See ``InstanceChild.end``."""
+        await end_child(self._process, self._exited, is_lost=is_lost)

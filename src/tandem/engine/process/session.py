@@ -1,0 +1,235 @@
+"""One session with an instance process: its requests, its answers, its end.
+
+Owns the connection and the receiver of each live request's outputs; knows nothing of processes.
+A session that is lost gives every waiting request a last output that says so. All of it runs on one
+event loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
+from tandem.core.errors import DeadlineError, PeerLostError, TandemError
+from tandem.core.timeline import InstanceTimeline, TimelineQuery
+from tandem.core.wire import (
+    AddRequest,
+    CancelRequest,
+    ClosePeer,
+    ContinueRequest,
+    Empty,
+    FinishReason,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    KvPeer,
+    ReleaseHold,
+    RequestOutput,
+    StageChanged,
+    StepOutputs,
+)
+from tandem.rpc import Peer
+
+__all__ = ["InstanceSession", "SessionClient"]
+
+CALL_TIMEOUT_S = 30.0
+LOAD_TIMEOUT_S = 120.0
+"""Time-out of loading an adapter, whose file may be on a slow disk."""
+T = TypeVar("T")
+
+
+class SessionClient(Protocol):
+    """The control channel to one instance; ``tandem.rpc.RpcClient`` says what each part does."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls reach it."""
+        ...
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since it was heard; 0 while calls do not reach it."""
+        ...
+
+    def on_event(self, callback: Callable[[Peer, Any], None], event_type: Any) -> None:
+        """Set the receiver of its events; before it connects."""
+        ...
+
+    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
+        """Set the listener to its loss; before it connects."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *details: object) -> None: ...
+
+    async def call(
+        self, method: str, request: Any, response_type: type[T], *, timeout_s: float | None = None
+    ) -> T:
+        """Call a method of the instance."""
+        ...
+
+    def push(self, event: msgspec.Struct) -> None:
+        """Send an event."""
+        ...
+
+
+class InstanceSession:
+    """Speaks to one instance process, from its start to its loss.
+
+    Args:
+        client: the control channel, not connected yet. Owned.
+        on_stage: called with every change of stage but the last, and every step of progress.
+        on_ready: called once, when the instance serves, with what runs.
+    """
+
+    def __init__(
+        self,
+        client: SessionClient,
+        *,
+        on_stage: Callable[[StageChanged], None],
+        on_ready: Callable[[InstanceInfo], None],
+    ) -> None:
+        self._on_stage = on_stage
+        self._on_ready = on_ready
+        self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
+        self._ready = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._client = client
+        self._client.on_event(self._take_event, StepOutputs | StageChanged)
+        self._client.on_peer_lost(self._note_loss)
+
+    async def run(self) -> str:
+        """Connect, and stay until the session is lost; return why it was."""
+        try:
+            async with self._client as client:
+                waiter = asyncio.create_task(self._ready.wait())
+                await asyncio.wait((waiter, self._lost), return_when=asyncio.FIRST_COMPLETED)
+                waiter.cancel()
+                if not self._lost.done():
+                    self._on_ready(await client.call("info", Empty(), InstanceInfo))
+                return await self._lost
+        except TandemError as error:
+            return error.what
+        finally:
+            self._fail_sinks("the instance is gone: try again")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls reach the instance."""
+        return self._client.is_connected
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the instance was heard; 0 without a connection."""
+        return self._client.silence_s
+
+    async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
+        """Queue a request; see ``tandem.server.engine.EngineClient.submit`` for the errors.
+
+        Args:
+            request: with an id that is not live here.
+            put: called with each output, the last one with a finish reason, none after ``cancel``.
+                The first may come before this returns.
+        """
+        request_id = request.request_id
+        self._sinks[request_id] = put
+        try:
+            await self._client.call("add", request, Empty, timeout_s=CALL_TIMEOUT_S)
+        except BaseException as error:
+            # Given up or cancelled, it may have been accepted all the same.
+            if not isinstance(error, TandemError) or isinstance(error, DeadlineError):
+                self.cancel(request_id)
+            self._sinks.pop(request_id, None)
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """Let the instance stop a request; no output of it is passed on any more."""
+        self._sinks.pop(request_id, None)
+        with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
+            self._client.push(CancelRequest(request_id=request_id))
+
+    async def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request that awaits it its continuation; see ``ContinueRequest``."""
+        return await self._client.call("continue", message, bool, timeout_s=CALL_TIMEOUT_S)
+
+    def release_hold(self, request_id: str) -> None:
+        """Let an instance give up the blocks of a prefill; a lost one has done so."""
+        with contextlib.suppress(TandemError):
+            self._client.push(ReleaseHold(request_id=request_id))
+
+    async def open_peer(self, peer: KvPeer) -> None:
+        """Let the instance read the blocks of another; again when that one has restarted.
+
+        Raises: UnsupportedError (its KV may not be shared: names what differs; or the instance
+            reads from no other); PeerLostError; DeadlineError; PermissionDeniedError.
+        """
+        await self._client.call("open_peer", peer, Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def close_peer(self, name: str) -> None:
+        """Let the instance forget another; harmless if it does not know it."""
+        await self._client.call("close_peer", ClosePeer(name), Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def stats(self) -> InstanceStats:
+        """Return counters and gauges; raises PeerLostError if the session is lost."""
+        return await self._client.call("stats", Empty(), InstanceStats, timeout_s=CALL_TIMEOUT_S)
+
+    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
+        """Return what the instance knows of requests; see ``EngineClient.list_timelines``."""
+        query = TimelineQuery(request_ids=request_ids)
+        return await self._client.call(
+            "timelines", query, list[InstanceTimeline], timeout_s=CALL_TIMEOUT_S
+        )
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Load a LoRA adapter; see ``EngineClient.load_adapter`` for the errors."""
+        return await self._client.call(
+            "load_adapter", source, AdapterInfo, timeout_s=LOAD_TIMEOUT_S
+        )
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Let the instance free an adapter when its requests have ended."""
+        message = UnloadAdapter(digest=digest)
+        await self._client.call("unload_adapter", message, Empty, timeout_s=CALL_TIMEOUT_S)
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes; returns the blocks freed."""
+        return await self._client.call("flush_cache", Empty(), int, timeout_s=CALL_TIMEOUT_S)
+
+    def _note_loss(self, _: Peer, error: TandemError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error.what)
+
+    def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
+        if isinstance(event, StepOutputs):
+            for output in event.outputs:
+                put = self._sinks.get(output.request_id)
+                if put is None:
+                    continue  # Cancelled; its last output comes too late to matter.
+                if output.finish_reason is not None:
+                    del self._sinks[output.request_id]
+                put(output)
+        elif event.stage is InstanceStage.READY:
+            self._ready.set()  # We are ready when we know what runs.
+        else:
+            self._on_stage(event)
+            if event.stage is InstanceStage.FAILED and not self._lost.done():
+                self._lost.set_result(event.detail)
+
+    def _fail_sinks(self, text: str) -> None:
+        """Send the error to all waiting callers, who would wait for ever otherwise."""
+        error = PeerLostError("engine.run", text)
+        sinks, self._sinks = self._sinks, {}
+        for request_id, put in sinks.items():
+            put(
+                RequestOutput(
+                    request_id=request_id,
+                    token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error_code=error.code,
+                    error_text=error.what,
+                )
+            )

@@ -1,0 +1,140 @@
+"""The store that a server starts for itself: one child process with master and host.
+
+Owns the process and the folder of its socket. If the process dies it is started again; it finds
+the objects in its segment, and the clients in the instances find it under the same address.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from tandem.core.errors import DeadlineError, PeerLostError
+from tandem.engine.process.child_process import end_child, start_child, write_settings
+from tandem.rpc import RpcConfig, make_runtime_dir
+from tandem.store.config import StoreConfig
+from tandem.store.process import READY, StoreProcessSpec
+from tandem.store.services.connect import watch_master
+
+__all__ = ["StoreChild"]
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+RESTART_PAUSE_S = 0.2
+RESTART_PAUSE_MAX_S = 10.0
+
+
+class StoreChild:
+    """One supervised store. An async context manager; entering waits until it serves.
+
+    Args:
+        store: with ``memory``; master, name and segment size are chosen here.
+        rpc: the control channel's settings.
+        log_level: of its process.
+
+    Raises (entering): PeerLostError or DeadlineError if it does not start.
+    """
+
+    def __init__(self, store: StoreConfig, rpc: RpcConfig, *, log_level: str = "info") -> None:
+        self._given = store
+        self._rpc = rpc
+        self._log_level = log_level
+        self._folder: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[None] | None = None
+        self.num_restarts = 0
+        self.store = store
+        """What clients need; complete once entered."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, if it runs."""
+        return None if self._process is None else self._process.pid
+
+    async def __aenter__(self) -> Self:
+        self._folder = make_runtime_dir()
+        self.store = msgspec.structs.replace(
+            self._given,
+            master=f"ipc://{self._folder / 'store.sock'}",
+            # The same for every process that we start, so that the next finds the segment.
+            name=f"serve-{os.getpid()}",
+            segment_bytes=self._given.memory_bytes,
+            memory="",
+        )
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervision = asyncio.create_task(self._supervise(self._started))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.shield(self._started)
+        except TimeoutError:
+            await self.__aexit__()
+            raise DeadlineError(
+                "engine.start_store", f"the store did not start in {START_TIMEOUT_S:.0f} s"
+            ) from None
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._supervision is not None:
+            self._supervision.cancel()
+            await asyncio.gather(self._supervision, return_exceptions=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _supervise(self, started: "asyncio.Future[None]") -> None:
+        pause_s = RESTART_PAUSE_S
+        while True:
+            reason = await self._run_process(started)
+            if not started.done():
+                # A restart would fail alike.
+                started.set_exception(PeerLostError("engine.start_store", reason))
+                return
+            logger.error("event=store_lost reason=%r restart_in_s=%.1f", reason, pause_s)
+            self.num_restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
+
+    async def _run_process(self, started: "asyncio.Future[None]") -> str:
+        """Start one process and stay until it is gone or silent; return why it is."""
+        spec = StoreProcessSpec(store=self.store, rpc=self._rpc, log_level=self._log_level)
+        process = self._process = await start_child(
+            "tandem.store.process", stdout=asyncio.subprocess.PIPE
+        )
+        write_settings(process, spec)
+        exited = asyncio.create_task(process.wait())
+        watching: asyncio.Task[str] | None = None
+        is_lost = False
+        try:
+            assert process.stdout is not None
+            line = await process.stdout.readline()
+            if line == READY:
+                if not started.done():
+                    started.set_result(None)
+                logger.info("event=store_serves pid=%d restarts=%d", process.pid, self.num_restarts)
+                watching = asyncio.create_task(watch_master(self.store, self._rpc))
+                await asyncio.wait((exited, watching), return_when=asyncio.FIRST_COMPLETED)
+                if not exited.done():
+                    is_lost = True
+                    return _describe_loss(watching)
+            if line and watching is None:
+                return line.decode().strip()
+            return f"the process ended with status {await asyncio.shield(exited)}"
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            await end_child(process, exited, is_lost=is_lost)
+            self._process = None
+
+
+def _describe_loss(watching: "asyncio.Task[str]") -> str:
+    error = watching.exception()
+    return watching.result() if error is None else str(error)

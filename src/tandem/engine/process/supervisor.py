@@ -1,0 +1,204 @@
+"""Starts, watches and restarts one instance process.
+
+Owns the child process and knows the current session with it. If the
+process dies, stops answering, or is killed, a new one is started after a pause that grows while
+starts keep failing. While one is silent and its lease lasts, the next is prepared: most of a start
+is the import of libraries. All of it runs on one event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import msgspec
+
+from tandem.core.adapter import AdapterSource
+from tandem.core.errors import PeerLostError
+from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
+from tandem.engine.process.session import InstanceSession
+
+__all__ = ["InstanceSupervisor"]
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = 0.2
+RESTART_PAUSE_MAX_S = 10.0
+"""Requests wait for cluster.recovery_s: a few starts that fail must not use that up."""
+LOOKS_PER_LEASE = 8
+"""At the silence of an instance."""
+MAX_FIRST_STARTS = 3
+"""Processes that may die before one has ever served; more would die alike."""
+
+
+class InstanceSupervisor:
+    """One supervised process. An async context manager; entering starts it.
+
+    Args:
+        spec: of the instance.
+        on_stage: called with every change of stage and every step of progress.
+        launcher: starts it; None: as a child process. Owned.
+    """
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        *,
+        on_stage: Callable[[StageChanged], None] | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._spec = spec
+        self._on_stage = on_stage
+        self._launcher = ProcessLauncher() if launcher is None else launcher
+        self._stage = StageChanged(InstanceStage.STARTING)
+        self._info: InstanceInfo | None = None
+        self._session: InstanceSession | None = None
+        self._child: InstanceChild | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._was_ready = False
+        """Whether the present process has served."""
+        self._settled = asyncio.Event()
+        """Set once it is known whether the instance can serve at all."""
+        self.num_restarts = 0
+
+    async def __aenter__(self) -> Self:
+        self._supervision = asyncio.create_task(self._supervise())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._supervision is not None
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
+        await self._launcher.close()
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None until ready, and while a dead instance is replaced."""
+        return self._info
+
+    @property
+    def stage(self) -> StageChanged:
+        """The latest stage."""
+        return self._stage
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the instance, if one runs."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the present process answers."""
+        return self._session is not None and self._session.is_connected
+
+    async def wait_ready(self) -> InstanceInfo:
+        """Wait until the instance serves for the first time.
+
+        Raises: PeerLostError (it cannot serve at all; says why).
+        """
+        await self._settled.wait()
+        if self._info is None:
+            raise PeerLostError("engine.start", self._stage.detail)
+        return self._info
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Say which adapters the instance begins with when it is started next."""
+        self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
+
+    def require_session(self) -> InstanceSession:
+        """Return the present session.
+
+        Raises: PeerLostError (the instance is starting or being replaced).
+        """
+        if self._session is None or not self.is_connected:
+            raise PeerLostError(
+                "engine.call", f"the instance is {self._stage.stage}: try again in a moment"
+            )
+        return self._session
+
+    async def _supervise(self) -> None:
+        """Run one process after the other, until nothing suggests that the next would do better."""
+        pause_s = RESTART_PAUSE_S
+        num_failed_starts = 0
+        while True:
+            reason = await self._run_process()
+            if self._was_ready:
+                pause_s, num_failed_starts = RESTART_PAUSE_S, 0
+            else:
+                num_failed_starts += 1
+            self._was_ready = False
+            is_first = not self._settled.is_set()
+            if is_first and (
+                self._stage.stage is InstanceStage.FAILED or num_failed_starts >= MAX_FIRST_STARTS
+            ):
+                # It said why it cannot serve, or keeps dying: report it to our starter.
+                self._set_stage(StageChanged(InstanceStage.FAILED, reason))
+                self._settled.set()
+                return
+            logger.error("event=instance_lost reason=%r restart_in_s=%.1f", reason, pause_s)
+            self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+            self.num_restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
+
+    async def _run_process(self) -> str:
+        """Start one process and stay until it is gone; return why it is."""
+        child = self._child = await self._launcher.start(self._spec)
+        exited = asyncio.create_task(child.wait())
+        self._session = InstanceSession(
+            child.client, on_stage=self._set_stage, on_ready=self._note_ready
+        )
+        session = asyncio.create_task(self._session.run())
+        watch = asyncio.create_task(self._watch_silence(self._session))
+        is_lost = False
+        try:
+            await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
+            if session.done():
+                reason = session.result()
+            else:
+                reason = f"the process ended with status {exited.result()}"
+            self._session, self._info = None, None
+            is_lost = self._was_ready
+            if self._was_ready:
+                # Before the process is ended, which takes seconds if it hangs.
+                self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+            return reason
+        finally:
+            session.cancel()
+            watch.cancel()
+            await asyncio.gather(session, watch, return_exceptions=True)
+            self._session, self._info = None, None
+            await child.end(is_lost=is_lost)
+            exited.cancel()
+            self._child = None
+
+    async def _watch_silence(self, session: InstanceSession) -> None:
+        """Prepare the next process while this one has been silent for half its lease."""
+        lease_s = self._spec.rpc.lease_ms / 1e3
+        while True:
+            await asyncio.sleep(lease_s / LOOKS_PER_LEASE)
+            if self._was_ready and session.silence_s > lease_s / 2:
+                await self._launcher.prepare()
+            elif session.is_connected:
+                await self._launcher.discard()
+
+    def _note_ready(self, info: InstanceInfo) -> None:
+        self._info = info
+        self._was_ready = True
+        self._set_stage(StageChanged(InstanceStage.READY))
+        if self._settled.is_set():
+            # At the level of the loss, so that a reader of that line also reads its end.
+            logger.warning(
+                "event=instance_back restarts=%d pid=%d load_s=%.1f",
+                self.num_restarts,
+                info.pid,
+                info.load_seconds,
+            )
+        self._settled.set()
+
+    def _set_stage(self, stage: StageChanged) -> None:
+        self._stage = stage
+        if self._on_stage is not None:
+            self._on_stage(stage)

@@ -1,0 +1,81 @@
+"""A request's state of sampling, and its random stream; neither torch nor the extension.
+
+The draw of a request is a function of its seed and of the position alone, so the same seed gives
+the same tokens after a preemption, on another instance, and in a replay.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.core.wire import SamplingParams, TokenLogprob
+
+__all__ = ["BROKEN_ROW", "SampledToken", "SamplerState", "draw_uniform"]
+
+BROKEN_ROW = -1
+"""Token id of a row without a distribution (a NaN, no finite largest logit): the request must end
+with an error."""
+
+
+class TokenRule(Protocol):
+    """What the sampler made of a request's parameters; it counts the request's tokens."""
+
+    def note_token(self, token_id: int) -> None:
+        """Count a chosen token."""
+        ...
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """The outcome for one request in one step."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What sampling must remember of one request.
+
+    ``seed`` is concrete: a request without one gets a fresh seed when it is admitted.
+    """
+
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end the request once ``min_tokens`` are out: the model's own, unless the request
+    ignores them, and the request's."""
+    prompt_ids: Sequence[int] = ()
+    output_ids: list[int] = field(default_factory=list[int])
+    """Tokens noted, where penalties need them."""
+    rule: TokenRule | None = None
+    """Made by the sampler at the first step, of all that stands here, and kept up to date since."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen so far change the logits."""
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
+
+    def note_token(self, token_id: int) -> None:
+        """Count a generated token; penalties alone need it."""
+        if self.has_penalties:
+            self.output_ids.append(token_id)
+            if self.rule is not None:
+                self.rule.note_token(token_id)
+
+
+def draw_uniform(seed: int, position: int) -> float:
+    """Return the draw in [0, 1) of ``seed`` at ``position``, the index of the output token.
+
+    A keyed hash instead of a generator object: there is no state to carry over a preemption, a
+    retry on another instance, or a replay.
+    """
+    message = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8, person=b"tandem-sample").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,0 +1,161 @@
+"""The pool of KV blocks: references to blocks, and the free list.
+
+Owns the free list and the reference counts; knows nothing of tokens, of prefixes or of memory
+(a block id is an index into whatever the runner allocated). A block is in exactly one state:
+
+- *free*: without references, not in the prefix index, in the free list;
+- *used*: at least one request (or pending copy, or load) references it, held by the index or not;
+- *cached*: without references, but in the index, which may evict it at any time.
+
+Pure and single-threaded: the scheduler's thread alone touches it.
+"""
+
+from typing import NamedTuple
+
+from tandem.core.errors import CapacityError, ConfigError
+
+__all__ = ["BlockCopy", "BlockPool", "KeyedBlock"]
+
+
+class BlockCopy(NamedTuple):
+    """Copy the first ``num_tokens`` of a block, in all layers, before the step's forward pass.
+
+    Both blocks are pinned until the step is completed. No destination of a step is a source of
+    the same step, so the copies of a step may run in any order.
+    """
+
+    src_block_id: int
+    dst_block_id: int
+    num_tokens: int
+
+
+class KeyedBlock(NamedTuple):
+    """A full block of the prefix index, for a lower tier to store.
+
+    Not pinned: a copier asks ``Scheduler.is_unchanged`` afterwards, and discards the copy
+    if the block has been given to another request meanwhile.
+    """
+
+    key: bytes
+    block_id: int
+    generation: int
+    """``BlockPool.get_generation`` when the block was reported."""
+
+
+class BlockPool:
+    """Free list and reference counts of ``num_blocks`` blocks, all O(1).
+
+    Args:
+        num_blocks: blocks that the runner has memory for, ids ``0..num_blocks - 1``.
+
+    Raises: ConfigError (no block at all).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                "engine.create_pool",
+                f"{num_blocks} KV blocks: give the cache memory for at least one",
+                field="engine.num_kv_blocks",
+            )
+        self.num_blocks = num_blocks
+        # A stack, so that the block freed last, still warm in the CPU's caches, is taken first.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_refs = [0] * num_blocks
+        self._is_held = [False] * num_blocks
+        self._generations = [0] * num_blocks
+        self._num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken at once."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the index without references."""
+        return self._num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that a request, a pending copy or a load references."""
+        return self.num_blocks - len(self._free) - self._num_cached
+
+    def get_num_refs(self, block_id: int) -> int:
+        """References of requests, pending copies and loads; the index's hold is not one."""
+        return self._num_refs[block_id]
+
+    def get_generation(self, block_id: int) -> int:
+        """How often a block has been allocated: equal before and after means same content."""
+        return self._generations[block_id]
+
+    def allocate(self) -> int:
+        """Take a free block with one reference.
+
+        Raises: CapacityError (none free; evicting cached ones is the caller's decision).
+        """
+        if not self._free:
+            raise CapacityError(
+                "blocks.allocate",
+                f"0 of {self.num_blocks} blocks free, {self._num_cached} cached: evict first",
+            )
+        block_id = self._free.pop()
+        self._num_refs[block_id] = 1
+        self._generations[block_id] += 1
+        return block_id
+
+    def retain(self, block_id: int) -> bool:
+        """Add a reference to a used or cached block; True if it was only cached until now."""
+        num_refs = self._num_refs[block_id]
+        was_cached = num_refs == 0
+        if was_cached:
+            assert self._is_held[block_id], f"retain of free block {block_id}"
+            self._num_cached -= 1
+        self._num_refs[block_id] = num_refs + 1
+        return was_cached
+
+    def release(self, block_id: int) -> bool:
+        """Drop a reference; True if that was the last one of a block the index holds.
+
+        A block that the index does not hold goes to the free list with its last reference.
+        """
+        num_refs = self._num_refs[block_id] - 1
+        assert num_refs >= 0, f"release of unreferenced block {block_id}"
+        self._num_refs[block_id] = num_refs
+        if num_refs > 0:
+            return False
+        if self._is_held[block_id]:
+            self._num_cached += 1
+            return True
+        self._free.append(block_id)
+        return False
+
+    def hold(self, block_id: int) -> None:
+        """Keep a used block when its last reference goes: the index can find its content."""
+        assert self._num_refs[block_id] > 0, f"hold of unreferenced block {block_id}"
+        assert not self._is_held[block_id], f"second hold of block {block_id}"
+        self._is_held[block_id] = True
+
+    def drop_hold(self, block_id: int) -> None:
+        """End ``hold``; an unreferenced block becomes free at once."""
+        assert self._is_held[block_id], f"drop_hold of block {block_id} that is not held"
+        self._is_held[block_id] = False
+        if self._num_refs[block_id] == 0:
+            self._num_cached -= 1
+            self._free.append(block_id)
+
+    def check(self) -> None:
+        """Assert that each block is in exactly one state. O(num_blocks), for tests."""
+        free = set(self._free)
+        assert len(free) == len(self._free), f"a block is free twice: {sorted(self._free)}"
+        cached = 0
+        for block_id, num_refs in enumerate(self._num_refs):
+            is_held = self._is_held[block_id]
+            assert num_refs >= 0, f"block {block_id} has {num_refs} references"
+            is_idle = num_refs == 0 and not is_held
+            assert is_idle == (block_id in free), (
+                f"block {block_id}: {num_refs} references, held={is_held}, "
+                f"in free list={block_id in free}"
+            )
+            cached += num_refs == 0 and is_held
+        assert cached == self._num_cached, f"{cached} cached blocks, counted {self._num_cached}"

@@ -1,0 +1,75 @@
+"""Blocks that outlive their request under a lease, so that a decode instance can read them.
+
+Owns one reference to each block of a hold, from the end of a prefill-only request until its hold
+is released or its lease has ended. Pure and single-threaded; time is an argument.
+"""
+
+import math
+from collections.abc import Sequence
+
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.request import Request
+
+__all__ = ["BlockHolds"]
+
+
+class BlockHolds:
+    """Holds by request id.
+
+    Args:
+        pool: of the blocks.
+        index: over that pool; learns when held blocks become evictable.
+    """
+
+    def __init__(self, pool: BlockPool, index: PrefixIndex) -> None:
+        self._pool = pool
+        self._index = index
+        self._holds: dict[str, tuple[Request, float]] = {}
+        self.num_pinned = 0
+        """References of holds: no preemption gets these blocks back."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._holds
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    @property
+    def next_end_s(self) -> float:
+        """When the first lease ends; ``inf`` without holds."""
+        return min((until_s for _, until_s in self._holds.values()), default=math.inf)
+
+    def hold(self, request: Request, until_s: float) -> None:
+        """Keep the ``held_blocks`` of a request that ends; it still references them."""
+        request_id = request.request_id
+        assert request_id not in self._holds, f"request {request_id} is held already"
+        for block_id in request.held_blocks:
+            self._pool.retain(block_id)
+        self._holds[request_id] = (request, until_s)
+        self.num_pinned += len(request.held_blocks)
+
+    def find(self, request_id: str) -> Request | None:
+        """Return the ended request whose blocks are held under this id."""
+        hold = self._holds.get(request_id)
+        return None if hold is None else hold[0]
+
+    def release(self, request_id: str) -> bool:
+        """End a hold; False if there is none, as its lease may just have ended."""
+        hold = self._holds.pop(request_id, None)
+        if hold is None:
+            return False
+        block_ids = hold[0].held_blocks
+        self._index.release(block_ids)
+        self.num_pinned -= len(block_ids)
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """End the holds whose lease has ended."""
+        ended = [name for name, (_, until_s) in self._holds.items() if until_s <= now_s]
+        for request_id in ended:
+            self.release(request_id)
+
+    def list_references(self) -> Sequence[int]:
+        """Return the block ids referenced here, one entry for each reference; for checks."""
+        return [b for request, _ in self._holds.values() for b in request.held_blocks]

@@ -1,0 +1,270 @@
+"""Loads of blocks from lower tiers, or from another instance, into the prefix index.
+
+Owns the blocks that transfers write into and, for each request with a load, the path of blocks
+that the load extends. A block that has come is inserted into the index as soon as all before it
+have come, and is then a cached block like any other; a load gives its request nothing else.
+
+Invariants: a block in transfer is referenced until its end is reported, even if the request has
+gone, so no late transfer writes into a block of another request; a block is inserted only if its
+content is there and its whole path is in the index.
+
+Pure and single-threaded: bytes are moved by the executor of ``StepPlan.loads``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from tandem.core.errors import ConflictError
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.plan import BlockLoad
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
+from tandem.engine.scheduling.prefix_reuse import PrefixReuse
+from tandem.engine.scheduling.request import Request
+
+__all__ = ["BlockLoads", "LoadDecision", "TierPlanner"]
+
+
+class LoadDecision(NamedTuple):
+    """How much of a prefix to load, and how long its request waits for it."""
+
+    num_blocks: int
+    """Of the keys asked about, from the first; 0: compute them."""
+    wait_s: float = 0.0
+    """Seconds during which the request is not admitted. The load itself goes on while the request
+    is in the queue and ends when it is admitted: with 0, only time in the queue is used."""
+
+
+class TierPlanner(Protocol):
+    """Decides whether blocks are loaded or computed. Pure: no clock, no lookup that waits."""
+
+    def choose_load(
+        self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
+    ) -> LoadDecision:
+        """Decide about the full blocks that follow what the device holds of a prompt.
+
+        Asked in every step in which the request waits, until a load starts or it is admitted.
+        So what lower tiers hold must be known before the request is added.
+
+        Args:
+            request: not modified.
+            keys: of those blocks, in order; at least one.
+            num_matched: blocks before them, which the device holds.
+            now_s: of the step.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The blocks that one request waits for."""
+
+    node: PrefixNode
+    """Of the last block of ``path``, or the root."""
+    path: list[int]
+    """Blocks from the start of the prompt that are in the index, each referenced once."""
+    first: int
+    """Position of the first block loaded."""
+    pending: list[BlockLoad]
+    """Not in the index yet, in order."""
+    done: set[int] = field(default_factory=set[int])
+    """Blocks of ``pending`` whose content is there, while one before them is missing."""
+
+
+class BlockLoads:
+    """Loads in progress, by request and by block.
+
+    Args:
+        pool: of the blocks.
+        index: over that pool; the blocks that come are inserted there.
+        prefix: learns which keys are about to come.
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, prefix: PrefixReuse, block_size: int
+    ) -> None:
+        self._pool = pool
+        self._index = index
+        self._prefix = prefix
+        self._block_size = block_size
+        self._loads: dict[Request, _Load] = {}
+        self._in_transfer: dict[int, BlockLoad] = {}
+        self._dropped: list[BlockLoad] = []
+        self._num_pinned = 0
+        self.num_loaded = 0
+        """Blocks that came, since start."""
+        self.num_failed = 0
+        """Blocks that did not, or too late."""
+
+    @property
+    def num_in_transfer(self) -> int:
+        """Blocks that a transfer may write into now, with or without a waiting request."""
+        return len(self._in_transfer)
+
+    @property
+    def num_pinned(self) -> int:
+        """References of loads: no preemption gets these blocks back."""
+        return self._num_pinned
+
+    def count_releasable(self, request: Request) -> int:
+        """Return how many references ``give_up`` would release at once."""
+        load = self._loads.get(request)
+        return 0 if load is None else len(load.path) + len(load.done)
+
+    def has_load(self, request: Request) -> bool:
+        """Whether a load of this request has not ended."""
+        return request in self._loads
+
+    def start(
+        self,
+        request: Request,
+        match: PrefixMatch,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+    ) -> list[BlockLoad]:
+        """Begin to load blocks after those that the index holds of a request.
+
+        Args:
+            request: without a load.
+            match: full blocks alone, acquired by the caller; the references become ours.
+            keys: of the blocks after them, as many as ``block_ids``; the last may be empty: the
+                tail of the prompt.
+            block_ids: allocated by the caller; the references become ours.
+        """
+        assert request not in self._loads, f"second load of request {request.request_id}"
+        path = [node.block_id for node in match.nodes]
+        loads = [
+            BlockLoad(request, position, key, block_id, request.kv_source)
+            for position, (key, block_id) in enumerate(zip(keys, block_ids, strict=True), len(path))
+        ]
+        root_or_last = (
+            match.nodes[-1]
+            if match.nodes
+            else self._index.get_root(request.root_key, request.adapter)
+        )
+        self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
+        self._in_transfer.update({load.block_id: load for load in loads})
+        self._num_pinned += len(path) + len(loads)
+        self._prefix.expect(request, [key for key in keys if key])
+        request.has_loaded = True
+        request.loaded_blocks = range(len(path), len(path))
+        return loads
+
+    def note_done(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Take in blocks whose content is there; True if the request's load ended with them.
+
+        Raises: ConflictError (no transfer of this request into such a block); nothing changes.
+        """
+        load = self._end_transfers(request, block_ids)
+        if load is None:
+            return False
+        load.done.update(
+            pending.block_id for pending in load.pending if pending.block_id in block_ids
+        )
+        return self._advance(request, load)
+
+    def note_failed(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Take in blocks whose transfer ended without content; True if that ended the load.
+
+        What the load would have brought after them is useless to the request, so they end it
+        once what comes before them is there.
+
+        Raises: ConflictError (no transfer of this request into such a block); nothing changes.
+        """
+        load = self._end_transfers(request, block_ids)
+        if load is None:
+            return False
+        for position, pending in enumerate(load.pending):
+            if pending.block_id in block_ids:
+                self._cut(request, load, position)
+                break
+        return self._advance(request, load)
+
+    def give_up(self, request: Request) -> None:
+        """End the load of a request, if it has one; what has come stays in the index."""
+        load = self._loads.get(request)
+        if load is not None:
+            self._cut(request, load, 0)
+            self._advance(request, load)
+
+    def give_up_all(self) -> list[Request]:
+        """End every load; return their requests."""
+        requests = list(self._loads)
+        for request in requests:
+            self.give_up(request)
+        return requests
+
+    def take_dropped(self) -> list[BlockLoad]:
+        """Return transfers in progress without a waiting request, once each."""
+        dropped = [d for d in self._dropped if self._in_transfer.get(d.block_id) is d]
+        self._dropped = []
+        return dropped
+
+    def list_references(self) -> list[int]:
+        """Return the block ids referenced here, one entry for each reference; for checks."""
+        block_ids = [b for load in self._loads.values() for b in load.path]
+        block_ids += [b for load in self._loads.values() for b in load.done]
+        return block_ids + list(self._in_transfer)
+
+    def _end_transfers(self, request: Request, block_ids: Sequence[int]) -> _Load | None:
+        """Record that nothing writes into these blocks any more; release those without a waiter."""
+        ended = [self._in_transfer.get(block_id) for block_id in set(block_ids)]
+        if len(ended) < len(block_ids) or any(e is None or e.request is not request for e in ended):
+            raise ConflictError(
+                "engine.end_load",
+                f"not all of blocks {list(block_ids)} are being loaded for request "
+                f"{request.request_id!r}: report each end once",
+            )
+        load = self._loads.get(request)
+        wanted = set[int]() if load is None else {pending.block_id for pending in load.pending}
+        for block_id in block_ids:
+            del self._in_transfer[block_id]
+            if block_id not in wanted:
+                self._release((block_id,))
+        return load
+
+    def _cut(self, request: Request, load: _Load, position: int) -> None:
+        """Give up all pending blocks from ``position`` on."""
+        cut = load.pending[position:]
+        del load.pending[position:]
+        self.num_failed += len(cut)
+        self._prefix.forget_expected(request, [c.key for c in cut if c.key])
+        for pending in cut:
+            load.done.discard(pending.block_id)
+            if self._in_transfer.get(pending.block_id) is pending:
+                self._dropped.append(pending)
+            else:
+                self._release((pending.block_id,))
+
+    def _advance(self, request: Request, load: _Load) -> bool:
+        """Insert the blocks loaded without a gap; end the load if nothing is pending."""
+        size = self._block_size
+        position = 0
+        for pending in load.pending:
+            if pending.block_id not in load.done:
+                break
+            start = len(load.path) * size
+            if not pending.key:
+                tail = request.prompt_ids[start:]
+                self._index.insert_tail(load.node, tail, pending.block_id)
+                load.path.append(pending.block_id)
+            else:
+                tokens = request.get_tokens(start, start + size)
+                load.node = self._index.insert(load.node, pending.key, tokens, pending.block_id)
+                load.path.append(load.node.block_id)
+                self._prefix.forget_expected(request, (pending.key,))
+            load.done.remove(pending.block_id)
+            position += 1
+        self.num_loaded += position
+        del load.pending[:position]
+        request.loaded_blocks = range(load.first, len(load.path))
+        if load.pending:
+            return False
+        self._release(load.path)
+        del self._loads[request]
+        return True
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        self._index.release(block_ids)
+        self._num_pinned -= len(block_ids)

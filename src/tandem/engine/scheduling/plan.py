@@ -1,0 +1,98 @@
+"""The scheduler's plan of a step for the runner, and its counters for metrics. Plain data."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.core.wire import KvSource
+from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
+from tandem.engine.scheduling.request import Request
+
+__all__ = ["BlockLoad", "ScheduledSequence", "SchedulerStats", "StepPlan"]
+
+
+class ScheduledSequence(NamedTuple):
+    """Tokens ``start`` to ``start + num_tokens`` of a request, to be computed in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_table: tuple[int, ...]
+    """Covers all positions up to the last of this step, no more; a snapshot."""
+    wants_sample: bool
+    """The last token is the last known one: its logits choose the next."""
+
+
+class BlockLoad(NamedTuple):
+    """Fill a block, in all layers, from a lower tier or from another instance.
+
+    The block belongs to the transfer, even if the request ends, until the caller reports
+    its end by ``Scheduler.load_done`` or ``load_failed``: a late write never meets a new owner.
+    """
+
+    request: Request
+    position: int
+    """Of the block in the prompt."""
+    key: bytes
+    """Empty for the tail of a prompt, which another instance may have and no tier."""
+    block_id: int
+    source: KvSource
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Do the copies, then the forward pass, then sample, then ``complete``.
+
+    What concerns lower tiers is read before the step writes, and in this order: ``filled`` and
+    ``evicted``, whose memory the step or a load may reuse; then ``dropped``; then ``loads``, which
+    go on beside this step and those that follow.
+    """
+
+    sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    preempted: list[Request] = field(default_factory=list[Request])
+    """Back in the queue without blocks; what they generated is kept."""
+    expired: list[Request] = field(default_factory=list[Request])
+    """Finished with ``FinishReason.DEADLINE``, blocks released."""
+    loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    """To be started; those of one request in the order of its tokens."""
+    dropped: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    """In progress and not wanted any more. May be stopped; their end is reported all the same."""
+    filled: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    """Blocks that steps have filled since the last plan, generated tokens included; each content
+    once, however many requests computed it."""
+    evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    """Full blocks whose content this plan gives up."""
+    num_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute; such a plan is not completed, but may have loads."""
+        return not self.sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot for the metrics; counters since start, gauges of now."""
+
+    num_running: int
+    num_waiting: int
+    num_loading: int
+    """Requests that wait for a load."""
+    num_held: int
+    """Ended prefills whose blocks are held under a lease."""
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    num_evicted_blocks: int
+    num_loaded_blocks: int
+    """Loads that gave a block its content."""
+    num_failed_loads: int
+    """Blocks whose load ended without, or too late."""
+    num_prefix_queries: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_store_hit_tokens: int
+    """Of the hits: those that loads from lower tiers had brought for the request."""
+    num_prefill_hit_tokens: int
+    """Of the hits: those that loads from a prefill instance had brought."""

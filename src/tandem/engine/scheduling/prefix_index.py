@@ -1,0 +1,467 @@
+"""The prefix index: which tokens' KV the blocks hold, and which block to give up next.
+
+A radix tree whose nodes are blocks. A node stands below the node of the preceding block; a full
+block may have children, a *partial* one (the tail of a request) is a leaf. Full nodes are also in
+one table by key, the SHA-256 chain that the lower tiers use as well; a key vouches for all tokens
+before it, so "how many leading blocks are cached" is a binary search. Siblings are kept sorted by
+their tokens' bytes, where the longest common prefix with a query is that of a neighbour: a hit
+counts to the token at the cost of a bisection.
+
+Invariants (``check``): whoever references a node's block references its parent's, so every cached
+(unreferenced) subtree is evictable as a whole; the LRU order lists a node only after its cached
+children, so its front is always a leaf, and evicting is O(1) and never takes a referenced block.
+
+Pure and single-threaded. Lower tiers are asked with the same keys from where ``match`` ends
+(``tandem.engine.scheduling.loads``); per-block side data would be carried by ``PrefixNode`` and is
+not built.
+"""
+
+import hashlib
+import struct
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from tandem.core.spec import make_root_key
+from tandem.core.timeline import MissReason
+from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
+
+__all__ = [
+    "TOKEN_BYTES",
+    "IndexObserver",
+    "PrefixIndex",
+    "PrefixMatch",
+    "PrefixNode",
+    "PrefixStats",
+    "hash_block",
+    "pack_tokens",
+]
+
+TOKEN_BYTES = 4
+MAX_FORGOTTEN = 65_536
+"""Keys remembered of blocks that were given up, to say why a prefix missed; some 10 MiB."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32, the form that keys are computed from."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Key of the full block that holds ``token_ids`` after the block (or root) ``parent``."""
+    return hashlib.sha256(parent + pack_tokens(token_ids)).digest()
+
+
+class PrefixNode:
+    """A block in the tree, or a root (``block_id`` -1, no tokens). Changed by the index alone."""
+
+    __slots__ = (
+        "__weakref__",
+        "adapter",
+        "block_id",
+        "children",
+        "is_linked",
+        "key",
+        "parent",
+        "sorted_tokens",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        parent: "PrefixNode | None",
+        key: bytes | None,
+        tokens: bytes,
+        block_id: int,
+        adapter: str = "",
+    ) -> None:
+        self.parent = parent
+        self.adapter = adapter if parent is None else parent.adapter
+        """Digest of the LoRA adapter whose KV it is; empty is the model's own."""
+        self.key = key
+        """Digest of a full block or a root; None for a partial block."""
+        self.tokens = tokens
+        self.block_id = block_id
+        self.is_linked = True
+        """False once the index has forgotten the node; nothing is linked below it any more."""
+        self.children: dict[bytes, PrefixNode] = {}
+        self.sorted_tokens: list[bytes] = []
+        """The keys of ``children``, sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the index holds of a prompt. Valid until the index changes; ``acquire`` pins it."""
+
+    nodes: list[PrefixNode]
+    """Full blocks from the start of the prompt, to be shared as they are."""
+    num_tokens: int
+    """All matched tokens, those to be copied included."""
+    source: PrefixNode | None = None
+    """A block whose first ``num_source_tokens`` tokens match after ``nodes``, to be copied."""
+    num_source_tokens: int = 0
+
+    def without_copy(self) -> "PrefixMatch":
+        """The same match, full blocks only."""
+        return replace(
+            self,
+            num_tokens=self.num_tokens - self.num_source_tokens,
+            source=None,
+            num_source_tokens=0,
+        )
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Counters since start."""
+
+    num_queries: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_store_hit_tokens: int = 0
+    num_prefill_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+
+
+class IndexObserver(Protocol):
+    """Learns which full blocks can be found. Called under the engine's lock: returns at once."""
+
+    def note_stored(self, node: "PrefixNode") -> None:
+        """A full block can be found from now on; ``node.parent`` is the block before it."""
+        ...
+
+    def note_removed(self, key: bytes) -> None:
+        """A full block cannot be found any more."""
+        ...
+
+    def note_cleared(self) -> None:
+        """No block can be found any more."""
+        ...
+
+
+class PrefixIndex:
+    """Finds, keeps and gives up the blocks of known prefixes.
+
+    Args:
+        pool: shared with the scheduler; blocks of requests are released through ``release`` here,
+            so that the index learns which became evictable.
+        block_size: tokens per block.
+        identity: ``KvIdentity.digest`` of the KV in the blocks.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
+        self.stats = PrefixStats()
+        self.observer: IndexObserver | None = None
+        self._pool = pool
+        self._block_size = block_size
+        self._identities = {"": identity}
+        # A root lives as long as it has children or a request stands on it.
+        self._roots: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
+        self._by_key: dict[bytes, PrefixNode] = {}
+        self._by_block: dict[int, PrefixNode] = {}
+        self._lru: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._forgotten: dict[bytes, MissReason] = {}
+
+    def add_identity(self, adapter: str, identity: bytes) -> None:
+        """Name the ``KvIdentity.digest`` of the KV that an adapter, by its digest, writes."""
+        self._identities[adapter] = identity
+
+    def make_root_key(self, salt: str, adapter: str = "") -> bytes:
+        """Return the key that chains of this salt and adapter start from."""
+        return make_root_key(self._identities[adapter], salt)
+
+    def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
+        """Append the keys of the full blocks of ``token_ids``, which follow the blocks of ``keys``.
+
+        Cost: one SHA-256 of ``block_size * 4 + 32`` bytes a block.
+        """
+        size = self._block_size
+        parent = keys[-1] if keys else root_key
+        for start in range(0, len(token_ids) - size + 1, size):
+            parent = hash_block(parent, token_ids[start : start + size])
+            keys.append(parent)
+
+    def get_root(self, root_key: bytes, adapter: str = "") -> PrefixNode:
+        """Return the root to insert under; the caller keeps it alive by holding it."""
+        root = self._roots.get(root_key)
+        if root is None:
+            root = PrefixNode(None, root_key, b"", -1, adapter)
+            self._roots[root_key] = root
+        return root
+
+    def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain are here. O(log(len(keys)))."""
+        by_key = self._by_key
+        return bisect_left(keys, True, key=lambda key: key not in by_key)
+
+    def match(
+        self, root_key: bytes, keys: Sequence[bytes], token_ids: Sequence[int], max_tokens: int
+    ) -> PrefixMatch:
+        """Find the longest cached prefix, to the token. Changes nothing.
+
+        Args:
+            root_key: where the chain starts.
+            keys: of all full blocks among the first ``max_tokens``; more are ignored.
+            token_ids: the tokens themselves.
+            max_tokens: match no more than this many.
+        """
+        size = self._block_size
+        depth = self.count_cached_blocks(keys[: max_tokens // size])
+        nodes = [self._by_key[key] for key in keys[:depth]]
+        parent = nodes[-1] if nodes else self._roots.get(root_key)
+        start = depth * size
+        if parent is not None and parent.children:
+            query = pack_tokens(token_ids[start : min(start + size, max_tokens)])
+            source, num_tokens = _find_longest(parent, query)
+            if source is not None:
+                return PrefixMatch(nodes, start + num_tokens, source, num_tokens)
+        return PrefixMatch(nodes, start)
+
+    def explain_end(
+        self, root_key: bytes, match: PrefixMatch, next_key: bytes | None
+    ) -> MissReason:
+        """Return why a match ends where it does, although the query goes on.
+
+        Args:
+            root_key: where the query starts.
+            match: of ``match``, with what it would copy.
+            next_key: of the full block that it lacks first; None if the query does not fill it.
+        """
+        if next_key is not None and next_key in self._forgotten:
+            return self._forgotten[next_key]
+        source = match.source
+        if source is not None:
+            is_whole = match.num_source_tokens * TOKEN_BYTES == len(source.tokens)
+            return MissReason.NOT_STORED if is_whole else MissReason.DIFFERS
+        parent = match.nodes[-1] if match.nodes else self._roots.get(root_key)
+        has_others = parent is not None and parent.children
+        return MissReason.DIFFERS if has_others else MissReason.NOT_STORED
+
+    def count_evictable(self, match: PrefixMatch) -> int:
+        """Return how many blocks of a match are unreferenced: acquiring it pins them."""
+        pool = self._pool
+        count = 0
+        if match.source is not None and pool.get_num_refs(match.source.block_id) == 0:
+            count += 1
+        # References are closed towards the root, so the first referenced node ends the search.
+        for node in reversed(match.nodes):
+            if pool.get_num_refs(node.block_id) > 0:
+                break
+            count += 1
+        return count
+
+    def acquire(self, match: PrefixMatch) -> tuple[int, ...]:
+        """Reference all blocks of a match, the copy source too; return the shared ones' ids.
+
+        The caller owns one reference to each and ends it with ``release``.
+        """
+        for node in match.nodes:
+            self._retain(node)
+        if match.source is not None:
+            self._retain(match.source)
+        return tuple([node.block_id for node in match.nodes])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block of a path, given from the root towards the leaf.
+
+        Blocks in the index become the most recently used; the others are free.
+        """
+        release = self._pool.release
+        # Leaf first: the LRU order must list children before their parents.
+        for block_id in reversed(block_ids):
+            if release(block_id):
+                self._lru[self._by_block[block_id]] = None
+
+    def insert(
+        self, parent: PrefixNode, key: bytes, token_ids: Sequence[int], block_id: int
+    ) -> PrefixNode:
+        """Make a block that is now full, and whose KV is computed, matchable.
+
+        Args:
+            parent: node of the block before it, which the caller references, or the root. Still
+                linked: what builds on forgotten blocks must not be found.
+            key: ``hash_block(parent.key, token_ids)``.
+            token_ids: its ``block_size`` tokens.
+            block_id: referenced by the caller.
+
+        Returns: the node of ``key``. If another block has the same content already, that one's:
+        the caller's reference has then moved from ``block_id`` to ``node.block_id``, and its
+        table must follow.
+        """
+        assert parent.is_linked, f"insert of block {block_id} below a forgotten one"
+        own = self._by_block.get(block_id)
+        if own is not None:
+            self._unlink(own)
+        existing = self._by_key.get(key)
+        if existing is not None:
+            self._retain(existing)
+            self.release((block_id,))
+            return existing
+        node = self._link(parent, key, pack_tokens(token_ids), block_id)
+        self._by_key[key] = node
+        if self.observer is not None:
+            self.observer.note_stored(node)
+        return node
+
+    def insert_tail(self, parent: PrefixNode, token_ids: Sequence[int], block_id: int) -> None:
+        """Make the leading tokens of a block that is not full matchable; again as it grows.
+
+        Args as for ``insert``. A sibling that begins with the same tokens makes this a no-op.
+        """
+        assert parent.is_linked, f"insert of block {block_id} below a forgotten one"
+        own = self._by_block.get(block_id)
+        if own is not None:
+            self._unlink(own)
+        tokens = pack_tokens(token_ids)
+        siblings = parent.sorted_tokens
+        position = bisect_left(siblings, tokens)
+        if position == len(siblings) or not siblings[position].startswith(tokens):
+            self._link(parent, None, tokens, block_id)
+
+    def describe(self, node: PrefixNode) -> KeyedBlock:
+        """Return a full node's key and block, for a lower tier."""
+        assert node.key is not None, f"block {node.block_id} is partial"
+        return KeyedBlock(node.key, node.block_id, self._pool.get_generation(node.block_id))
+
+    def evict(self, num_blocks: int) -> list[KeyedBlock]:
+        """Free up to ``num_blocks`` cached blocks, least recently used first.
+
+        Returns: the full ones among them; their memory still holds them until it is reused. The
+        tail of a prompt has no key: no lower tier holds it.
+        """
+        evicted: list[KeyedBlock] = []
+        count = 0
+        while count < num_blocks and self._lru:
+            node, _ = self._lru.popitem(last=False)
+            assert not node.children, f"block {node.block_id} is evicted before its children"
+            if node.key is not None:
+                evicted.append(self.describe(node))
+                self._remember(node.key, MissReason.EVICTED)
+            self._unlink(node)
+            count += 1
+        self.stats.num_evicted_blocks += count
+        return evicted
+
+    def clear(self) -> int:
+        """Forget everything; return how many blocks became free at once.
+
+        Referenced blocks stay with their holders and become free when released. What a running
+        request computes from here on builds on forgotten blocks and is not matchable either.
+        """
+        num_free = self._pool.num_free
+        for key in self._by_key:
+            self._remember(key, MissReason.FLUSHED)
+        for node in self._by_block.values():
+            node.is_linked = False
+            node.parent = None
+            node.children = {}
+            self._pool.drop_hold(node.block_id)
+        for root in self._roots.values():
+            root.is_linked = False
+            root.children = {}
+        self._roots.clear()
+        self._by_key.clear()
+        self._by_block.clear()
+        self._lru.clear()
+        if self.observer is not None:
+            self.observer.note_cleared()
+        return self._pool.num_free - num_free
+
+    def check(self) -> None:
+        """Assert the invariants of the tree and of the LRU order. O(blocks), for tests."""
+        pool = self._pool
+        assert len(self._lru) == pool.num_cached, (
+            f"{len(self._lru)} nodes in the LRU order, {pool.num_cached} cached blocks"
+        )
+        ages = {node: age for age, node in enumerate(self._lru)}
+        for block_id, node in self._by_block.items():
+            parent = node.parent
+            num_refs = pool.get_num_refs(block_id)
+            assert node.block_id == block_id, f"node of {node.block_id} filed under {block_id}"
+            assert node.is_linked, f"forgotten node of block {block_id} is in the tree"
+            assert parent is not None, f"node of block {block_id} has no parent"
+            assert parent.is_linked, f"parent of block {block_id} is forgotten"
+            assert parent.children.get(node.tokens) is node, f"block {block_id} is no child"
+            assert (node in ages) == (num_refs == 0), f"block {block_id}: {num_refs} references"
+            assert node.sorted_tokens == sorted(node.children), f"children of {block_id} unsorted"
+            assert node.key is not None or not node.children, f"partial {block_id} has children"
+            if node.key is not None:
+                assert self._by_key.get(node.key) is node, f"key of block {block_id} is lost"
+            if num_refs > 0 and parent.block_id >= 0:
+                parent_refs = pool.get_num_refs(parent.block_id)
+                assert parent_refs > 0, f"{block_id} is referenced, parent {parent.block_id} not"
+            elif num_refs == 0 and parent in ages:
+                assert ages[node] < ages[parent], f"{block_id} would outlive {parent.block_id}"
+        num_full = sum(node.key is not None for node in self._by_block.values())
+        assert num_full == len(self._by_key), f"{num_full} full nodes, {len(self._by_key)} keys"
+
+    def _remember(self, key: bytes, reason: MissReason) -> None:
+        # Taken out first, so that the latest stand last.
+        self._forgotten.pop(key, None)
+        if len(self._forgotten) >= MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
+        self._forgotten[key] = reason
+
+    def _retain(self, node: PrefixNode) -> None:
+        if self._pool.retain(node.block_id):
+            del self._lru[node]
+
+    def _link(
+        self, parent: PrefixNode, key: bytes | None, tokens: bytes, block_id: int
+    ) -> PrefixNode:
+        siblings = parent.sorted_tokens
+        position = bisect_left(siblings, tokens)
+        if position > 0 and tokens.startswith(siblings[position - 1]):
+            # A tail that this block continues: all it could answer, this one can. If somebody
+            # still reads it, it stays until the LRU order gets to it.
+            shorter = parent.children[siblings[position - 1]]
+            if shorter in self._lru:
+                del self._lru[shorter]
+                self._unlink(shorter)
+                position -= 1
+        node = PrefixNode(parent, key, tokens, block_id)
+        siblings.insert(position, tokens)
+        parent.children[tokens] = node
+        self._by_block[block_id] = node
+        self._pool.hold(block_id)
+        return node
+
+    def _unlink(self, node: PrefixNode) -> None:
+        """Forget a node without children that is not in the LRU order."""
+        parent = node.parent
+        assert parent is not None, f"block {node.block_id} is not linked"
+        del parent.children[node.tokens]
+        del parent.sorted_tokens[bisect_left(parent.sorted_tokens, node.tokens)]
+        if node.key is not None:
+            del self._by_key[node.key]
+            if self.observer is not None:
+                self.observer.note_removed(node.key)
+        del self._by_block[node.block_id]
+        node.is_linked = False
+        node.parent = None
+        self._pool.drop_hold(node.block_id)
+
+
+def _find_longest(parent: PrefixNode, query: bytes) -> tuple[PrefixNode | None, int]:
+    """Return the child that shares most leading tokens with ``query``, and how many."""
+    siblings = parent.sorted_tokens
+    position = bisect_left(siblings, query)
+    best: bytes | None = None
+    best_len = 0
+    for candidate in siblings[max(position - 1, 0) : position + 1]:
+        shared_len = _count_shared_tokens(candidate, query)
+        if shared_len > best_len:
+            best, best_len = candidate, shared_len
+    return (None if best is None else parent.children[best]), best_len
+
+
+def _count_shared_tokens(a: bytes, b: bytes) -> int:
+    length = min(len(a), len(b))
+    # As little-endian numbers, the lowest bit that differs is in the first byte that differs.
+    difference = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
+    if difference == 0:
+        return length // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)

@@ -1,0 +1,234 @@
+"""The blocks that a request takes from the prefix index, and gives back to it.
+
+Owns the keys and the index position of each request (fields of ``Request``) and the table of
+blocks that running prefills will compute, or loads will bring. The scheduler decides which request
+is admitted and when; this decides which blocks are shared. Pure, single-threaded.
+"""
+
+from collections.abc import Sequence
+
+from tandem.core.timeline import MissReason, PrefixMiss
+from tandem.engine.scheduling.blocks import KeyedBlock
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.scheduling.request import Request, RequestState
+
+__all__ = ["PrefixReuse"]
+
+MAX_DEFERRALS = 256
+"""Steps that a request waits for others to compute a prefix it shares. A prefix that takes
+longer, half a million tokens at the default budget, is being computed and evicted in turn."""
+
+
+class PrefixReuse:
+    """Connects requests to the prefix index.
+
+    Args:
+        index: where blocks are found and released.
+        block_size: tokens per block.
+        is_enabled: False: nothing is looked up or indexed, blocks are only released.
+    """
+
+    def __init__(self, index: PrefixIndex, block_size: int, *, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self._index = index
+        self._block_size = block_size
+        self._expected: dict[bytes, Request] = {}
+        """Key of a block to the request whose prefill computes it or whose load brings it."""
+        self._filled: list[KeyedBlock] = []
+
+    def open(self, request: Request) -> None:
+        """Prepare a request that has just arrived."""
+        request.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
+
+    def make_keys(
+        self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
+    ) -> list[bytes]:
+        """Return the keys of a prompt's full blocks, without one that ends with its last token."""
+        if not self.is_enabled:
+            return []
+        keys: list[bytes] = []
+        num_tokens = (len(prompt_ids) - 1) // self._block_size * self._block_size
+        root_key = self._index.make_root_key(cache_salt, adapter)
+        self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
+        return keys
+
+    def find(self, request: Request) -> PrefixMatch:
+        """Return what the index holds of a request's tokens, all but the last one.
+
+        The last token is computed in any case: its logits choose the next.
+        """
+        if not self.is_enabled or not request.can_reuse_prefix:
+            return PrefixMatch([], 0)
+        self._extend_keys(request)
+        num_tokens = request.num_tokens
+        token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
+        return self._index.match(request.root_key, request.block_keys, token_ids, num_tokens - 1)
+
+    def explain_miss(self, request: Request) -> PrefixMiss | None:
+        """Return where and why the reuse of a request's tokens ends; None if all are there."""
+        if not self.is_enabled:
+            return PrefixMiss(reason=MissReason.DISABLED, position=0)
+        if not request.can_reuse_prefix:
+            return PrefixMiss(reason=MissReason.NEEDS_LOGITS, position=0)
+        match = self.find(request)
+        if match.num_tokens >= request.num_tokens - 1:
+            return None
+        num_full = len(match.nodes)
+        next_key = request.block_keys[num_full] if num_full < len(request.block_keys) else None
+        if next_key in self._expected:
+            reason = MissReason.TOO_LATE
+        else:
+            reason = self._index.explain_end(request.root_key, match, next_key)
+        return PrefixMiss(reason=reason, position=match.num_tokens)
+
+    def count_cached_blocks(self, request: Request) -> int:
+        """Return how many leading full blocks of a request are cached, for ordering."""
+        self._extend_keys(request)
+        return self._index.count_cached_blocks(request.block_keys)
+
+    def is_expected(self, request: Request) -> bool:
+        """Whether this step, or a load, brings another request closer to a block that it shares.
+
+        So copies of a prompt that arrive together compute it once. The wait is bounded by the
+        other's prompt or load, as it counts only while the other advances, and by
+        ``MAX_DEFERRALS``.
+        """
+        if request.num_deferrals >= MAX_DEFERRALS:
+            return False
+        other = self.find_provider(request)
+        return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
+
+    def find_provider(self, request: Request) -> Request | None:
+        """Return the request that computes or loads the first block that another lacks, if any."""
+        if not self._expected or not request.can_reuse_prefix:
+            return None
+        num_cached = self.count_cached_blocks(request)
+        if num_cached == len(request.block_keys):
+            return None
+        return self._expected.get(request.block_keys[num_cached])
+
+    def list_missing_keys(self, request: Request, num_cached: int) -> list[bytes]:
+        """Return the keys of the full blocks after the first ``num_cached`` that it could reuse.
+
+        Not of one that ends with the last known token: that token is computed in any case.
+        """
+        self._extend_keys(request)
+        return request.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
+
+    def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
+        """Return the keys of the prompt's blocks after the first ``num_cached``.
+
+        Empty for a last block that the prompt does not fill: another instance may have that one.
+        """
+        self._extend_keys(request)
+        num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
+        keys = request.block_keys[num_cached:num_full]
+        return [*keys, b""] if num_tail_tokens else keys
+
+    def expect(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Note that a request is about to provide blocks."""
+        for key in keys:
+            self._expected[key] = request
+
+    def forget_expected(self, request: Request, keys: Sequence[bytes]) -> None:
+        """End ``expect``, whether the blocks came or not."""
+        if self._expected:
+            for key in keys:
+                if self._expected.get(key) is request:
+                    del self._expected[key]
+
+    def take_filled(self) -> list[KeyedBlock]:
+        """Return the blocks that became full and matchable since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
+
+    def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
+        """Reference the blocks of a match for a request that starts; return the shared ones.
+
+        The source of a copy is referenced too; ``release_copied`` ends that.
+        """
+        shared = self._index.acquire(match)
+        request.num_computed_tokens = match.num_tokens
+        request.num_indexed_blocks = len(shared)
+        if self.is_enabled:
+            # Taken after acquire: a root without children lives by this reference alone.
+            request.prefix_node = (
+                match.nodes[-1]
+                if match.nodes
+                else self._index.get_root(request.root_key, request.adapter)
+            )
+            self.expect(request, request.block_keys[len(shared) :])
+        return shared
+
+    def release_copied(self, src_block_id: int) -> None:
+        """Release a block whose copy has been made."""
+        self._index.release((src_block_id,))
+
+    def index_computed(self, request: Request, *, is_prompt_end: bool) -> None:
+        """Make the blocks that a step has filled matchable and, at its end, a prompt's tail.
+
+        The tail is indexed once, not per token: what a request generates after it becomes
+        matchable when the block is full, or when the request leaves.
+        """
+        node = request.prefix_node
+        if node is None:
+            return
+        size = self._block_size
+        position = request.num_indexed_blocks
+        num_full = request.num_computed_tokens // size
+        if position < num_full and node.is_linked:
+            self._extend_keys(request)
+            while position < num_full:
+                block_id = request.block_table[position]
+                tokens = request.get_tokens(position * size, (position + 1) * size)
+                node = self._index.insert(node, request.block_keys[position], tokens, block_id)
+                if node.block_id == block_id:
+                    self._filled.append(self._index.describe(node))
+                else:
+                    _replace_block(request, position, node.block_id)
+                position += 1
+            request.prefix_node = node
+            request.num_indexed_blocks = position
+        if is_prompt_end:
+            self.forget_expected(request, request.block_keys)
+            self._index_tail(request)
+
+    def detach(self, request: Request) -> None:
+        """Take all blocks from a request; what it has computed stays matchable."""
+        if request.is_prefilling:
+            self.forget_expected(request, request.block_keys)
+        self._index_tail(request)
+        self._index.release(request.block_table)
+        request.block_table = ()
+        request.num_computed_tokens = 0
+        request.num_indexed_blocks = 0
+        request.prefix_node = None
+
+    def clear(self) -> int:
+        """Drop all prefixes, also those being computed; return the blocks freed at once."""
+        self._expected.clear()
+        self._filled.clear()
+        return self._index.clear()
+
+    def _extend_keys(self, request: Request) -> None:
+        """Compute the keys of all full blocks of known tokens that have none yet."""
+        keys = request.block_keys
+        size = self._block_size
+        num_full = request.num_tokens // size
+        if len(keys) < num_full:
+            tokens = request.get_tokens(len(keys) * size, num_full * size)
+            self._index.extend_keys(request.root_key, keys, tokens)
+
+    def _index_tail(self, request: Request) -> None:
+        node = request.prefix_node
+        if node is None or not node.is_linked:
+            return
+        position = request.num_indexed_blocks
+        tail = request.get_tokens(position * self._block_size, request.num_computed_tokens)
+        if tail:
+            self._index.insert_tail(node, tail, request.block_table[position])
+
+
+def _replace_block(request: Request, position: int, block_id: int) -> None:
+    table = request.block_table
+    request.block_table = (*table[:position], block_id, *table[position + 1 :])

@@ -1,0 +1,154 @@
+"""One generation as the engine sees it: its tokens, its progress, its blocks.
+
+A ``Request`` is mutable and has one writer, the scheduler. The runner and the sampler read it
+between ``schedule`` and ``complete``. Token ids alone: text is the server's business.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tandem.core.timeline import PrefixMiss
+from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
+
+if TYPE_CHECKING:
+    from tandem.engine.scheduling.prefix_index import PrefixNode
+
+__all__ = ["FinishReason", "Request", "RequestState"]
+
+
+class RequestState(StrEnum):
+    """Where a request stands; only the scheduler moves it."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    """Not admitted before its load from a lower tier has ended, or has taken too long."""
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Waiting again, without blocks, with the tokens it has generated."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one generation.
+
+    Args:
+        request_id: unique among the live requests of an instance.
+        prompt_ids: at least one token id; not modified.
+        sampling: shared, not copied.
+        arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
+        priority: lower is served first.
+        deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
+        cache_salt: requests of different salts never share blocks.
+        adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
+        kv_source: where KV may come from beside this instance's own blocks.
+        prefill_lease_s: the request only prefills; its blocks are held so long. None: it decodes.
+        awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
+            of the lease of its source.
+        output_ids: of a generation that another instance began.
+        num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
+            when it arrived.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    adapter: str = ""
+    kv_source: KvSource = field(default_factory=TierKv)
+    prefill_lease_s: float | None = None
+    awaits_continuation: bool = False
+    num_stored_blocks: int = 0
+
+    output_ids: list[int] = field(default_factory=list[int])
+    """Tokens sampled so far, the one that ended the request included."""
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    block_table: tuple[int, ...] = ()
+    """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. Replaced, never
+    changed in place, so that a plan may keep it."""
+    held_blocks: tuple[int, ...] = ()
+    """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix index when it was first admitted; what usage reports."""
+    num_loaded_tokens: int = 0
+    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
+    miss: PrefixMiss | None = None
+    """Where and why reuse ended when it was first admitted; for ``tandem explain`` alone."""
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    """When a step or its planning ended it; None for one cancelled between steps."""
+
+    # The scheduler's own notes.
+    seq_no: int = 0
+    """Order of arrival."""
+    max_total_tokens: int = 0
+    """Prompt and output at most, from ``max_tokens`` and the context length."""
+    is_scheduled: bool = False
+    """Part of the plan in flight."""
+    is_prefilling: bool = False
+    """Admitted, and not all of its known tokens have been computed since."""
+    is_cancelled: bool = False
+    """Cancelled while in flight: ends when the step completes."""
+    num_deferrals: int = 0
+    """Steps it was passed over because a running request computes a prefix that it shares."""
+    has_loaded: bool = False
+    """A load was started since it last became waiting; a second one could go on for ever."""
+    wait_until_s: float = 0.0
+    """Until when it is not admitted while it waits for KV from elsewhere."""
+    loaded_blocks: range = range(0)
+    """Positions of the blocks that its last load brought."""
+    root_key: bytes = b""
+    block_keys: list[bytes] = field(default_factory=list[bytes])
+    """Digests of its leading full blocks, as far as they were needed."""
+    prefix_node: "PrefixNode | None" = None
+    """The index's node of its last indexed block (or the root); None while it has no blocks."""
+    num_indexed_blocks: int = 0
+    """Leading blocks that are in the prefix index."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed_tokens
+
+    @property
+    def prefill_kv(self) -> PrefillKv | None:
+        """The prefill instance that its blocks come from, if one was named."""
+        return self.kv_source if isinstance(self.kv_source, PrefillKv) else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has left the scheduler."""
+        return self.state is RequestState.FINISHED
+
+    @property
+    def can_reuse_prefix(self) -> bool:
+        """False where the logits of the whole prompt are wanted: cached tokens have none."""
+        return self.sampling.prompt_logprobs is None
+
+    def get_tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of positions ``start`` to ``end``, prompt and output as one sequence."""
+        prompt_len = len(self.prompt_ids)
+        if end <= prompt_len:
+            return self.prompt_ids[start:end]
+        if start >= prompt_len:
+            return self.output_ids[start - prompt_len : end - prompt_len]
+        return self.prompt_ids[start:] + self.output_ids[: end - prompt_len]

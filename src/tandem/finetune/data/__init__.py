@@ -1,0 +1,1 @@
+"""From files of records to examples in tokens."""

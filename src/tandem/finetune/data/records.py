@@ -1,0 +1,282 @@
+"""Training records: files in LLaMA-Factory's formats become conversations.
+
+``dataset_info.json`` in a dataset folder names the files, their columns and tags. A bad row is left
+out and remembered with its line; a bad file or description is an error. Nothing is downloaded.
+"""
+
+import os.path
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
+from tandem.finetune.data.data_files import NotARow, parse_json, read_rows
+
+__all__ = ["BadRow", "Conversation", "Message", "Records", "load_dataset"]
+
+WHERE = "finetune.load_dataset"
+INFO_NAME = "dataset_info.json"
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns that begin with the user's, or the system's, and end with an answer."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def answer(self) -> str:
+        """The last turn's text."""
+        return self.messages[-1].content
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that was left out."""
+
+    path: str
+    line: int
+    """From 1; in parquet the row's number."""
+    why: str
+
+
+@dataclass(slots=True)
+class Records:
+    """The good rows of a dataset, in order, and the bad ones."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
+
+
+class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which column holds what; LLaMA-Factory's names and defaults."""
+
+    prompt: str = "instruction"
+    query: str = "input"
+    response: str = "output"
+    history: str | None = None
+    messages: str = ""
+    system: str | None = None
+    tools: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    kto_tag: str | None = None
+    images: str | None = None
+    videos: str | None = None
+    audios: str | None = None
+
+
+class Tags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys and role names within a list of messages."""
+
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    observation_tag: str = "observation"
+    function_tag: str = "function_call"
+    system_tag: str = "system"
+
+
+class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of ``dataset_info.json``."""
+
+    file_name: str = ""
+    formatting: Literal["alpaca", "sharegpt", "openai"] = "alpaca"
+    num_samples: Annotated[int, Meta(ge=1)] | None = None
+    ranking: bool = False
+    columns: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    split: str = "train"
+    subset: str | None = None
+    folder: str | None = None
+    hf_hub_url: str = ""
+    ms_hub_url: str = ""
+    om_hub_url: str = ""
+    script_url: str = ""
+    cloud_file_name: str = ""
+
+
+def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Records:
+    """Load a dataset by its name in ``folder/dataset_info.json``, or a file by its path.
+
+    Args:
+        name: a key of ``dataset_info.json``; or a file of alpaca rows, or of rows with ``messages``
+            or ``conversations``.
+        folder: of ``dataset_info.json`` and the files it names.
+        max_samples: rows at most, the first ones.
+
+    Raises:
+        NotFoundError: no such dataset or file.
+        ConfigError: the description is wrong, or no row is good; the text says why.
+        CorruptionError: the file does not parse.
+        UnsupportedError: the dataset lies on a hub, or is not text to learn from.
+    """
+    path = Path(name)
+    if path.suffix and path.is_file():
+        records = _convert_rows(path, None, max_samples)
+    else:
+        info = _find_info(name, folder)
+        records = _convert_rows(folder / info.file_name, info, max_samples)
+    if not records.conversations:
+        first = (
+            f"; line {records.bad_rows[0].line}: {records.bad_rows[0].why}"
+            if records.bad_rows
+            else ": the file is empty"
+        )
+        raise ConfigError(WHERE, f"dataset {name!r} has no usable row{first}", field="dataset")
+    return records
+
+
+def _find_info(name: str, folder: Path) -> DatasetInfo:
+    path = folder / INFO_NAME
+    try:
+        table = parse_json(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        what = f"cannot read {path}: {error}: set dataset_dir to the folder that holds it"
+        raise NotFoundError(WHERE, what, field="dataset_dir") from error
+    except ValueError as error:
+        raise CorruptionError(WHERE, f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict) or name not in table:
+        known = ", ".join(sorted(table)) if isinstance(table, dict) else "nothing"
+        what = f"dataset {name!r} is not in {path}, which has {known}"
+        raise NotFoundError(WHERE, what, field="dataset")
+    try:
+        info = msgspec.convert(table[name], DatasetInfo)
+        msgspec.convert(info.columns, Columns)
+        msgspec.convert(info.tags, Tags)
+    except msgspec.ValidationError as error:
+        raise ConfigError(WHERE, f"{path}: {name}: {error}", field="dataset") from error
+    if info.ranking:
+        what = f"dataset {name!r} holds preferences: choose one of answers"
+        raise UnsupportedError(WHERE, what, field="dataset")
+    if not info.file_name:
+        what = f"dataset {name!r} names no file_name: download it and name the file"
+        raise UnsupportedError(WHERE, what, field="dataset")
+    # A link in the folder is its owner's choice; a name in a description may be anybody's.
+    inner = os.path.normpath(info.file_name)
+    if os.path.isabs(inner) or inner.split(os.sep)[0] == "..":
+        what = f"dataset {name!r}: file_name {info.file_name!r} leads out of {folder}"
+        raise ConfigError(WHERE, f"{what}: give the file's path as dataset", field="dataset")
+    return info
+
+
+def _convert_rows(path: Path, info: DatasetInfo | None, max_samples: int | None) -> Records:
+    records = Records()
+    limits = [n for n in (max_samples, info and info.num_samples) if n is not None]
+    for line, row in read_rows(path):
+        if limits and len(records.conversations) >= min(limits):
+            break
+        try:
+            records.conversations.append(_convert_row(row, info))
+        except _BadRowError as error:
+            records.bad_rows.append(BadRow(path.name, line, str(error)))
+    return records
+
+
+class _BadRowError(Exception):
+    """Why a row is left out."""
+
+
+def _convert_row(row: Any, info: DatasetInfo | None) -> Conversation:
+    if isinstance(row, NotARow):
+        raise _BadRowError(row.why)
+    if not isinstance(row, dict):
+        raise _BadRowError(f"a {type(row).__name__}, not an object")
+    if info is None:
+        info = _guess_info(row)
+    if info.formatting == "alpaca":
+        messages = _read_alpaca(row, msgspec.convert(info.columns, Columns))
+    else:
+        messages = _read_turns(row, info)
+    _check_turns(messages)
+    return Conversation(tuple(messages))
+
+
+def _guess_info(row: dict[str, Any]) -> DatasetInfo:
+    if "messages" in row:
+        return DatasetInfo(formatting="openai")
+    return DatasetInfo(formatting="sharegpt" if "conversations" in row else "alpaca")
+
+
+def _text(row: dict[str, Any], key: str | None, *, is_needed: bool = False) -> str:
+    value = None if key is None else row.get(key)
+    if value is None:
+        if is_needed:
+            raise _BadRowError(f"no {key!r}")
+        return ""
+    if not isinstance(value, str):
+        raise _BadRowError(f"{key!r} is a {type(value).__name__}, not text")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise _BadRowError(f"{key!r} is not Unicode text")
+    return value
+
+
+def _read_alpaca(row: dict[str, Any], columns: Columns) -> list[Message]:
+    messages: list[Message] = []
+    if system := _text(row, columns.system or "system"):
+        messages.append(Message("system", system))
+    history = row.get(columns.history or "history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise _BadRowError("history is not a list of [question, answer]")
+        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    parts = [_text(row, columns.prompt, is_needed=True), _text(row, columns.query)]
+    messages.append(Message("user", "\n".join(part for part in parts if part)))
+    messages.append(Message("assistant", _text(row, columns.response, is_needed=True)))
+    return messages
+
+
+def _read_turns(row: dict[str, Any], info: DatasetInfo) -> list[Message]:
+    columns, tags = msgspec.convert(info.columns, Columns), msgspec.convert(info.tags, Tags)
+    key = columns.messages or "conversations"
+    if info.formatting == "openai":
+        key = columns.messages or "messages"
+        openai = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
+        openai |= {"assistant_tag": "assistant", "observation_tag": "tool"}
+        tags = msgspec.convert({**openai, **info.tags}, Tags)
+    turns = row.get(key)
+    if not isinstance(turns, list):
+        raise _BadRowError(f"no list {key!r}")
+    if columns.tools is not None and row.get(columns.tools):
+        raise _BadRowError("it offers tools, which are not learned")
+    roles: dict[str, Role] = {
+        tags.user_tag: "user",
+        tags.assistant_tag: "assistant",
+        tags.system_tag: "system",
+    }
+    messages: list[Message] = []
+    if system := _text(row, columns.system or "system"):
+        messages.append(Message("system", system))
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise _BadRowError(f"a turn is a {type(turn).__name__}, not an object")
+        name = _text(turn, tags.role_tag, is_needed=True)
+        if name not in roles:
+            raise _BadRowError(f"role {name!r}: turns are {', '.join(roles)}")
+        messages.append(Message(roles[name], _text(turn, tags.content_tag, is_needed=True)))
+    return messages
+
+
+def _check_turns(messages: list[Message]) -> None:
+    turns = messages[1:] if messages and messages[0].role == "system" else messages
+    if not turns or len(turns) % 2:
+        raise _BadRowError(f"{len(turns)} turns: questions and answers do not pair")
+    for i, message in enumerate(turns):
+        if message.role != ("assistant" if i % 2 else "user"):
+            raise _BadRowError(f"turn {i + 1} is the {message.role}'s")
+        if not message.content.strip():
+            raise _BadRowError(f"turn {i + 1} is empty")

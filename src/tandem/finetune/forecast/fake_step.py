@@ -1,0 +1,391 @@
+"""The memory of one training step, found by running it on tensors without memory.
+
+The model of the run (transformers' modules, adapters, loss) takes a step forward and backward under
+torch's fake tensors: shapes, dtypes and the order of operations are the real ones, no number is
+computed. Counted are the bytes alive at each moment and the work of the matrix products. So there
+is no formula for a family.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from tandem.core.model_plan import LayerSpec
+from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
+
+__all__ = ["StepCost", "StepShape", "simulate_step"]
+
+EXPERT_FORWARD_PRODUCTS = 3
+EXPERT_BACKWARD_PRODUCTS = 3
+"""Gate and up are kept."""
+
+
+SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_flops")
+"""Costs that each layer adds to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a run decides the size of its step."""
+
+    num_rows: int
+    """B, of one batch on the device; accumulation adds none."""
+    num_tokens: int
+    """T, of the longest row."""
+    is_bf16: bool
+    has_packed_experts: bool
+    has_packed_linear: bool
+    is_checkpointed: bool
+
+
+@dataclass(slots=True)
+class StepCost:
+    """What one forward and backward pass over B rows of T tokens needs."""
+
+    kept_bytes: int = 0
+    """Alive when the backward pass begins, beside weights, adapters and the optimizer's state."""
+    temporary_bytes: int = 0
+    """Alive beyond those at most."""
+    num_operations: int = 0
+    moved_bytes: int = 0
+    """Read and written by operations that are no products."""
+    torch_flops: int = 0
+    native_flops: int = 0
+    """Of products with packed matrices."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Alive at once at most."""
+        return self.kept_bytes + self.temporary_bytes
+
+    def plus(self, more: "StepCost", less: "StepCost", times: int) -> "StepCost":
+        """Return this with ``times`` the difference of two costs; temporaries are the largest."""
+        sums = {
+            name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
+            for name in SUMMED
+        }
+        return StepCost(temporary_bytes=max(self.temporary_bytes, more.temporary_bytes), **sums)
+
+
+class _Counter(TorchDispatchMode):
+    """Follows the storages of fake tensors, and counts products."""
+
+    def __init__(self, cost: StepCost) -> None:
+        super().__init__()
+        self._cost = cost
+        self._alive: dict[int, int] = {}
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Count a tensor that is there before the step as nothing."""
+        self._alive[id(tensor.untyped_storage())] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        cost = self._cost
+        results = list(_iter_tensors(out))
+        for tensor in results:
+            self._follow(tensor)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            cost.torch_flops += formula(*args, **(kwargs or {}), out_val=out)
+        if not func.is_view:
+            cost.num_operations += 1
+            if formula is None:
+                cost.moved_bytes += sum(t.nbytes for t in (*results, *_iter_tensors(args)))
+        return out
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = size
+        self.alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.alive_bytes -= self._alive.pop(key)
+
+
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _iter_tensors(item)
+
+
+class _FakeExperts(torch.autograd.Function):
+    """Keeps and allocates what ``kernels.cpu.autograd`` does for packed experts."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: "_Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ctx.owner, ctx.dtype = owner, x.dtype
+        kept = x.new_empty((ids.numel(), 2 * owner.inner), dtype=torch.bfloat16)
+        ctx.save_for_backward(ids, weights, kept)
+        owner.count(ids.numel(), EXPERT_FORWARD_PRODUCTS)
+        scratch = x.new_empty((ids.numel(), owner.inner), dtype=torch.bfloat16)
+        out = torch.empty_like(x, dtype=torch.float32).to(x.dtype)
+        del scratch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ids, weights, kept = ctx.saved_tensors
+        ctx.owner.count(ids.numel(), EXPERT_BACKWARD_PRODUCTS)
+        scratch = torch.empty_like(kept), torch.empty_like(grads[0], dtype=torch.bfloat16)
+        d_x = torch.empty_like(grads[0], dtype=torch.float32).to(ctx.dtype)
+        del scratch
+        return None, d_x, None, torch.empty_like(weights)
+
+
+class _FakeAdaptedExperts(torch.autograd.Function):
+    """Keeps and allocates what ``kernels.cpu.adapted_experts`` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, owner: "_Experts", x: Tensor, ids: Tensor, weights: Tensor, *factors: Tensor
+    ) -> Tensor:
+        ctx.owner, pairs, rank = owner, ids.numel(), factors[0].shape[1]
+        wide, inner = x.float(), owner.inner
+        delta = x.new_empty((pairs, 2 * inner), dtype=torch.float32)
+        kept = x.new_empty((pairs, 2 * inner), dtype=torch.bfloat16)
+        ctx.save_for_backward(x, ids, weights, kept, *factors)
+        owner.count(pairs, EXPERT_FORWARD_PRODUCTS)
+        owner.count_factors(pairs * rank * (2 * owner.hidden + 3 * inner))
+        out = torch.empty_like(wide).to(x.dtype)
+        del delta, wide
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, ids, weights, kept, *factors = ctx.saved_tensors
+        owner, pairs, rank = ctx.owner, ids.numel(), factors[0].shape[1]
+        wide = torch.empty_like(x, dtype=torch.float32), grads[0].float()
+        d_factors = [torch.zeros_like(factor) for factor in factors]
+        extra = x.new_empty((pairs, owner.inner), dtype=torch.float32)
+        scratch = torch.empty_like(kept), torch.empty_like(kept)
+        owner.count(pairs, EXPERT_BACKWARD_PRODUCTS)
+        owner.count_factors(pairs * rank * (5 * owner.hidden + 7 * owner.inner))
+        d_x = torch.empty_like(x, dtype=torch.float32).to(x.dtype)
+        del wide, extra, scratch
+        return None, d_x, None, torch.empty_like(weights), *d_factors
+
+
+class _Experts(nn.Module):
+    """Stands for a layer's routed experts."""
+
+    def __init__(self, old: Any, cost: StepCost, *, is_packed: bool) -> None:
+        super().__init__()
+        self.is_transposed = bool(getattr(old, "is_transposed", False))
+        # PEFT finds them by their names and shapes.
+        self.gate_up_proj: nn.Parameter
+        self.down_proj: nn.Parameter
+        for name in find_expert_shapes(old):
+            self.register_parameter(name, getattr(old, name))
+        _, self.hidden, self.inner = find_expert_shapes(old)["down_proj"]
+        self._cost = cost
+        self._is_packed = is_packed
+
+    def count_factors(self, num_products: int) -> None:
+        self._cost.torch_flops += 2 * num_products
+
+    def count(self, num_rows: int, num_products: int) -> None:
+        self._cost.native_flops += 2 * num_rows * num_products * self.hidden * self.inner
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self._is_packed:
+            out = _FakeExperts.apply(self, x, top_k_index, top_k_weights)
+            assert isinstance(out, Tensor)
+            return out
+        return self._run(x, top_k_weights, *self._list_weights())
+
+    def run_adapted(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, factors: Any
+    ) -> Tensor:
+        x, f = hidden_states.reshape(-1, hidden_states.shape[-1]), factors
+        if self._is_packed:
+            tensors = (f.gate_up_a, f.gate_up_b, f.down_a, f.down_b)
+            out = _FakeAdaptedExperts.apply(self, x, top_k_index, top_k_weights, *tensors)
+            assert isinstance(out, Tensor)
+            return out
+        # PEFT forms the merged weights of all experts.
+        gate_up, down = self._list_weights()
+        gate_up = _merge(gate_up, f.gate_up_b, f.gate_up_a)
+        return self._run(x, top_k_weights, gate_up, _merge(down, f.down_b, f.down_a))
+
+    def _list_weights(self) -> tuple[Tensor, Tensor]:
+        """Return gate_up [E, 2 F, D] and down [E, D, F]."""
+        if self.is_transposed:
+            return self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        return self.gate_up_proj, self.down_proj
+
+    def _run(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Count the pairs of a token and its expert, as transformers' grouped products have them.
+
+        The weights of one expert stand for those of all.
+        """
+        top_k = weights.shape[-1]
+        pairs = x.repeat_interleave(top_k, dim=0)
+        gate, up = nn.functional.linear(pairs, gate_up[0].to(x.dtype)).chunk(2, dim=-1)
+        out = nn.functional.linear(nn.functional.silu(gate) * up, down[0].to(x.dtype))
+        out = out * weights.reshape(-1, 1).to(out.dtype)
+        return out.view(-1, top_k, self.hidden).sum(1).to(x.dtype)
+
+
+def _merge(weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    return torch.baddbmm(weight, b.to(weight.dtype), a.to(weight.dtype))
+
+
+class _FakeProduct(torch.autograd.Function):
+    """Keeps nothing, as ``multiply_frozen``."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: "_Linear", x: Tensor) -> Tensor:
+        ctx.owner = owner
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return owner.multiply(x.shape[:-1], owner.out_features, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.owner.multiply(ctx.shape[:-1], ctx.owner.in_features, ctx.dtype)
+
+
+class _Linear(nn.Linear):
+    """Stands for a packed matrix; to PEFT it is a linear layer."""
+
+    def __init__(self, old: nn.Linear, cost: StepCost) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = old.in_features, old.out_features
+        self.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+        self.bias = None  # type: ignore[assignment]
+        self._cost = cost
+
+    def multiply(self, leading: torch.Size, width: int, dtype: torch.dtype) -> Tensor:
+        rows = leading.numel()
+        self._cost.native_flops += 2 * rows * self.in_features * self.out_features
+        return torch.empty((*leading, width), dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = _FakeProduct.apply(self, input)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
+    """Put stand-ins where the run has packed matrices, and one expert's products elsewhere."""
+    for name, module in list(model.named_modules()):
+        if find_expert_shapes(module):
+            stand_in = _Experts(module, cost, is_packed=shape.has_packed_experts)
+            model.set_submodule(name, stand_in)
+    if shape.has_packed_linear:
+        for name in find_targets(model, "all"):
+            model.set_submodule(name, _Linear(model.get_submodule(name), cost))
+
+
+def _make_fake(model: Any, dtype: torch.dtype) -> None:
+    """Give the model fake tensors on the CPU; tied ones stay one."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old not in made:
+                kind = torch.float32 if old.requires_grad else dtype
+                data = torch.empty(old.shape, dtype=kind, device="cpu")
+                made[old] = nn.Parameter(data, requires_grad=old.requires_grad)
+            setattr(module, name, made[old])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+
+
+def simulate_step(
+    make_skeleton: Callable[[], Any],
+    layers: Sequence[LayerSpec],
+    shape: StepShape,
+    adapt: Callable[[Any], Any],
+) -> StepCost:
+    """Take steps on fake tensors through as few layers as show what all of them need.
+
+    Layers with equal specifications cost the same, so one of each kind is run, then each kind once
+    more; the rest is a multiple of the difference.
+
+    Args:
+        make_skeleton: returns transformers' model on the meta device; it is changed.
+        layers: of that model.
+        shape: of the step.
+        adapt: ``adapt(model)`` returns the model with its adapters.
+    """
+    kinds: dict[LayerSpec, list[int]] = {}
+    for layer in layers:
+        kinds.setdefault(msgspec.structs.replace(layer, index=0), []).append(layer.index)
+    first = [members[0] for members in kinds.values()]
+    once = _run_step(make_skeleton(), sorted(first), shape, adapt)
+    total = once
+    for members in kinds.values():
+        if len(members) > 1:
+            twice = _run_step(make_skeleton(), sorted([*first, members[1]]), shape, adapt)
+            total = total.plus(twice, once, len(members) - 1)
+    return total
+
+
+def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> StepCost:
+    """Take a step through some of a model's layers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cost = StepCost()
+    _keep_layers(model, layers)
+    _replace_packed(model, shape, cost)
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    model = adapt(model)
+    dtype = torch.bfloat16 if shape.is_bf16 else torch.float32
+    with FakeTensorMode():
+        _make_fake(model, dtype)
+        model.train()
+        if shape.is_checkpointed:
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            with warnings.catch_warnings():
+                # Named otherwise from some release on.
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.enable_input_require_grads()
+        counter = _Counter(cost)
+        for tensor in (*model.parameters(), *model.buffers()):
+            counter.ignore(tensor)
+        ids = torch.zeros((shape.num_rows, shape.num_tokens), dtype=torch.int64)
+        rounding = torch.autocast("cpu", dtype=dtype) if shape.is_bf16 else nullcontext()
+        with counter:
+            with rounding:
+                out = model(input_ids=ids, labels=ids)
+            if shape.is_bf16:
+                # As accelerate does.
+                out.logits = out.logits.float()
+            cost.kept_bytes = counter.alive_bytes
+            out.loss.backward()
+    cost.temporary_bytes = max(counter.peak_bytes - cost.kept_bytes, 0)
+    return cost
+
+
+def _keep_layers(model: Any, layers: list[int]) -> None:
+    """Leave out all but some decoder layers."""
+    kept = [model.model.layers[i] for i in layers]
+    types = getattr(model.config, "layer_types", None)
+    if types is not None:
+        model.config.layer_types = [types[i] for i in layers]
+    model.config.num_hidden_layers = len(layers)
+    model.model.layers = nn.ModuleList(kept)

@@ -1,0 +1,347 @@
+"""What a run will need, before it is started: `tandem finetune --dry-run`.
+
+Weights are counted from the ``ModelPlan``, the step is simulated (``fake_step``), its speed follows
+from rates that are measured now (``machine_speed``), and the number of steps from the data. No
+weight is read.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tandem._native import read_topology, recommend_threads
+from tandem.core.errors import ConfigError, TandemError
+from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
+from tandem.finetune.forecast.machine_speed import measure_speed
+from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
+from tandem.finetune.training.expert_adapters import adapt_model
+from tandem.finetune.training.model import choose_format, load_tokenizer
+from tandem.finetune.training.trainer import (
+    check_reporters,
+    count_steps,
+    make_lora_config,
+    prepare_data,
+)
+from tandem.kernels.cpu import linear as native_linear
+from tandem.models.families import open_checkpoint
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.planner import plan_model
+
+__all__ = ["DataShape", "MemoryPart", "RunPrediction", "predict_run"]
+
+OPTIMIZER_BYTES = 8
+"""Of AdamW for a trained weight: two moments in float32."""
+GRADIENT_BYTES = 4
+WEIGHT_BYTES = 4
+"""Of a trained weight; adapters are float32 in every run."""
+PACKED_ROLES = frozenset(["qkv", "q_up", "head_matrices", "attention_out", "gate_up", "down"])
+"""Roles of the matrices that ``linear_format`` means."""
+LEAST_CUTOFF = 128
+Costs = dict[tuple[StepShape, MethodKeys], StepCost]
+
+
+class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that takes memory."""
+
+    name: str
+    device: str
+    size_bytes: int
+    why: str
+
+
+class DataShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a run are like."""
+
+    num_rows: int
+    longest: int
+    """Tokens of the longest row, after the cutoff and packing."""
+    num_tokens: int
+    """Of all rows of an epoch."""
+    num_bad_rows: int = 0
+    num_too_short: int = 0
+    problem: str = ""
+    """Why the data could not be read; the other figures are then the largest that the recipe
+    allows."""
+
+
+class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory by device, time, and what to change where it does not fit."""
+
+    parts: tuple[MemoryPart, ...]
+    available_bytes: int
+    data: DataShape
+    trainable_parameters: int
+    num_steps: int
+    step_s: float
+    tokens_per_s: float
+    """Tokens of the data, without padding."""
+    changes: tuple[str, ...] = ()
+    """Keys that make it fit, in the order in which to change them; empty where it fits."""
+    changed_bytes: int = 0
+    """Memory with the changes."""
+    problems: tuple[str, ...] = ()
+    """Why the run would be refused, memory aside."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes at the peak, all devices together."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is there."""
+        return self.total_bytes <= self.available_bytes
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of training, without loading and evaluation."""
+        return self.num_steps * self.step_s
+
+
+def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPrediction:
+    """Predict the memory and the time of a run.
+
+    Args:
+        recipe: of the run.
+        available_bytes: of memory; None = what is free now, plus what this process holds already.
+
+    Raises: as ``plan_model``. Data that cannot be read is a problem of the prediction.
+    """
+    data = _read_data(recipe)
+    if available_bytes is None:
+        available_bytes = _count_available() + _count_resident()
+    costs: Costs = {}
+    parts, cost, trainable = _count_memory(recipe, data, costs)
+    step_s = _predict_step_s(recipe, data, cost)
+    num_steps = count_steps(recipe, data.num_rows)
+    epochs = num_steps * _rows_per_step(recipe) / max(data.num_rows, 1)
+    total_s = num_steps * step_s
+    changes: list[str] = []
+    changed_bytes = total = sum(part.size_bytes for part in parts)
+    if total > available_bytes:
+        changes, changed_bytes = _find_changes(recipe, data, costs, available_bytes)
+    return RunPrediction(
+        parts=parts,
+        available_bytes=available_bytes,
+        data=data,
+        trainable_parameters=trainable,
+        num_steps=num_steps,
+        step_s=step_s,
+        tokens_per_s=data.num_tokens * epochs / total_s if total_s else 0.0,
+        changes=tuple(changes),
+        changed_bytes=changed_bytes,
+        problems=(data.problem,) if data.problem else (),
+    )
+
+
+def _rows_per_step(recipe: Recipe) -> int:
+    return recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
+
+
+def _read_data(recipe: Recipe) -> DataShape:
+    try:
+        check_reporters(recipe)
+        tokenizer = load_tokenizer(open_checkpoint(recipe.model.model_name_or_path))
+        data = prepare_data(recipe, tokenizer)
+    except TandemError as error:
+        rows, tokens = recipe.data.max_samples or 1000, recipe.data.cutoff_len
+        return DataShape(
+            num_rows=rows, longest=tokens, num_tokens=rows * tokens, problem=str(error)
+        )
+    lengths = [len(example.token_ids) for example in data.train]
+    return DataShape(
+        num_rows=len(lengths),
+        longest=max(lengths),
+        num_tokens=sum(lengths),
+        num_bad_rows=len(data.bad_rows),
+        num_too_short=data.num_unlearnable,
+    )
+
+
+def _count_memory(
+    recipe: Recipe, data: DataShape, costs: Costs
+) -> tuple[tuple[MemoryPart, ...], StepCost, int]:
+    """Return (what takes memory at the peak, the step's cost, trained weights).
+
+    Steps that were simulated are kept in ``costs``.
+    """
+    plan = _plan_weights(recipe)
+    experts, others = _count_weights(recipe, plan)
+    checkpoint = open_checkpoint(recipe.model.model_name_or_path)
+    trainable = 0
+
+    def adapt(model: Any) -> Any:
+        model.name_or_path = recipe.model.model_name_or_path
+        return adapt_model(model, make_lora_config(recipe, model), is_empty=True)
+
+    whole = build_skeleton(checkpoint.config, None)
+    trainable = sum(p.numel() for p in adapt(whole).parameters() if p.requires_grad)
+    batch = min(recipe.train.per_device_train_batch_size, data.num_rows)
+    width = min(data.longest, recipe.data.cutoff_len)
+    is_bf16 = recipe.train.bf16
+    shape = StepShape(
+        num_rows=batch,
+        num_tokens=width,
+        is_bf16=is_bf16,
+        has_packed_experts=choose_format(recipe.model.expert_format, is_bf16=is_bf16) is not None,
+        has_packed_linear=choose_format(recipe.model.linear_format, is_bf16=is_bf16) is not None,
+        is_checkpointed=recipe.train.gradient_checkpointing,
+    )
+    key = (shape, recipe.method)
+    if key not in costs:
+
+        def make_skeleton() -> Any:
+            checkpoint = open_checkpoint(recipe.model.model_name_or_path)
+            return build_skeleton(checkpoint.config, None)
+
+        costs[key] = simulate_step(make_skeleton, plan.layers, shape, adapt)
+    cost = costs[key]
+    trained = f"{trainable:,} weights of rank {recipe.method.lora_rank}"
+    kept = "kept for the backward pass: "
+    kept += "inputs of layers" if recipe.train.gradient_checkpointing else "all layers"
+    rows = (
+        ("libraries", _count_resident(), "this process now"),
+        ("routed experts", experts, f"frozen, {_name_format(recipe, recipe.model.expert_format)}"),
+        (
+            "other weights",
+            others,
+            f"frozen, {_name_format(recipe, recipe.model.linear_format)}",
+        ),
+        ("adapters", trainable * WEIGHT_BYTES, f"{trained}, float32"),
+        ("gradients", trainable * GRADIENT_BYTES, "float32"),
+        ("optimizer", trainable * OPTIMIZER_BYTES, "two moments, float32"),
+        ("activations", cost.kept_bytes, f"{kept}, {batch} rows of {width} tokens"),
+        ("temporaries", cost.temporary_bytes, "of the loss and the backward pass"),
+    )
+    parts = tuple(
+        MemoryPart(name=name, device="cpu", size_bytes=size, why=why) for name, size, why in rows
+    )
+    return parts, cost, trainable
+
+
+def _name_format(recipe: Recipe, name: str) -> str:
+    found = choose_format(name, is_bf16=recipe.train.bf16)
+    if found is not None:
+        return f"packed as {found.name}"
+    return "tensors in bfloat16" if recipe.train.bf16 else "tensors in float32"
+
+
+def _plan_weights(recipe: Recipe) -> ModelPlan:
+    is_bf16 = recipe.train.bf16
+    experts = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
+    return plan_model(
+        recipe.model.model_name_or_path,
+        dtype="bfloat16" if is_bf16 else "float32",
+        expert_format=NO_FORMAT if experts is None else experts.name,
+        linear_format=NO_FORMAT,
+    )
+
+
+def _count_weights(recipe: Recipe, plan: ModelPlan) -> tuple[int, int]:
+    """Return bytes of (routed experts, all other frozen weights)."""
+    linear = choose_format(recipe.model.linear_format, is_bf16=recipe.train.bf16)
+    experts, others = 0, plan.vector_bytes
+    for matrix in plan.matrices:
+        if matrix.role == "experts":
+            experts += matrix.size_bytes
+        elif linear is not None and matrix.role in PACKED_ROLES and matrix.plain_bytes:
+            *heads, rows, columns = matrix.shape
+            for count in heads:
+                rows *= count
+            others += native_linear.count_bytes(linear, columns, rows)
+        else:
+            others += matrix.plain_bytes
+    return experts, others
+
+
+def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
+    is_bf16 = recipe.train.bf16
+    spec = open_checkpoint(recipe.model.model_name_or_path).spec
+    threads = recipe.model.cpu_infer or recommend_threads(read_topology()).threads
+    batch = min(recipe.train.per_device_train_batch_size, data.num_rows)
+    tokens = batch * min(data.longest, recipe.data.cutoff_len)
+    speed = measure_speed(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.moe_intermediate_size if spec.num_experts else 0,
+        rows_per_expert=tokens * spec.top_k // max(spec.num_experts, 1),
+        expert_format=choose_format(recipe.model.expert_format, is_bf16=is_bf16),
+        linear_format=choose_format(recipe.model.linear_format, is_bf16=is_bf16),
+        is_bf16=is_bf16,
+        num_threads=threads,
+    )
+    # A batch is as wide as its longest row; most are narrower than the longest of all.
+    mean = data.num_tokens / data.num_rows
+    share = (mean + min(data.longest, recipe.data.cutoff_len)) / 2 / max(data.longest, 1)
+    return speed.predict_s(cost) * recipe.train.gradient_accumulation_steps * min(share, 1.0)
+
+
+def _find_changes(
+    recipe: Recipe, data: DataShape, costs: Costs, available_bytes: int
+) -> tuple[list[str], int]:
+    """Return (``key=value`` words that make the run fit, its memory with them).
+
+    First what changes no result, then what changes rounding, then what changes the run. Of all
+    words tried, those that save nothing are left out.
+    """
+    values = {key: value for key, value in recipe.flatten().items() if value is not None}
+    parts, _, _ = _count_memory(recipe, data, costs)
+    total = sum(part.size_bytes for part in parts)
+    kept: list[str] = []
+    for change in _list_changes(recipe):
+        try:
+            changed = make_recipe({**values, **change})
+            smaller = sum(part.size_bytes for part in _count_memory(changed, data, costs)[0])
+        except ConfigError:
+            continue
+        if smaller >= total:
+            continue
+        values, total = {**values, **change}, smaller
+        kept += [f"{key}={_render(value)}" for key, value in change.items()]
+        if total <= available_bytes:
+            break
+    return kept, total
+
+
+def _render(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _list_changes(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return what to try, in order."""
+    rows = _rows_per_step(recipe)
+    tries: list[dict[str, Any]] = []
+    if recipe.train.per_device_train_batch_size > 1:
+        tries.append({"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows})
+    tries += [
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"expert_format": "int8"},
+        {"linear_format": "int8"},
+        {"expert_format": "int4"},
+        {"linear_format": "int4"},
+    ]
+    cutoff = recipe.data.cutoff_len // 2
+    while cutoff >= LEAST_CUTOFF:
+        tries.append({"cutoff_len": cutoff})
+        cutoff //= 2
+    if recipe.method.lora_rank > 4:
+        tries.append({"lora_rank": 4})
+    return tries
+
+
+def _count_available() -> int:
+    """Bytes free now, as the machine and the control group see it."""
+    topology = read_topology()
+    limit = topology.limits.memory_limit_bytes
+    available = topology.memory_available_bytes
+    return available if limit is None else min(available, limit)
+
+
+def _count_resident() -> int:
+    """Anonymous bytes of this process."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0

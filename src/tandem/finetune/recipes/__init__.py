@@ -1,0 +1,1 @@
+"""Recipes: their keys, and what they name."""

@@ -1,0 +1,230 @@
+"""A fine-tuning recipe: the keys that Tandem obeys, under LLaMA-Factory's names.
+
+A recipe file is flat YAML. ``recipe_keys`` translates other spellings and refuses what cannot be
+done; here stand the fields with their bounds, in the groups that LLaMA-Factory's examples use.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.finetune.recipes.recipe_keys import translate_keys
+
+__all__ = [
+    "DataKeys",
+    "MethodKeys",
+    "ModelKeys",
+    "OutputKeys",
+    "Recipe",
+    "TrainKeys",
+    "read_recipe",
+]
+
+MAX_RECIPE_BYTES = 1 << 20
+"""A recipe is a page of text: more is not one."""
+WHERE = "finetune.read_recipe"
+
+
+class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is tuned, and how its frozen weights are stored."""
+
+    model_name_or_path: Annotated[str, Meta(min_length=1, description="Folder, hub id, or `demo`.")]
+    adapter_name_or_path: Annotated[
+        str | None, Meta(description="Folder of an adapter to go on training; None is a new one.")
+    ] = None
+    expert_format: Annotated[
+        str,
+        Meta(description="Weight format of frozen routed experts: bf16, int8, int4, or none."),
+    ] = "auto"
+    linear_format: Annotated[
+        str,
+        Meta(description="Weight format of the other frozen matrices; none keeps tensors."),
+    ] = "none"
+    cpu_infer: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Meta(description="Threads of the kernels; None = all cores."),
+    ] = None
+
+
+class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is trained."""
+
+    stage: Annotated[Literal["sft"], Meta(description="Supervised tuning; nothing else.")] = "sft"
+    finetuning_type: Annotated[Literal["lora"], Meta(description="Adapters; nothing else.")] = (
+        "lora"
+    )
+    lora_rank: Annotated[int, Meta(ge=1, le=1024, description="Rank of the adapters.")] = 8
+    lora_alpha: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Scale times rank; None = twice the rank."),
+    ] = None
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1, description="Of the adapters' input.")] = 0.0
+    lora_target: Annotated[
+        str,
+        Meta(
+            description="Names of linear modules, comma-separated; all = attention, shared experts "
+            "and dense MLPs; experts = routed experts, as in `all,experts`."
+        ),
+    ] = "all"
+    use_rslora: Annotated[bool, Meta(description="Scale by alpha / sqrt(rank).")] = False
+
+
+class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is learned from."""
+
+    dataset: Annotated[str, Meta(description="Names in dataset_info.json, comma-separated.")] = ""
+    eval_dataset: Annotated[str, Meta(description="The same, for evaluation.")] = ""
+    dataset_dir: Annotated[str, Meta(description="Folder of dataset_info.json.")] = "data"
+    template: Annotated[
+        str | None, Meta(description="LLaMA-Factory's template name; None = the checkpoint's.")
+    ] = None
+    default_system: Annotated[
+        str | None, Meta(description="System message of records that have none.")
+    ] = None
+    cutoff_len: Annotated[int, Meta(ge=2, description="Tokens of an example at most.")] = 2048
+    max_samples: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Records of each dataset at most.")
+    ] = None
+    val_size: Annotated[
+        float, Meta(ge=0, description="Records for validation: a count, or a share below 1.")
+    ] = 0.0
+    packing: Annotated[bool, Meta(description="Fill each row with several examples.")] = False
+    train_on_prompt: Annotated[bool, Meta(description="Learn the prompts as well.")] = False
+    mask_history: Annotated[bool, Meta(description="Learn the last answer only.")] = False
+    dataloader_num_workers: Annotated[int, Meta(ge=0, description="Processes that collate.")] = 0
+
+
+class OutputKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written, and when."""
+
+    output_dir: Annotated[str, Meta(min_length=1, description="Folder of all results.")]
+    logging_steps: Annotated[int, Meta(ge=1, description="Steps between log lines.")] = 10
+    save_steps: Annotated[int, Meta(ge=1, description="Steps between checkpoints.")] = 500
+    save_total_limit: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Checkpoints to keep; None = all.")
+    ] = None
+    save_only_model: Annotated[
+        bool, Meta(description="Leave optimizer and random state out of checkpoints.")
+    ] = False
+    plot_loss: Annotated[bool, Meta(description="Draw training_loss.png.")] = False
+    overwrite_output_dir: Annotated[
+        bool, Meta(description="Train into a folder that holds results already.")
+    ] = False
+    report_to: Annotated[
+        str, Meta(description="As transformers takes it; none for files only.")
+    ] = "none"
+
+
+class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How it is learned; names and defaults are those of transformers' TrainingArguments."""
+
+    per_device_train_batch_size: Annotated[int, Meta(ge=1)] = 8
+    per_device_eval_batch_size: Annotated[int, Meta(ge=1)] = 8
+    gradient_accumulation_steps: Annotated[int, Meta(ge=1)] = 1
+    learning_rate: Annotated[float, Meta(gt=0)] = 5e-5
+    num_train_epochs: Annotated[float, Meta(gt=0)] = 3.0
+    max_steps: int = -1
+    lr_scheduler_type: str = "linear"
+    warmup_steps: Annotated[
+        float, Meta(ge=0, description="Steps, or below 1 a share of all of them.")
+    ] = 0
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[float, Meta(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Meta(ge=0)] = 1.0
+    gradient_checkpointing: bool = False
+    bf16: Annotated[bool, Meta(description="Frozen tensors and activations in bf16.")] = False
+    seed: int = 42
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: Annotated[int, Meta(ge=1)] | None = None
+    resume_from_checkpoint: Annotated[
+        str | bool | None, Meta(description="A checkpoint folder; true = the last one.")
+    ] = None
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """All keys of a run, by group; ``notes`` say which keys have no effect here, and why."""
+
+    model: ModelKeys
+    method: MethodKeys
+    data: DataKeys
+    output: OutputKeys
+    train: TrainKeys
+    notes: tuple[str, ...] = ()
+
+    def flatten(self) -> dict[str, Any]:
+        """Return all keys and values as one flat mapping, as a recipe file has them."""
+        flat: dict[str, Any] = {}
+        for name in _GROUPS:
+            flat.update(msgspec.to_builtins(getattr(self, name)))
+        return flat
+
+
+_GROUPS: dict[str, Any] = {
+    "model": ModelKeys,
+    "method": MethodKeys,
+    "data": DataKeys,
+    "output": OutputKeys,
+    "train": TrainKeys,
+}
+
+
+def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe file and apply ``key=value`` words to it.
+
+    Args:
+        path: of a YAML mapping.
+        overrides: each replaces or adds one key; the value is YAML.
+
+    Raises:
+        NotFoundError: no such file, or a rule file it names is missing.
+        ConfigError: not a mapping, an unknown key, or a value out of bounds; ``field`` names it.
+        UnsupportedError: a key asks for what Tandem does not do; the text says what to use.
+    """
+    values = _read_yaml(Path(path))
+    for word in overrides or []:
+        key, sign, text = word.partition("=")
+        if not sign or not key:
+            raise ConfigError(WHERE, f"{word!r}: write key=value", field=key or None)
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(WHERE, f"{word!r} is not YAML: {error}", field=key) from error
+    return make_recipe(values)
+
+
+def make_recipe(values: dict[str, Any]) -> Recipe:
+    """Return the recipe of a flat mapping; raises as ``read_recipe``."""
+    known = {f.name: group for group, kind in _GROUPS.items() for f in msgspec.structs.fields(kind)}
+    translated, notes = translate_keys(values, frozenset(known))
+    parts: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+    for key, value in translated.items():
+        parts[known[key]][key] = value
+    built: dict[str, Any] = {}
+    for group, kind in _GROUPS.items():
+        try:
+            built[group] = msgspec.convert(parts[group], kind, strict=False)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            field = text.rpartition("$.")[2].rstrip("`") if "$." in text else None
+            raise ConfigError(WHERE, f"{text}: correct the recipe", field=field) from error
+    return Recipe(**built, notes=tuple(notes))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ConfigError(WHERE, f"{path} has more than {MAX_RECIPE_BYTES} bytes: no recipe")
+        value = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise NotFoundError(WHERE, f"cannot read {path}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(WHERE, f"{path} is not YAML: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(WHERE, f"{path} is not a mapping of keys: write `key: value` lines")
+    return value

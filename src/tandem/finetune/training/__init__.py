@@ -1,0 +1,1 @@
+"""The training itself: the model, the loss, the trainer, its checkpoints."""

@@ -1,0 +1,154 @@
+"""PEFT's adapters on our modules, LoRA of routed experts included.
+
+PEFT adapts a parameter of three dimensions by a ``ParamWrapper`` around its module, one in the
+other where two are adapted. Such wrappers hold the factors here as well, so that names, shapes and
+files are PEFT's. But they would form the merged weights of all experts; over packed ones the
+factors go to our kernel instead.
+
+Shapes: E experts, R rank, N outputs, K inputs of a matrix.
+"""
+
+import warnings
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.finetune.recipes.targets import find_expert_shapes, take_names_literally
+from tandem.kernels.cpu.adapted_experts import ExpertFactors
+from tandem.models.adapter_files import ExpertShapes, read_adapter_files
+
+__all__ = ["AdaptableExperts", "adapt_model", "name_parameters", "open_adapter"]
+
+
+@runtime_checkable
+class AdaptableExperts(Protocol):
+    """Routed experts that take LoRA's factors beside their weights."""
+
+    is_transposed: bool
+    """As of ``RoutedExperts``."""
+
+    def run_adapted(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        factors: ExpertFactors,
+    ) -> Tensor:
+        """Return the weighted sum; see ``RoutedExperts``."""
+        ...
+
+
+class NativeWrapper(ParamWrapper):
+    """A ``ParamWrapper`` whose experts take the factors themselves."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the weighted sum of adapted experts; the outermost wrapper is called."""
+        wrappers: dict[str, ParamWrapper] = {}
+        inner: Any = self
+        while isinstance(inner, ParamWrapper):
+            wrappers[inner.parameter_name] = inner
+            inner = inner.base_layer
+        if self.disable_adapters:
+            return inner(x, *args, **kwargs)
+        return inner.run_adapted(x, *args, factors=_collect(inner, wrappers), **kwargs)
+
+
+def _collect(experts: Any, wrappers: dict[str, ParamWrapper]) -> ExpertFactors:
+    parts: dict[str, tuple[Tensor, Tensor]] = {}
+    scale = 1.0
+    for name, wrapper in wrappers.items():
+        (adapter,) = wrapper.active_adapters
+        a, b = _get_weight(wrapper.lora_A[adapter]), _get_weight(wrapper.lora_B[adapter])
+        rank, count = wrapper.r[adapter], wrapper.num_experts
+        # The experts of B are its fastest index.
+        b_ENR = b.float().view(-1, rank, count).permute(2, 0, 1)  # noqa: N806 - a shape suffix
+        if name == "gate_up_proj" and experts.is_transposed:
+            b_ENR = torch.cat([b_ENR[:, 0::2], b_ENR[:, 1::2]], 1)  # noqa: N806
+        own = wrapper.scaling[adapter]
+        if parts and own != scale:
+            b_ENR = b_ENR * (own / scale)  # noqa: N806
+        else:
+            scale = own
+        parts[name] = a.float().view(count, rank, -1), b_ENR.contiguous()
+    for name, (count, num_outputs, num_inputs) in find_expert_shapes(experts).items():
+        if name not in parts:
+            # Rank zero: it adds nothing.
+            parts[name] = torch.zeros(count, 0, num_inputs), torch.zeros(count, num_outputs, 0)
+    return ExpertFactors(*parts["gate_up_proj"], *parts["down_proj"], scale)
+
+
+def _get_weight(half: nn.Module) -> Tensor:
+    assert isinstance(half, nn.Linear), type(half)
+    return half.weight
+
+
+def name_parameters(experts: nn.Module, shapes: dict[str, torch.Size], dtype: torch.dtype) -> None:
+    """Give packed experts parameters that PEFT finds: of the right shapes, but of one element.
+
+    Args:
+        experts: get them.
+        shapes: of the parameters of transformers' module, in its order, on which PEFT's names
+            depend.
+        dtype: that the adapters are rounded to when they are made.
+    """
+    for name, shape in shapes.items():
+        assert prod(shape), shape
+        value = torch.empty((), dtype=dtype).expand(shape)
+        experts.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def adapt_model(model: Any, config: LoraConfig, *, is_empty: bool = False) -> Any:
+    """Return the model with new adapters.
+
+    Args:
+        model: of ``load_frozen``, or a skeleton.
+        config: of the adapters.
+        is_empty: leave their weights on the meta device.
+    """
+    with warnings.catch_warnings(), take_names_literally(model):
+        # PEFT calls transformers by names that will change.
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+    return _use_kernels(adapted)
+
+
+def open_adapter(model: Any, folder: Path, *, is_trainable: bool = False) -> Any:
+    """Return the model with the adapter of a folder.
+
+    Raises: as ``read_adapter_files``, which checks its files before PEFT believes them.
+    """
+    _check_files(model, folder)
+    with warnings.catch_warnings(), take_names_literally(model):
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    return _use_kernels(adapted)
+
+
+def _check_files(model: nn.Module, folder: Path) -> None:
+    modules = dict(model.named_modules())
+
+    def find_shape(name: str) -> tuple[int, int]:
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear):
+            what = f"the model has no linear module {name}: the adapter is of another model"
+            raise UnsupportedError("finetune.read_adapter", what)
+        return module.out_features, module.in_features
+
+    def find_experts(name: str) -> ExpertShapes:
+        return find_expert_shapes(modules[name]) if name in modules else {}
+
+    read_adapter_files(folder, find_shape, find_experts=find_experts)
+
+
+def _use_kernels(model: Any) -> Any:
+    for module in model.modules():
+        if type(module) is ParamWrapper and isinstance(module.get_base_layer(), AdaptableExperts):
+            # PEFT has no hook to choose the class of a parameter's wrapper.
+            module.__class__ = NativeWrapper
+    return model

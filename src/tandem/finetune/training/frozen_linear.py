@@ -1,0 +1,76 @@
+"""A frozen linear layer with packed weights that PEFT takes for ``nn.Linear``.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tandem._native import ThreadPool
+from tandem.kernels.cpu.autograd import multiply_frozen
+from tandem.kernels.cpu.linear import PackedLinear
+from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.weights.formats import WeightFormat
+
+__all__ = ["FrozenLinear"]
+
+
+class FrozenLinear(Operator, nn.Linear):
+    """``y = x W^T + b`` whose W [N, K] is packed and takes no gradient; x takes one.
+
+    PEFT wraps what is an ``nn.Linear`` and asks its ``weight`` for device and dtype alone: here
+    that is a tensor without elements. To merge an adapter, export from the checkpoint.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        has_bias: whether the checkpoint has a bias.
+        weight_format: of W.
+        pool: runs the kernels; borrowed for the life of the layer.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool,
+        weight_format: WeightFormat,
+        pool: ThreadPool,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = has_bias
+        self.weight_format = weight_format
+        self._pool = pool
+        self.weight = freeze(torch.empty(0))
+        self.bias = None  # type: ignore[assignment]
+
+    @classmethod
+    def of_shape(
+        cls, module: nn.Module, weight_format: WeightFormat, pool: ThreadPool
+    ) -> "FrozenLinear":
+        """Return an empty layer in place of a linear module of the skeleton."""
+        assert isinstance(module, nn.Linear), type(module)
+        return cls(
+            module.in_features,
+            module.out_features,
+            has_bias=module.bias is not None,
+            weight_format=weight_format,
+            pool=pool,
+        )
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read and pack ``weight`` and, if there is one, ``bias``."""
+        rows = [(f"{name}.weight", self.out_features)]
+        weight = read_rows(reader, rows, self.in_features, is_scratch=True)
+        biases = [(f"{name}.bias", self.out_features)]
+        bias = read_rows(reader, biases) if self.has_bias else None
+        self.packed = PackedLinear.pack(self.weight_format, weight, bias, pool=self._pool)
+        self.packed_bytes = self.packed.size_bytes
+        self.weight = freeze(torch.empty(0, dtype=reader.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., N], new, in the dtype of the input."""
+        return multiply_frozen(self.packed, input)

@@ -1,0 +1,133 @@
+"""The loss over a large vocabulary without its logits: head and cross-entropy, piece by piece.
+
+Logits of all tokens, their softmax and its gradient would be the largest tensors of a step. Here a
+piece of the rows goes through the head, its loss and the gradient of its hidden states are taken,
+and its logits are forgotten. Rows without a label are left out. The head is frozen.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.finetune.data.examples import IGNORED_LABEL
+from tandem.finetune.training.frozen_linear import FrozenLinear
+from tandem.kernels.cpu.autograd import as_floats
+
+__all__ = ["Head", "compute_loss", "find_head"]
+
+PIECE_BYTES = 64 << 20
+"""Of float32 logits that are alive at once."""
+LEAST_ROWS = 32
+PROBED_TOKENS = 8
+PROBE_TOLERANCE = 2e-2
+"""Of a loss whose logits transformers rounds to bf16; what scales logits is further off."""
+LOGIT_KEYS = ("final_logit_softcapping", "output_router_logits")
+"""Of configurations that cap logits, which small ones do not show, or add a loss of routers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A frozen product with the matrix [V, D] of the vocabulary."""
+
+    vocabulary: int
+    forward: Callable[[Tensor], Tensor]
+    """Hidden states [T, D] to logits, float32 [T, V]."""
+    backward: Callable[[Tensor], Tensor]
+    """The gradient of logits, float32 [T, V], to that of hidden states [T, D]."""
+
+
+def find_head(model: Any) -> Head | None:
+    """Return the head of a causal model.
+
+    None where it is no frozen linear layer without a bias, or where the model's own loss is another
+    one than ``compute_loss``: a few tokens are run through both.
+    """
+    text = model.config.get_text_config()
+    if any(getattr(text, key, None) for key in LOGIT_KEYS):
+        return None
+    head = _wrap_head(model.get_output_embeddings())
+    return head if head is not None and _is_plain(model, head) else None
+
+
+def _wrap_head(module: Any) -> Head | None:
+    if isinstance(module, FrozenLinear):
+        packed = module.packed
+        return Head(
+            module.out_features,
+            lambda x: packed.forward(as_floats(x)),
+            lambda d_logits: packed.backward(as_floats(d_logits)),
+        )
+    if type(module) is not nn.Linear or module.bias is not None or module.weight.requires_grad:
+        return None
+    weight = module.weight.detach()
+    return Head(
+        len(weight),
+        lambda x: (x.to(weight.dtype) @ weight.t()).float(),
+        lambda d_logits: d_logits.to(weight.dtype) @ weight,
+    )
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+        learned = (targets != IGNORED_LABEL).nonzero().flatten()
+        num_rows = max(PIECE_BYTES // (4 * head.vocabulary), LEAST_ROWS)
+        d_hidden = torch.zeros_like(hidden)
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in learned.split(num_rows):
+            logits, labels = head.forward(hidden[rows]), targets[rows][:, None]
+            top = logits.amax(1, keepdim=True)
+            wanted = logits.gather(1, labels) - top
+            logits.sub_(top).exp_()
+            sums = logits.sum(1, keepdim=True)
+            total += (sums.log() - wanted).sum(dtype=torch.float64)
+            logits.div_(sums).scatter_add_(1, labels, logits.new_full(labels.shape, -1.0))
+            d_hidden[rows] = head.backward(logits).to(d_hidden.dtype)
+            del logits
+        ctx.save_for_backward(d_hidden)
+        return total.float()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[None, Tensor, None]:
+        (d_hidden,) = ctx.saved_tensors
+        return None, d_hidden * grads[0].to(d_hidden.dtype), None
+
+
+def compute_loss(
+    model: Any, head: Head, inputs: dict[str, Any], num_items: Tensor | int | None = None
+) -> Tensor:
+    """Return the sum of the learned tokens' losses over their number, float32.
+
+    Args:
+        model: transformers' causal model, whose decoder is its ``base_model``; with adapters in
+            its modules, but not wrapped.
+        head: of that model; see ``find_head``.
+        inputs: what the model takes, with ``labels`` [B, T], which are shifted here.
+        num_items: learned tokens of all batches of a step; None = those of this one.
+    """
+    values = {key: value for key, value in inputs.items() if key != "labels"}
+    labels = inputs["labels"][:, 1:].flatten()
+    hidden = model.base_model(**values)[0][:, :-1].flatten(0, 1)
+    total = _Loss.apply(head, hidden, labels)
+    assert isinstance(total, Tensor), type(total)
+    count: Tensor | int = (labels != IGNORED_LABEL).sum() if num_items is None else num_items
+    return total / count
+
+
+def _is_plain(model: Any, head: Head) -> bool:
+    ids = torch.arange(1, PROBED_TOKENS + 1).remainder(head.vocabulary)[None]
+    inputs = {"input_ids": ids, "labels": ids}
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        own, plain = model(**inputs).loss, compute_loss(model, head, inputs)
+    model.train(was_training)
+    return bool((own - plain).abs() <= PROBE_TOLERANCE * own.abs())

@@ -1,0 +1,454 @@
+"""One run: data, model, adapter, transformers' Trainer, and what it leaves."""
+
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch.utils.data import DataLoader, Sampler
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+
+from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
+from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
+from tandem.finetune.data.examples import Example, collate, encode, make_template, pack
+from tandem.finetune.data.records import BadRow, Conversation, load_dataset
+from tandem.finetune.recipes.recipe import Recipe
+from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
+from tandem.finetune.training.callbacks import (
+    LOG_NAME,
+    STATE_NAME,
+    BarCallback,
+    CheckpointCallback,
+    LogCallback,
+)
+from tandem.finetune.training.checkpoints import find_last_checkpoint, list_checkpoints
+from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
+from tandem.finetune.training.loss import Head, compute_loss, find_head
+from tandem.finetune.training.model import load_frozen, load_tokenizer
+from tandem.models.families import open_checkpoint
+
+__all__ = [
+    "Dataset",
+    "RunReport",
+    "check_reporters",
+    "count_steps",
+    "finetune",
+    "make_lora_config",
+    "prepare_data",
+]
+
+logger = logging.getLogger(__name__)
+WHERE = "finetune.run"
+SHOWN_BAD_ROWS = 5
+REPORTERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "swanlab": ("swanlab",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+}
+"""Values of ``report_to``, and packages of which each needs one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run came to."""
+
+    output_dir: str
+    results: dict[str, Any]
+    num_examples: int
+    num_bad_rows: int
+    num_too_short: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Examples to learn from and to validate with, and what was left out."""
+
+    train: list[Example]
+    validation: list[Example]
+    bad_rows: list[BadRow]
+    num_unlearnable: int
+    """Conversations of which the cutoff left no answer."""
+
+
+class EpochSampler(Sampler[int]):
+    """A new order for every epoch that depends on the seed and the epoch alone."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._seed = seed
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        return iter(torch.randperm(self._size, generator=generator).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self._epoch = epoch
+
+
+class EpochLoader(DataLoader[Example]):
+    """Batches in the order of an ``EpochSampler``; draws nothing from the global random stream."""
+
+    def __init__(self, sampler: EpochSampler, **options: Any) -> None:
+        super().__init__(sampler=sampler, generator=torch.Generator(), **options)
+        self._epochs = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer before each epoch."""
+        self._epochs.set_epoch(epoch)
+
+
+class LoraTrainer(Trainer):
+    """transformers' Trainer with an order of data that a resumed run repeats.
+
+    The loss is taken piece by piece where it is the plain one (``tandem.finetune.training.loss``).
+
+    Args:
+        head: of the model, or None for transformers' own loss.
+        options: of ``Trainer``.
+    """
+
+    def __init__(self, *, head: Head | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._head = head
+        self.num_tokens = 0
+        """Learned from so far, without padding."""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the loss of a batch; with logits, and in evaluation, the model's own."""
+        if model.training:
+            seen = inputs.get("attention_mask")
+            self.num_tokens += inputs["input_ids"].numel() if seen is None else int(seen.sum())
+        if self._head is None or return_outputs or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        with self.accelerator.autocast():
+            return compute_loss(model.get_base_model(), self._head, inputs, num_items)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of the training examples."""
+        dataset: Any = self.train_dataset
+        return EpochLoader(
+            EpochSampler(len(dataset), self.args.seed),
+            dataset=dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
+
+
+def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
+    """Load and encode the datasets of a recipe.
+
+    Raises: as ``load_dataset`` and ``make_template``; ConfigError: nothing is left to learn.
+    """
+    data = recipe.data
+    template = make_template(tokenizer, data.template, system=data.default_system)
+    bad_rows: list[BadRow] = []
+
+    def load(names: str) -> list[Conversation]:
+        found: list[Conversation] = []
+        for name in (part.strip() for part in names.split(",") if part.strip()):
+            records = load_dataset(name, Path(data.dataset_dir), data.max_samples)
+            bad_rows.extend(records.bad_rows)
+            found += records.conversations
+        return found
+
+    conversations = load(data.dataset)
+    if not conversations:
+        raise ConfigError(WHERE, "no dataset: name one of dataset_info.json", field="dataset")
+    held_out = load(data.eval_dataset)
+    if data.val_size > 0:
+        conversations, split = _split(conversations, data.val_size, recipe.train.seed)
+        held_out += split
+
+    def encode_all(items: list[Conversation]) -> list[Example]:
+        encoded = [
+            encode(
+                item,
+                template,
+                cutoff_len=data.cutoff_len,
+                train_on_prompt=data.train_on_prompt,
+                mask_history=data.mask_history,
+            )
+            for item in items
+        ]
+        return [example for example in encoded if example is not None]
+
+    train, validation = encode_all(conversations), encode_all(held_out)
+    num_lost = len(conversations) + len(held_out) - len(train) - len(validation)
+    if not train:
+        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
+        raise ConfigError(WHERE, what, field="cutoff_len")
+    if data.packing:
+        train = pack(train, data.cutoff_len)
+    return Dataset(train, validation, bad_rows, num_lost)
+
+
+def _split(
+    items: list[Conversation], size: float, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    count = round(len(items) * size) if size < 1 else int(size)
+    count = max(count, 1)
+    if count >= len(items):
+        what = f"val_size {size} leaves none of {len(items)} records to learn"
+        raise ConfigError(WHERE, what, field="val_size")
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = set(order[:count])
+    return (
+        [item for i, item in enumerate(items) if i not in chosen],
+        [item for i, item in enumerate(items) if i in chosen],
+    )
+
+
+def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
+    """Train an adapter as a recipe says; leave it and its records in ``output_dir``.
+
+    Args:
+        recipe: see ``read_recipe``.
+        has_bar: show a progress bar with loss and tokens/s on standard error.
+
+    Raises: as ``prepare_data`` and ``load_frozen``; ConflictError: ``output_dir`` holds a run.
+    """
+    with warnings.catch_warnings():
+        # transformers and PEFT tell each other of names that will change.
+        warnings.simplefilter("ignore", FutureWarning)
+        return _run(recipe, has_bar=has_bar)
+
+
+def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
+    folder = Path(recipe.output.output_dir)
+    check_reporters(recipe)
+    resume_from = _prepare_folder(recipe, folder)
+    set_seed(recipe.train.seed)
+    checkpoint = open_checkpoint(recipe.model.model_name_or_path)
+    tokenizer = load_tokenizer(checkpoint)
+    data = prepare_data(recipe, tokenizer)
+    for row in data.bad_rows[:SHOWN_BAD_ROWS]:
+        logger.warning("event=bad_row path=%s line=%d why=%r", row.path, row.line, row.why)
+    # Before the model, whose loading may take minutes.
+    arguments = _make_arguments(recipe, folder, has_bar=has_bar)
+    model = _make_model(recipe)
+    set_seed(recipe.train.seed)
+    trainer = LoraTrainer(
+        head=find_head(model.get_base_model()),
+        model=model,
+        args=arguments,
+        train_dataset=data.train,  # type: ignore[arg-type]
+        eval_dataset=data.validation or None,  # type: ignore[arg-type]
+        data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
+        callbacks=[
+            CheckpointCallback(
+                folder,
+                recipe.output.save_steps,
+                limit=recipe.output.save_total_limit,
+                has_run_state=not recipe.output.save_only_model,
+                resume_from=resume_from,
+            ),
+            LogCallback(folder),
+        ],
+    )
+    # It writes to standard output, which is the command's own.
+    trainer.remove_callback(PrinterCallback)
+    if has_bar:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(BarCallback(lambda: trainer.num_tokens))
+    trained = trainer.train(
+        resume_from_checkpoint=None if resume_from is None else str(resume_from)
+    )
+    results = {**trained.metrics, "epoch": trainer.state.epoch}
+    write_json(folder / "train_results.json", results)
+    if data.validation:
+        evaluated = trainer.evaluate()
+        write_json(folder / "eval_results.json", evaluated)
+        results |= evaluated
+    write_json(folder / "all_results.json", results)
+    _save_adapter(model, tokenizer, folder)
+    trainer.state.save_to_json(str(folder / STATE_NAME))
+    if recipe.output.plot_loss:
+        if not plot_losses(trainer.state.log_history, folder / "training_loss.png"):
+            logger.warning("event=no_plot why=%r", "no loss was logged: lower logging_steps")
+        plot_losses(trainer.state.log_history, folder / "training_eval_loss.png", "eval_loss")
+    write_card(folder, recipe, results)
+    return RunReport(
+        output_dir=str(folder),
+        results=results,
+        num_examples=len(data.train),
+        num_bad_rows=len(data.bad_rows),
+        num_too_short=data.num_unlearnable,
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
+
+
+def _prepare_folder(recipe: Recipe, folder: Path) -> Path | None:
+    """Return the checkpoint to resume from; refuse to train over another run."""
+    wish = recipe.train.resume_from_checkpoint
+    if wish:
+        return find_last_checkpoint(folder) if wish is True else Path(wish)
+    results = [p for p in ("adapter_config.json", LOG_NAME) if (folder / p).exists()]
+    if (results or list_checkpoints(folder)) and not recipe.output.overwrite_output_dir:
+        what = f"{folder} holds a run: set overwrite_output_dir or resume_from_checkpoint: true"
+        raise ConflictError(WHERE, what, field="output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in list_checkpoints(folder):
+        shutil.rmtree(path)
+    # What a run leaves at its end would seem to be this run's if it is interrupted.
+    for pattern in ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", "README.md"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    return None
+
+
+def _make_model(recipe: Recipe) -> Any:
+    frozen = load_frozen(
+        recipe.model.model_name_or_path,
+        is_bf16=recipe.train.bf16,
+        expert_format=recipe.model.expert_format,
+        linear_format=recipe.model.linear_format,
+        num_threads=recipe.model.cpu_infer,
+    )
+    if recipe.model.adapter_name_or_path is not None:
+        folder = Path(recipe.model.adapter_name_or_path)
+        return open_adapter(frozen.model, folder, is_trainable=True)
+    return adapt_model(frozen.model, make_lora_config(recipe, frozen.model))
+
+
+def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
+    """Return PEFT's configuration of a recipe's adapters on a model, on the meta device too.
+
+    Raises: ConfigError: ``lora_target`` names what the model has not; dropout on routed experts.
+    """
+    method = recipe.method
+    parameters = find_expert_parameters(model, method.lora_target)
+    if parameters and method.lora_dropout > 0:
+        what = f"lora_dropout {method.lora_dropout}: adapters of routed experts have none in PEFT"
+        raise ConfigError(
+            WHERE, f"{what}: set 0, or leave experts out of lora_target", field="lora_dropout"
+        )
+    alpha = 2 * method.lora_rank if method.lora_alpha is None else method.lora_alpha
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=method.lora_rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=method.lora_dropout,
+        target_modules=name_targets(model, find_targets(model, method.lora_target)),
+        target_parameters=parameters or None,
+        use_rslora=method.use_rslora,
+        base_model_name_or_path=recipe.model.model_name_or_path,
+    )
+
+
+def count_steps(recipe: Recipe, num_rows: int) -> int:
+    """Return how many optimizer steps the Trainer takes over rows of data."""
+    train = recipe.train
+    if train.max_steps > 0:
+        return train.max_steps
+    num_batches = math.ceil(num_rows / train.per_device_train_batch_size)
+    per_epoch = max(math.ceil(num_batches / train.gradient_accumulation_steps), 1)
+    return math.ceil(train.num_train_epochs * per_epoch)
+
+
+def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingArguments:
+    train, has_validation = recipe.train, bool(recipe.data.val_size or recipe.data.eval_dataset)
+    sinks = [part.strip() for part in recipe.output.report_to.split(",") if part.strip()]
+    if train.eval_strategy != "no" and not has_validation:
+        what = f"eval_strategy {train.eval_strategy} without data: set val_size or eval_dataset"
+        raise ConfigError(WHERE, what, field="eval_strategy")
+    # Named otherwise from some release on, where false would be told of.
+    options: dict[str, Any] = {"gradient_checkpointing": True}
+    if not train.gradient_checkpointing:
+        options = {}
+    try:
+        return TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=train.per_device_train_batch_size,
+            per_device_eval_batch_size=train.per_device_eval_batch_size,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
+            learning_rate=train.learning_rate,
+            num_train_epochs=train.num_train_epochs,
+            max_steps=train.max_steps,
+            lr_scheduler_type=train.lr_scheduler_type,
+            warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_epsilon=train.adam_epsilon,
+            max_grad_norm=train.max_grad_norm,
+            **options,
+            bf16=train.bf16,
+            seed=train.seed,
+            eval_strategy=train.eval_strategy,
+            eval_steps=train.eval_steps,
+            logging_steps=recipe.output.logging_steps,
+            # Ours: see CheckpointCallback.
+            save_strategy="no",
+            report_to=sinks or "none",
+            # More than the CPUs would only wait for each other; the order is the sampler's.
+            dataloader_num_workers=min(
+                recipe.data.dataloader_num_workers, len(os.sched_getaffinity(0))
+            ),
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            label_names=["labels"],
+            disable_tqdm=not has_bar,
+            use_cpu=True,
+        )
+    except ValueError as error:
+        raise ConfigError(WHERE, f"transformers refuses the recipe: {error}") from error
+
+
+def check_reporters(recipe: Recipe) -> None:
+    """Refuse a ``report_to`` whose package is not installed.
+
+    Raises: UnsupportedError: names the package; ConfigError: transformers reports to no such thing.
+    """
+    for name in (part.strip() for part in recipe.output.report_to.split(",")):
+        if name in ("", "none", "all"):
+            continue
+        if name not in REPORTERS:
+            what = f"report_to {name!r}: choose none, {', '.join(REPORTERS)}"
+            raise ConfigError(WHERE, what, field="report_to")
+        if not any(find_spec(package) for package in REPORTERS[name]):
+            package = REPORTERS[name][0]
+            what = f"report_to {name}: {package} is not installed: pip install {package}"
+            raise UnsupportedError(WHERE, what, field="report_to")
+
+
+def _save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the adapter and the tokenizer; the file that makes it an adapter comes last."""
+    advice = "free space there, then go on with resume_from_checkpoint: true"
+    with name_full_disk(folder, advice):
+        _write_adapter(model, tokenizer, folder)
+
+
+def _write_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
+    partial_folder = folder / ".adapter.partial"
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    model.save_pretrained(partial_folder, save_embedding_layers=False)
+    tokenizer.save_pretrained(partial_folder)
+    (partial_folder / "README.md").unlink(missing_ok=True)
+    files = sorted(partial_folder.iterdir(), key=lambda path: path.name == "adapter_config.json")
+    for path in files:
+        path.replace(folder / path.name)
+    partial_folder.rmdir()

@@ -1,0 +1,1 @@
+"""The operators that models are made of."""

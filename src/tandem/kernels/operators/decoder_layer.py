@@ -1,0 +1,59 @@
+"""A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tandem.kernels.execution import Step
+from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.mlp import Mlp
+from tandem.kernels.operators.moe import MoeBlock
+from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.operator import Operator, WeightReader
+
+__all__ = ["DecoderLayer", "LayerParts"]
+
+
+class LayerParts(NamedTuple):
+    """What a layer runs, in order: two branches of the residual stream, each normed or not.
+
+    x += norm(attention(norm(x))), then x += norm(mlp(norm(x))).
+    """
+
+    attention_norm: RmsNorm | None
+    attention: Attention | MlaAttention
+    attention_out_norm: RmsNorm | None
+    mlp_norm: RmsNorm | None
+    mlp: Mlp | MoeBlock
+    mlp_out_norm: RmsNorm | None
+
+
+class DecoderLayer(Operator):
+    """norm, attention, norm, residual, norm, MLP or MoE, norm, residual.
+
+    Module calls, keyword handling and temporaries between the parts are what a layer of the
+    skeleton spends most of its time on when the batch is small; here the parts are called
+    directly and add into the residual stream in place. How, is the business of the ``Step``.
+
+    Args:
+        parts: the operators; which norms there are depends on the family.
+        names: what the checkpoint calls each of them.
+    """
+
+    def __init__(self, parts: LayerParts, names: dict[str, Operator]) -> None:
+        super().__init__()
+        for name, module in names.items():
+            self.add_module(name, module)
+        # Where no module has to search for them: that takes longer than some of the calls.
+        self.parts = parts
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Do nothing: the parts, being modules of their own, are loaded by name."""
+
+    def forward(self, hidden_states: Tensor, *, tandem_step: Step, **_: object) -> Tensor:
+        """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
+        x_TD = hidden_states[0].clone()
+        tandem_step.run_layer_(self, x_TD)
+        tandem_step.complete_(x_TD)
+        return x_TD[None]

@@ -1,0 +1,156 @@
+"""The routed experts of a layer: their interface, and how a checkpoint stores them.
+
+Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import DeadlineError
+from tandem.kernels.activation import SILU, Activation
+from tandem.kernels.operators.operator import Operator, WeightReader
+
+__all__ = [
+    "PendingExperts",
+    "RoutedExperts",
+    "list_expert_weights",
+    "read_biases",
+    "read_experts",
+]
+
+MAX_RUN_S = 60.0
+"""Far above what the experts of a layer take for the longest prefill."""
+
+
+class PendingExperts:
+    """A result of ``RoutedExperts.submit`` that may not be there yet. Waited for by one thread."""
+
+    def __init__(self, future: Future[None], finish: Callable[[], Tensor]) -> None:
+        self._future = future
+        self._finish = finish
+
+    def wait(self, timeout_s: float = MAX_RUN_S) -> Tensor:
+        """Return what ``RoutedExperts.forward`` would have, [T, D], new; once only.
+
+        Raises: what ``forward`` raises; DeadlineError (``timeout_s`` have passed; the computation
+            goes on, and may be waited for again).
+        """
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError as error:
+            what = f"not computed within {timeout_s} s: the pool is busy, or its process forked"
+            raise DeadlineError("kernels.wait_experts", what) from error
+        return self._finish()
+
+
+class RoutedExperts(Operator):
+    """The routed experts of one layer: gated blocks, each scaled by its router weight.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        intermediate_size: F.
+        activation: of gate and up; SwiGLU's by default.
+        has_bias: whether gate, up and down of each expert have biases.
+        is_transposed: whether the checkpoint holds inputs first, and the columns of gate and up in
+            turn, as gpt-oss does: gate_up [E, D, 2 F], down [E, F, D].
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation = SILU,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.has_bias = has_bias
+        self.is_transposed = is_transposed
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, [T, D], new.
+
+        Args:
+            hidden_states: [T, D]; not modified.
+            top_k_index: int64 [T, K] in [-1, E); -1 = computed elsewhere, adds 0.
+            top_k_weights: [T, K].
+
+        Raises:
+            ShapeError: an id outside of [-1, E), or shapes that do not fit together.
+        """
+        out = torch.zeros_like(hidden_states)
+        self.add_into_(out, hidden_states, top_k_index, top_k_weights)
+        return out
+
+    @abstractmethod
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum to ``residual_TD``, in place; as ``forward`` otherwise.
+
+        Cost: each chosen expert's weights are read once, whatever the number of its tokens.
+        """
+
+    def submit(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> PendingExperts:
+        """Begin what ``forward`` does, and return a handle that gives the result.
+
+        Where experts run natively they run in the background, one submission after the other, and
+        the caller may do something else meanwhile; elsewhere they run here. Until the wait has
+        returned, the tensors must keep their contents. Results are bitwise those of ``forward``.
+        """
+        out = self.forward(hidden_states, top_k_index, top_k_weights)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return PendingExperts(done, lambda: out)
+
+
+def read_experts(
+    reader: WeightReader, name: str, gate_up_EFD: Tensor, down_EDF: Tensor, *, first: int = 0
+) -> None:
+    """Fill gate_up [E, 2 F, D] and down [E, D, F], whichever way the checkpoint stores them.
+
+    transformers 5 saves one tensor for all experts; the hub's checkpoints have three for each. Of
+    these, E experts from ``first`` on are read.
+    """
+    if reader.has(f"{name}.gate_up_proj"):
+        reader.read_into(f"{name}.gate_up_proj", gate_up_EFD)
+        reader.read_into(f"{name}.down_proj", down_EDF)
+        return
+    size = down_EDF.shape[2]
+    for i, (gate_up, down) in enumerate(zip(gate_up_EFD, down_EDF, strict=True), first):
+        reader.read_into(f"{name}.{i}.gate_proj.weight", gate_up[:size])
+        reader.read_into(f"{name}.{i}.up_proj.weight", gate_up[size:])
+        reader.read_into(f"{name}.{i}.down_proj.weight", down)
+
+
+def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> list[str]:
+    """Return the names of all experts' weights, whichever way the checkpoint stores them."""
+    if reader.has(f"{name}.gate_up_proj"):
+        return [f"{name}.gate_up_proj", f"{name}.down_proj"]
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return [f"{name}.{i}.{part}.weight" for i in range(num_experts) for part in parts]
+
+
+def read_biases(
+    experts: RoutedExperts, reader: WeightReader, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Read the biases of all experts: gate [E, F], up [E, F], down [E, D]."""
+    count, size = experts.num_experts, experts.intermediate_size
+    gate_up = torch.empty(count, 2 * size, dtype=reader.dtype, device=reader.device)
+    down = torch.empty(count, experts.hidden_size, dtype=reader.dtype, device=reader.device)
+    reader.read_into(f"{name}.gate_up_proj_bias", gate_up)
+    reader.read_into(f"{name}.down_proj_bias", down)
+    if experts.is_transposed:
+        return gate_up[:, 0::2], gate_up[:, 1::2], down
+    return gate_up[:, :size], gate_up[:, size:], down

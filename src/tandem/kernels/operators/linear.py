@@ -1,0 +1,132 @@
+"""Linear, Embedding and LmHead: the operators that are one matrix.
+
+Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logits are wanted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tandem.kernels.execution import choose_execution
+from tandem.kernels.operators.lora import AdaptedPart, AdaptedRows, MatrixWrapper
+from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
+
+__all__ = ["Embedding", "Linear", "LmHead"]
+
+
+class Linear(Operator):
+    """``y = x W^T + b`` with W [N, K].
+
+    Args:
+        in_features: K.
+        out_features: N.
+        has_bias: whether the checkpoint has ``bias`` beside ``weight``.
+        settings: how the matrix is stored and run.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool = False,
+        settings: MatrixSettings = TENSORS,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = has_bias
+        self.settings = settings
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight`` and, if there is one, ``bias``."""
+        parts, size = [(name, self.out_features)], self.in_features
+        self.matrix = read_matrix(
+            self, "", reader, self.settings, parts, size, has_bias=self.has_bias
+        )
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """See ``Operator``."""
+        self.matrix = matrix = wrapper.wrap_matrix(self.matrix)
+        return {name: AdaptedRows(matrix, self.in_features, self.out_features)}
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
+        return self.matrix.forward(x_TK, dtype=x_TK.dtype)
+
+
+class Embedding(Operator):
+    """Rows of W [V, D] by token id, times ``scale``, which is rounded to the dtype of W."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.scale = scale
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight``."""
+        rows = [(f"{name}.weight", self.vocab_size)]
+        self.weight = freeze(read_rows(reader, rows, self.hidden_size))
+        self.scale = torch.tensor(self.scale, dtype=reader.dtype).item()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
+        found = functional.embedding(token_ids, self.weight)
+        return found if self.scale == 1.0 else found.mul_(self.scale)
+
+
+class LmHead(Linear):
+    """The projection to the vocabulary; its weight may be the embedding's.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        tied_to: gives the embedding whose weight this one shares, at loading; None is a head
+            with a weight of its own.
+        soft_cap: a logit becomes cap * tanh(logit / cap); 0 is none.
+        settings: how the matrix is stored and run; a packed one is a copy of the embedding's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        has_bias: bool = False,
+        tied_to: Callable[[], nn.Module] | None = None,
+        soft_cap: float = 0.0,
+        settings: MatrixSettings = TENSORS,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, has_bias=has_bias, settings=settings)
+        self.soft_cap = soft_cap
+        self._tied_to = tied_to
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read ``weight``, or share the embedding's, which must have been loaded before."""
+        self._execution = choose_execution(reader.device, reader.dtype)
+        # Codes that the checkpoint has under this name, too, are those of the embedding.
+        is_packed = self.settings.weight_format is not None
+        if self._tied_to is None or (is_packed and reader.find_format(f"{name}.weight")):
+            super().load(reader, name)
+            return
+        weight: Any = self._tied_to().weight
+        rows = [(f"{name}.bias", self.out_features)]
+        bias = read_rows(reader, rows) if self.has_bias else None
+        self.matrix = make_matrix(self, "", self.settings, weight, bias)
+
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
+        """Adapt nothing: logits are computed for some rows of a step alone."""
+        del wrapper, name
+        return {}
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return logits [..., V], new, float32: sums are not rounded to the model's dtype first."""
+        logits = self.matrix.forward(x_TK, dtype=torch.float32)
+        if self.soft_cap:
+            self._execution.soft_cap_(logits, self.soft_cap)
+        return logits

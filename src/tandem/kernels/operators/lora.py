@@ -1,0 +1,338 @@
+"""LoRA adapters on the matrices of operators: ``y = x W^T + b + scale * (x A^T) B^T``.
+
+An ``AdaptedMatrix`` stands in the place of an operator's matrix and adds, for the rows of a step
+that belong to an adapter, what that adapter changes. The product and the change are summed in
+float32 and rounded once. A row's change is one sum over K and one over the rank, each in a fixed
+order, so it does not depend on the other rows; rows without an adapter get the bits that they get
+from a model that has none.
+
+Shapes: T rows, K inputs, N outputs, r rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem._native import LoraBank, LoraRows, ThreadPool
+from tandem.core.errors import InternalError
+from tandem.kernels.cpu.linear import PANEL_COLUMNS
+from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.weights.head_matrix import HeadMatrix
+from tandem.kernels.weights.matrix import Matrix
+
+__all__ = [
+    "AdaptedHeads",
+    "AdaptedLatents",
+    "AdaptedMatrix",
+    "AdaptedPart",
+    "AdaptedRows",
+    "LoraPart",
+    "MatrixWrapper",
+    "StepAdapters",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """What an adapter adds to some outputs of a matrix, or of one head's."""
+
+    a_RK: Tensor  # noqa: N815 - a shape suffix
+    """Contiguous, of the model's dtype."""
+    b_NR: Tensor  # noqa: N815
+    """Of the same dtype."""
+    scale: float
+    first_output: int = 0
+    head: int = 0
+
+
+class AdaptedPart(Protocol):
+    """A linear module of the checkpoint, wherever it is within an operator."""
+
+    @property
+    def in_features(self) -> int:
+        """K of the checkpoint's module."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """N of the checkpoint's module."""
+        ...
+
+    def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
+        """Give an adapter its change of the module; the tensors are of the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """An ``AdaptedPart`` that is some outputs of a matrix."""
+
+    matrix: "AdaptedMatrix"
+    in_features: int
+    out_features: int
+    first_output: int = 0
+    order: Tensor | None = None
+    """int64 [N]: which output of the checkpoint becomes which of these."""
+
+    def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
+        """See ``AdaptedPart``."""
+        ordered = b_NR if self.order is None else b_NR[self.order]
+        self.matrix.add_parts(slot, [LoraPart(a_RK, ordered, scale, self.first_output)])
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLatents:
+    """The ``AdaptedPart`` of an up-projection that multi-head latent attention has absorbed.
+
+    Head h of it has outputs [n + v]: keys, whose matrix is applied to queries the other way
+    around, and values. Its input is the latent.
+    """
+
+    key_heads: "AdaptedHeads"
+    value_heads: "AdaptedHeads"
+    in_features: int
+    num_heads: int
+    key_size: int
+    """n."""
+    value_size: int
+    """v."""
+
+    @property
+    def out_features(self) -> int:
+        """See ``AdaptedPart``."""
+        return self.num_heads * (self.key_size + self.value_size)
+
+    def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
+        """See ``AdaptedPart``."""
+        heads = b_NR.view(self.num_heads, -1, len(a_RK))
+        keys, values = heads[:, : self.key_size], heads[:, self.key_size :]
+        up = a_RK.t()
+        self.key_heads.add_parts(
+            slot,
+            [LoraPart(k.t().contiguous(), up, scale, head=h) for h, k in enumerate(keys)],
+        )
+        self.value_heads.add_parts(
+            slot, [LoraPart(a_RK, v, scale, head=h) for h, v in enumerate(values)]
+        )
+
+
+class MatrixWrapper(Protocol):
+    """Makes matrices of operators take adapters."""
+
+    def wrap_matrix(self, matrix: Matrix) -> "AdaptedMatrix":
+        """Put an ``AdaptedMatrix`` around a matrix."""
+        ...
+
+    def wrap_heads(self, matrix: HeadMatrix) -> "AdaptedHeads":
+        """Put an ``AdaptedHeads`` around the matrices of heads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """The rows of a step that belong to one adapter."""
+
+    slot: int
+    rows: Tensor
+    """int64, ascending."""
+
+
+class StepAdapters:
+    """Which rows of the step that runs belong to which adapter: one for all matrices of a model.
+
+    One thread: ``begin`` and ``end`` enclose a step.
+
+    Args:
+        num_slots: of adapters.
+        is_native: whether the native kernels compute what adapters add, else torch.
+        pool: runs the native kernels; None: the caller's thread.
+    """
+
+    def __init__(self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None) -> None:
+        self.num_slots = num_slots
+        self.is_native = is_native
+        self.pool = pool
+        self.groups: tuple[RowGroup, ...] = ()
+        self.native: LoraRows | None = None
+        """The same rows; None outside of a step, and in one without adapters."""
+        self.num_rows = 0
+        self._sums: dict[tuple[int, ...], Buffer] = {}
+
+    def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
+        """Begin a step of so many rows."""
+        if num_rows != self.num_rows:
+            self._sums.clear()
+        self.num_rows = num_rows
+        if self.is_native and rows_by_slot:
+            self.native = LoraRows(num_rows)
+            for slot, rows in rows_by_slot.items():
+                self.native.add(slot, rows)
+        elif not self.is_native:
+            self.groups = tuple(
+                RowGroup(slot, torch.tensor(rows)) for slot, rows in rows_by_slot.items()
+            )
+
+    def end(self) -> None:
+        """End the step: rows belong to nobody."""
+        self.groups, self.native = (), None
+
+    def sum_buffer(self, *shape: int) -> Buffer:
+        """Return float32 [T, *shape], with whatever it held last."""
+        found = self._sums.get(shape)
+        if found is None:
+            found = Buffer.allocate(self.num_rows, *shape, dtype=torch.float32)
+            self._sums[shape] = found
+        return found
+
+
+class _Adapted:
+    """What adapters add to the product of a matrix, or of one a head.
+
+    Args:
+        step: whose rows are whose; shared by all matrices of a model.
+    """
+
+    def __init__(self, step: StepAdapters) -> None:
+        self._step = step
+        self._bank = LoraBank(step.num_slots) if step.is_native else None
+        self._parts: dict[int, list[LoraPart]] = {}
+        """By slot of the adapter, where torch computes."""
+
+    def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
+        """Give an adapter parts; no step has rows of it yet."""
+        if self._bank is None:
+            self._parts[slot] = [*self._parts.get(slot, ()), *parts]
+            return
+        for part in parts:
+            down = view_tensor(part.a_RK.contiguous())
+            up = view_tensor(_pack_panels(part.b_NR))
+            size = len(part.b_NR)
+            self._bank.add_part(slot, down, up, part.scale, part.first_output, size, part.head)
+
+    def remove_parts(self, slot: int) -> None:
+        """Forget an adapter; no step has rows of it any more."""
+        self._parts.pop(slot, None)
+        if self._bank is not None:
+            self._bank.clear(slot)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the step has rows of an adapter that changes the matrix."""
+        if self._bank is not None:
+            rows = self._step.native
+            return rows is not None and self._bank.is_needed(rows)
+        parts = self._parts
+        return any(group.slot in parts for group in self._step.groups)
+
+    def _add(self, x: Buffer, sums: Buffer, out: Buffer | None, *, is_added: bool) -> None:
+        """Add to float32 sums, in place, and round these to ``out``; [T, ...] or [T, H, ...]."""
+        step, num_rows = self._step, len(x.tensor)
+        if num_rows != step.num_rows:
+            what = f"{num_rows} rows of a step of {step.num_rows}: whose are they?"
+            raise InternalError("kernels.lora", what)
+        if self._bank is not None:
+            assert step.native is not None, "no step runs"
+            out_view = None if out is None else out.view
+            self._bank.run(x.view, sums.view, step.native, out_view, is_added, step.pool)
+            return
+        has_heads = x.tensor.dim() == 3
+        x_THK = x.tensor if has_heads else x.tensor[:, None]
+        sums_THN = sums.tensor if has_heads else sums.tensor[:, None]
+        for group in step.groups:
+            for part in self._parts.get(group.slot, ()):
+                x_RK = x_THK[group.rows, part.head].float()
+                low = x_RK @ part.a_RK.float().t() * part.scale
+                end = part.first_output + len(part.b_NR)
+                sums_THN[group.rows, part.head, part.first_output : end] += (
+                    low @ part.b_NR.float().t()
+                )
+        if out is not None and is_added:
+            out.tensor.add_(sums.tensor)
+        elif out is not None:
+            out.tensor.copy_(sums.tensor)
+
+
+def _pack_panels(b_NR: Tensor) -> Tensor:
+    """Return [panels, r, 64]: columns side by side, zeros beyond the last."""
+    padding = -len(b_NR) % PANEL_COLUMNS
+    padded = functional.pad(b_NR, (0, 0, 0, padding))
+    return padded.unflatten(0, (-1, PANEL_COLUMNS)).transpose(1, 2).contiguous()
+
+
+class AdaptedMatrix(_Adapted):
+    """A ``Matrix`` with adapters.
+
+    Args:
+        base: the matrix without; owned.
+        step: as of ``_Adapted``.
+    """
+
+    def __init__(self, base: Matrix, step: StepAdapters) -> None:
+        super().__init__(step)
+        self.base = base
+        self.out_features = base.out_features
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """See ``Matrix``."""
+        return self.base.out_dtype
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """See ``Matrix``."""
+        if not self._is_needed:
+            return self.base.forward(x_TK, dtype=dtype)
+        sums = self.base.forward(x_TK, dtype=torch.float32)
+        x, flat = x_TK.reshape(-1, x_TK.shape[-1]), sums.view(-1, self.out_features)
+        self._add(Buffer(x), Buffer(flat), None, is_added=False)
+        return sums.to(dtype)
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """See ``Matrix``."""
+        if self._is_needed:
+            residual_TN += self.forward(x_TK, dtype=torch.float32)
+        else:
+            self.base.add_into_(residual_TN, x_TK)
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """See ``Matrix``."""
+        if not self._is_needed:
+            self.base.run(x_TK, out_TN, is_added=is_added)
+            return
+        sums = self._step.sum_buffer(self.out_features)
+        self.base.run(x_TK, sums)
+        self._add(x_TK, sums, out_TN, is_added=is_added)
+
+
+class AdaptedHeads(_Adapted):
+    """A ``HeadMatrix`` with adapters.
+
+    Args:
+        base: the matrices without; owned.
+        step: as of ``_Adapted``.
+    """
+
+    def __init__(self, base: HeadMatrix, step: StepAdapters) -> None:
+        super().__init__(step)
+        self.base = base
+        self.out_shape = base.out_shape
+
+    def forward(self, x_THK: Tensor) -> Tensor:
+        """See ``HeadMatrix``."""
+        if not self._is_needed:
+            return self.base.forward(x_THK)
+        out = Buffer(x_THK.new_empty(len(x_THK), *self.out_shape))
+        self.run(Buffer(x_THK), out)
+        return out.tensor
+
+    def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
+        """See ``HeadMatrix``."""
+        if not self._is_needed:
+            self.base.run(x_THK, out_THN)
+            return
+        sums = self._step.sum_buffer(*self.out_shape)
+        self.base.run(x_THK, sums)
+        self._add(x_THK, sums, out_THN, is_added=False)

@@ -1,0 +1,139 @@
+"""What all operators share: reading their own weights from a source that knows the checkpoint."""
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.weights.blocks import CodedMatrix
+from tandem.kernels.weights.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from tandem.kernels.operators.lora import AdaptedPart, MatrixWrapper
+
+__all__ = ["Operator", "WeightReader", "allocate_scratch", "freeze", "read_rows"]
+
+
+class WeightReader(Protocol):
+    """Tensors by checkpoint name, in the dtype and on the device that the model runs in."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds ``name``; does not mark it as used."""
+        ...
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Copy ``name`` into ``out``, converting its dtype; marks it as used.
+
+        Raises:
+            NotFoundError: the checkpoint has no such tensor.
+            ShapeError: its shape is not that of ``out``, or its dtype is not floating.
+            CorruptionError: its bytes are not all there.
+        """
+        ...
+
+    def find_storage(self, name: str) -> str:
+        """Return in words how ``name`` is coded; empty for values. Marks nothing as used."""
+        ...
+
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return the format in which ``read_packed`` gives ``name``; marks nothing as used.
+
+        None where the checkpoint stores values, or codes that none of our formats holds.
+        """
+        ...
+
+    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
+        """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
+
+        Outputs come first, whichever way around ``read_into`` gives the values.
+
+        Args:
+            name: of the weight.
+            expert_id: which expert, where the checkpoint has those of a layer in one tensor.
+
+        Raises: as ``read_into``; UnsupportedError if there is no such format.
+        """
+        ...
+
+    def skip(self, prefix: str) -> None:
+        """Mark every tensor whose name starts with ``prefix`` as used, without reading it."""
+        ...
+
+
+class Operator(nn.Module, ABC):
+    """An operator of ours in the place of a module of the skeleton.
+
+    Weights do not exist before ``load``; after it they are parameters without gradient, or packed.
+    """
+
+    packed_bytes: int = 0
+    """Of the weights that are packed, and so are no parameters of the module."""
+    code_formats: Mapping[str, str] = MappingProxyType({})
+    """Formats of matrices that have others than the operator's, by their prefix in it."""
+    is_misplaced: bool = False
+    """Whether packed weights should lie on several NUMA nodes and the kernel refused."""
+
+    @abstractmethod
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Allocate the weights and read them; ``name`` is the module's dotted path.
+
+        Raises: what ``WeightReader.read_into`` raises.
+        """
+
+    def adapt(self, wrapper: "MatrixWrapper", name: str) -> "dict[str, AdaptedPart]":
+        """Make the operator's own matrices take LoRA adapters, once, after ``load``.
+
+        Args:
+            wrapper: makes each matrix take them.
+            name: the module's dotted path.
+
+        Returns: the linear modules of the checkpoint that may be adapted, by dotted name; none of
+            an operator whose matrices may not.
+        """
+        del wrapper, name
+        return {}
+
+
+def allocate_scratch(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return zeroed memory on the CPU that goes back to the machine when it is freed.
+
+    The C library keeps freed blocks of some MiB; what is read to be packed should leave nothing.
+    """
+    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def read_rows(
+    reader: WeightReader,
+    parts: list[tuple[str, int]],
+    *tail: int,
+    is_scratch: bool = False,
+) -> Tensor:
+    """Read tensors stacked along their first dimension; ``parts`` are (name, rows).
+
+    ``is_scratch``: the result is packed at once and freed; see ``allocate_scratch``.
+
+    Raises: what ``WeightReader.read_into`` raises.
+    """
+    shape = (sum(count for _, count in parts), *tail)
+    if is_scratch:
+        out = allocate_scratch(*shape, dtype=reader.dtype)
+    else:
+        out = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+    row = 0
+    for name, count in parts:
+        reader.read_into(name, out[row : row + count])
+        row += count
+    return out
+
+
+def freeze(weight: Tensor) -> nn.Parameter:
+    """Make ``weight`` a parameter that autograd leaves alone."""
+    return nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,1 @@
+"""How weights are stored: formats, blocks of codes, packed matrices."""

@@ -1,0 +1,325 @@
+"""Weight formats as data, and the naive float64 arithmetic that says what each of them means.
+
+A format codes groups of consecutive weights of one output. ``quantize`` and ``dequantize`` are the
+oracle of the native packer and kernels: numpy, a line a step, no code shared with them. They also
+measure a format's own error, apart from any kernel's.
+
+Shapes: N outputs, K inputs, G groups of ``group_size`` inputs.
+"""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
+
+__all__ = [
+    "BLOCK_ROWS",
+    "WEIGHT_FORMATS",
+    "QuantizedMatrix",
+    "WeightFormat",
+    "dequantize",
+    "find_format",
+    "list_floats",
+    "quantize",
+    "round_to_bf16",
+    "select_rows",
+    "stack",
+]
+
+FloatArray = NDArray[np.float64]
+
+LARGEST_FP16 = 65504.0
+LARGEST_E4M3 = 448.0
+LARGEST_E2M1 = 6.0
+ROW_GROUP_SIZE = 128
+"""Activations that share a step where weights share one scale a row."""
+BLOCK_ROWS = 128
+"""Outputs that share a scale in fp8."""
+
+
+class FormatFields(TypedDict):
+    """What the native core knows a format by."""
+
+    bits: int
+    group_size: int
+    has_minimum: bool
+    is_float: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How weights are stored.
+
+    Integer formats: ``scale * (code - 2^(bits - 1))``, or ``scale * code + minimum``, where codes
+    are unsigned, scale and minimum are fp16, one per group. Float formats: ``scale * code``, where
+    codes are small floats: e4m3 with an fp32 scale for each block of 128 x 128 (``fp8``) or each
+    output (``fp8row``), e2m1 with a power of two for each 32 inputs (``mxfp4``); or the weight
+    itself in bf16.
+    """
+
+    name: str
+    bits: int
+    """16 (bf16, no groups), 8 or 4."""
+    group_size: int = 0
+    """Inputs that share a scale; 0 for bf16, and for one scale a row."""
+    has_minimum: bool = False
+    is_float: bool = False
+    """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; bf16 is a float either way."""
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether weights are integer codes, multiplied with int8 activations."""
+        return self.bits < 16 and not self.is_float
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether outputs share scales, those of a block of ``BLOCK_ROWS``."""
+        return self.is_float and self.bits == 8 and self.group_size > 0
+
+    @property
+    def fields(self) -> FormatFields:
+        """The format as the native core takes it, where names mean nothing."""
+        return {
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "has_minimum": self.has_minimum,
+            "is_float": self.is_float,
+        }
+
+    @property
+    def activation_group_size(self) -> int:
+        """Inputs whose activations share a step; 0 where activations are bf16."""
+        return (self.group_size or ROW_GROUP_SIZE) if self.is_integer else 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits, scales included, of a large matrix."""
+        if self.is_float and self.group_size > 0:
+            # 64 bytes for a group of 64 outputs, in either format.
+            return self.bits + 8 / self.group_size
+        if not self.is_integer or self.group_size == 0:
+            return float(self.bits)
+        return self.bits + 16 * (1 + self.has_minimum) / self.group_size
+
+
+def _list_formats() -> list[WeightFormat]:
+    formats = [WeightFormat("bf16", 16, is_float=True)]
+    formats += [WeightFormat("fp8", 8, 128, is_float=True)]
+    formats += [WeightFormat("fp8row", 8, is_float=True)]
+    formats += [WeightFormat("mxfp4", 4, 32, is_float=True)]
+    formats += [WeightFormat("int8row", 8)]
+    formats += [WeightFormat(f"int8g{size}", 8, size) for size in (16, 32, 64, 128)]
+    formats += [WeightFormat(f"int8g{size}min", 8, size, True) for size in (16, 32, 64, 128)]
+    formats += [WeightFormat(f"int4g{size}", 4, size, True) for size in (32, 64, 128)]
+    formats += [WeightFormat(f"int4g{size}sym", 4, size) for size in (32, 64, 128)]
+    return formats
+
+
+WEIGHT_FORMATS = {weight_format.name: weight_format for weight_format in _list_formats()}
+"""By name. ``int4...`` has a minimum unless it says ``sym``, ``int8...`` if it says ``min``."""
+
+_ALIASES = {"int8": "int8g128", "int4": "int4g32"}
+
+
+def find_format(name: str) -> WeightFormat:
+    """Return the format of this name; ``int8`` means int8g128, ``int4`` means int4g32.
+
+    Raises: NotFoundError.
+    """
+    weight_format = WEIGHT_FORMATS.get(_ALIASES.get(name, name))
+    if weight_format is None:
+        known = ", ".join([*_ALIASES, *WEIGHT_FORMATS])
+        raise NotFoundError("kernels.find_format", f"weight format {name!r}: choose one of {known}")
+    return weight_format
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [N, K] in a format other than bf16.
+
+    Codes are uint8 [N, K]. Scales are [N, G], fp16; float32 for fp8, one row for 128 outputs, for
+    fp8row, and for mxfp4, powers of two. Minima are fp16 [N, G].
+    """
+
+    weight_format: WeightFormat
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float16 | np.float32]
+    minima: NDArray[np.float16] | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        num_outputs, num_inputs = self.codes.shape
+        return num_outputs, num_inputs
+
+    @property
+    def arrays(self) -> tuple[object, object, object]:
+        """Codes, scales and minima, as the native core takes them."""
+        return self.codes, self.scales, self.minima
+
+
+def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
+    """Return matrices of one format and width as one, outputs after outputs.
+
+    REQUIRES: all but the last of fp8 are whole blocks of outputs.
+    """
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    minima = [matrix.minima for matrix in matrices if matrix.minima is not None]
+    return QuantizedMatrix(
+        first.weight_format,
+        np.concatenate([matrix.codes for matrix in matrices]),
+        np.concatenate([matrix.scales for matrix in matrices]),
+        np.concatenate(minima) if minima else None,
+    )
+
+
+def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> QuantizedMatrix:
+    """Return some outputs of a matrix whose outputs have scales of their own; contiguous.
+
+    Raises: ShapeError (fp8, where blocks of outputs share one).
+    """
+    if matrix.weight_format.has_blocks:
+        raise ShapeError("kernels.select_rows", "outputs of fp8 share scales: take all of them")
+    scales, minima = matrix.scales[rows], matrix.minima
+    return QuantizedMatrix(
+        matrix.weight_format,
+        np.ascontiguousarray(matrix.codes[rows]),
+        np.ascontiguousarray(scales),
+        None if minima is None else np.ascontiguousarray(minima[rows]),
+    )
+
+
+def round_to_bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return float32 values rounded to the nearest bf16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    result = rounded.astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(values), np.float32(np.nan), result)
+
+
+def list_floats(bits: int) -> NDArray[np.float32]:
+    """Return what the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for; e4m3's NaNs are NaN."""
+    mantissa, bias = (3, 7) if bits == 8 else (1, 1)
+    codes = np.arange(2**bits)
+    magnitude = codes % 2 ** (bits - 1)
+    exponent, fraction = magnitude >> mantissa, magnitude % 2**mantissa / 2**mantissa
+    normal = (1 + fraction) * 2.0 ** (exponent - bias)
+    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), normal)
+    if bits == 8:
+        values[magnitude == 127] = np.nan
+    return np.where(codes >= 2 ** (bits - 1), -values, values).astype(np.float32)
+
+
+def _round_to_codes(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+    """Return the codes of the nearest floats, ties to the even code."""
+    positive = list_floats(bits)[: 2 ** (bits - 1)]
+    positive = positive[np.isfinite(positive)].astype(np.float64)
+    magnitude = np.minimum(np.abs(values).astype(np.float64), positive[-1])
+    middles = (positive[1:] + positive[:-1]) / 2
+    below = np.searchsorted(middles, magnitude, "left")
+    is_tie = np.isin(magnitude, middles)
+    codes = below + (is_tie & (below % 2 == 1))
+    return (codes + np.where(np.signbit(values), 2 ** (bits - 1), 0)).astype(np.uint8)
+
+
+def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> QuantizedMatrix:
+    """Code a matrix [N, K]; the arithmetic is float32, operation by operation.
+
+    Raises: ShapeError (K is not whole groups, where the format wants them); UnsupportedError (bf16
+        has no codes; a weight that is not finite, or too large for an fp16 scale).
+    """
+    if weight_format.bits == 16:
+        raise UnsupportedError("kernels.quantize", "bf16 has no codes: use round_to_bf16")
+    size = weight_format.group_size or (weights.shape[-1] if weights.ndim else 1)
+    if weights.ndim != 2 or (weight_format.is_integer and weights.shape[1] % size):
+        what = f"weights {weights.shape}: give [N, K] with K a multiple of the group, {size}"
+        raise ShapeError("kernels.quantize", what, field="weights")
+    with np.errstate(over="ignore"):
+        w = weights.astype(np.float32)
+    if not np.isfinite(w).all():
+        raise _refuse(weights)
+    if weight_format.is_float:
+        return _quantize_float(w, weight_format)
+    groups = w.reshape(len(w), -1, size)
+    levels = np.float32(2**weight_format.bits)
+    low = np.zeros(groups.shape[:2], np.float32)
+    with np.errstate(over="ignore"):
+        if weight_format.has_minimum:
+            low = groups.min(-1)
+            steps = (groups.max(-1) - low) / (levels - 1)
+        elif weight_format.bits == 8:
+            steps = np.abs(groups).max(-1) / np.float32(127)
+        else:
+            peak = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
+            steps = peak / np.float32(-8)
+    if max(np.abs(steps).max(initial=0), np.abs(low).max(initial=0)) > LARGEST_FP16:
+        raise _refuse(weights)
+    scales, minima = steps.astype(np.float16), low.astype(np.float16)
+    step = scales.astype(np.float32)[..., None]
+    inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
+    ratio = (groups - minima.astype(np.float32)[..., None]) * inverse
+    offset = 0 if weight_format.has_minimum else levels / 2
+    lowest = 1 if weight_format.bits == 8 and not weight_format.has_minimum else 0
+    codes = np.clip(np.rint(ratio) + offset, lowest, levels - 1).astype(np.uint8)
+    kept = minima if weight_format.has_minimum else None
+    return QuantizedMatrix(weight_format, codes.reshape(w.shape), scales, kept)
+
+
+def _quantize_float(w_NK: NDArray[np.float32], weight_format: WeightFormat) -> QuantizedMatrix:
+    """Choose scales that the largest weight of a block fills, or nearly."""
+    size = weight_format.group_size or w_NK.shape[1]
+    rows = BLOCK_ROWS if weight_format.has_blocks else 1
+    amax = np.array(
+        [
+            [np.abs(w_NK[i : i + rows, k : k + size]).max() for k in range(0, w_NK.shape[1], size)]
+            for i in range(0, len(w_NK), rows)
+        ],
+        np.float32,
+    )
+    if weight_format.bits == 8:
+        scales = amax / np.float32(LARGEST_E4M3)
+    else:
+        # A power of two that makes the largest less than 8, or twice that where rounding it down to
+        # 6 would be a larger error than any between 4 and 6.
+        exponent = np.where(amax == 0, -126, np.frexp(amax)[1] - 3)
+        exponent += amax > 7 * np.exp2(exponent.astype(np.float64))
+        scales = np.exp2(np.clip(exponent, -126, 127)).astype(np.float32)
+    wide = _spread(scales, rows, size, w_NK.shape)
+    ratio = np.divide(w_NK, wide, out=np.zeros_like(w_NK), where=wide != 0)
+    return QuantizedMatrix(weight_format, _round_to_codes(ratio, weight_format.bits), scales, None)
+
+
+def _spread(
+    scales: NDArray[np.float32], rows: int, size: int, shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """Return the scale of each weight."""
+    return scales.repeat(rows, 0).repeat(size, 1)[: shape[0], : shape[1]]
+
+
+def _refuse(weights: NDArray[np.floating]) -> UnsupportedError:
+    what = f"weights up to {np.abs(weights).max()}: not finite, or beyond fp16 scales"
+    return UnsupportedError("kernels.quantize", what, field="weights")
+
+
+def dequantize(matrix: QuantizedMatrix) -> FloatArray:
+    """Return the weights that the codes stand for, [N, K]."""
+    weight_format = matrix.weight_format
+    if weight_format.is_float:
+        rows = BLOCK_ROWS if weight_format.has_blocks else 1
+        size = weight_format.group_size or matrix.codes.shape[1]
+        codes = list_floats(weight_format.bits).astype(np.float64)[matrix.codes]
+        scales = matrix.scales.astype(np.float32)
+        return codes * _spread(scales, rows, size, codes.shape)
+    size = weight_format.group_size or matrix.codes.shape[1]
+    codes = matrix.codes.astype(np.float64).reshape(len(matrix.codes), -1, size)
+    scales = matrix.scales.astype(np.float64)[..., None]
+    if matrix.minima is None:
+        weights = scales * (codes - 2 ** (weight_format.bits - 1))
+    else:
+        weights = scales * codes + matrix.minima.astype(np.float64)[..., None]
+    return weights.reshape(matrix.codes.shape)

@@ -1,0 +1,208 @@
+"""The matrices of operators: ``y = x W^T + b`` over tensors of the model's dtype, or packed.
+
+An operator reads a ``Matrix`` when it loads and does not care which one it got. ``TensorMatrix``
+runs in torch, on any device; ``PackedLinear`` runs on the native kernels, in a weight format.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tandem._native import ThreadPool
+from tandem.core.errors import ShapeError
+from tandem.kernels.cpu.linear import PackedLinear
+from tandem.kernels.native import Buffer
+from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.weights.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
+from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
+from tandem.kernels.weights.recode import can_hold, join_formats
+
+__all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
+
+
+class Matrix(Protocol):
+    """What operators do with a matrix; x is [T, K] and contiguous, of the model's dtype."""
+
+    out_features: int
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """What ``run`` writes best: float32 where sums need no rounding, None = as ``x``."""
+        ...
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Return [..., N], new, float32 or of the dtype of ``x_TK``; any leading dimensions."""
+        ...
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """Add the product to ``residual_TN``, in place."""
+        ...
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """Write the product to a buffer of a native step, or add it to what that holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSettings:
+    """How matrices are stored and run."""
+
+    weight_format: WeightFormat | None = None
+    """None: tensors of the model's dtype."""
+    pool: ThreadPool | None = None
+    """Runs the kernels of a format; borrowed for the life of the matrices."""
+    keeps_codes: bool = False
+    """Whether a matrix that the checkpoint has in codes keeps them, in the smallest format that
+    holds those of all its parts, whatever ``weight_format`` is."""
+
+
+TENSORS = MatrixSettings()
+"""As the checkpoint has them, for torch."""
+
+
+class TensorMatrix:
+    """A matrix as tensors [N, K] and, if there is a bias, [N]."""
+
+    def __init__(self, weight_NK: nn.Parameter, bias_N: nn.Parameter | None = None) -> None:
+        self.weight = weight_NK
+        self.bias = bias_N
+        self.out_features = len(weight_NK)
+        # Made once: a view costs as much as a small product.
+        self._weight_t = weight_NK.t()
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """See ``Matrix``."""
+        return None
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """See ``Matrix``."""
+        return functional.linear(x_TK, self.weight, self.bias).to(dtype)
+
+    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """See ``Matrix``."""
+        residual_TN.addmm_(x_TK, self._weight_t)
+        if self.bias is not None:
+            residual_TN += self.bias
+
+    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
+        """See ``Matrix``."""
+        if is_added:
+            self.add_into_(out_TN.tensor, x_TK.tensor)
+        elif self.bias is None:
+            torch.mm(x_TK.tensor, self._weight_t, out=out_TN.tensor)
+        else:
+            torch.addmm(self.bias, x_TK.tensor, self._weight_t, out=out_TN.tensor)
+
+
+def read_matrix(
+    owner: Operator,
+    name: str,
+    reader: WeightReader,
+    settings: MatrixSettings,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    *,
+    has_bias: bool = False,
+    order: Tensor | None = None,
+) -> Matrix:
+    """Read the matrix whose outputs are those of ``parts``, one after the other.
+
+    Args:
+        owner: the operator; tensors become its parameters ``{name}weight`` and ``{name}bias``.
+        name: prefix of these.
+        reader: gives ``{part}.weight`` and, where ``has_bias``, ``{part}.bias``.
+        settings: how to store it.
+        parts: (checkpoint name of the linear module, outputs).
+        in_features: K.
+        has_bias: of all parts alike.
+        order: int64 [N]: which output of the checkpoint becomes which of the matrix.
+
+    Raises: what the reader raises; as ``PackedLinear``.
+    """
+    weights = [(f"{part}.weight", rows) for part, rows in parts]
+    biases = [(f"{part}.bias", rows) for part, rows in parts]
+    is_packed = settings.weight_format is not None
+    codes = _read_codes(reader, settings, weights, in_features, order)
+    if codes is not None:
+        bias = _read_bias(reader, biases, order) if has_bias else None
+        if settings.keeps_codes:
+            owner.code_formats = {**owner.code_formats, name: codes.weight_format.name}
+        return _keep_packed(owner, settings, codes, bias)
+    weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
+    weight = weight if order is None else weight[order]
+    bias = _read_bias(reader, biases, order) if has_bias else None
+    return make_matrix(owner, name, settings, weight, bias)
+
+
+def make_matrix(
+    owner: Operator, name: str, settings: MatrixSettings, weight_NK: Tensor, bias_N: Tensor | None
+) -> Matrix:
+    """Return the matrix of tensors that are read already; else as ``read_matrix``."""
+    if settings.weight_format is None:
+        weight = weight_NK if isinstance(weight_NK, nn.Parameter) else freeze(weight_NK)
+        bias = None if bias_N is None else freeze(bias_N)
+        setattr(owner, f"{name}weight", weight)
+        setattr(owner, f"{name}bias", bias)
+        return TensorMatrix(weight, bias)
+    return _keep_packed(owner, settings, weight_NK.detach(), bias_N)
+
+
+def _read_bias(reader: WeightReader, parts: list[tuple[str, int]], order: Tensor | None) -> Tensor:
+    bias = read_rows(reader, parts)
+    return bias if order is None else bias[order]
+
+
+def _read_codes(
+    reader: WeightReader,
+    settings: MatrixSettings,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    order: Tensor | None,
+) -> CodedMatrix | None:
+    """Return the stacked codes of parts whose formats the wanted one holds."""
+    formats = [reader.find_format(name) for name, _ in parts]
+    wanted = settings.weight_format
+    if settings.keeps_codes:
+        wanted = join_formats(formats)
+    if wanted is None or not all(held is not None and can_hold(wanted, held) for held in formats):
+        return None
+    if wanted.has_blocks and (
+        order is not None or any(rows % BLOCK_ROWS for _, rows in parts[:-1])
+    ):
+        return None
+    matrices = [convert_codes(reader.read_packed(name), wanted) for name, _ in parts]
+    for (name, rows), matrix in zip(parts, matrices, strict=True):
+        if matrix.shape != (rows, in_features):
+            raise ShapeError(
+                "kernels.read_matrix",
+                f"tensor {name!r} has codes of shape {list(matrix.shape)}: the "
+                f"configuration needs {[rows, in_features]}",
+            )
+    stacked = stack_outputs(matrices)
+    return stacked if order is None else select_outputs(stacked, order.numpy())
+
+
+def _keep_packed(
+    owner: Operator,
+    settings: MatrixSettings,
+    weight: Tensor | CodedMatrix,
+    bias_N: Tensor | None,
+) -> PackedLinear:
+    assert settings.pool is not None, "a weight format needs a pool"
+    pool, is_bound = settings.pool, len(settings.pool.node_ids) > 1
+    if not isinstance(weight, Tensor):
+        packed = PackedLinear.from_codes(weight, bias_N, pool=pool, is_bound=is_bound)
+    else:
+        assert settings.weight_format is not None, "tensors are not packed"
+        packed = PackedLinear.pack(
+            settings.weight_format, weight, bias_N, pool=pool, is_bound=is_bound
+        )
+    owner.packed_bytes += packed.size_bytes
+    owner.is_misplaced |= is_bound and not packed.is_bound
+    return packed

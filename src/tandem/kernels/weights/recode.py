@@ -1,0 +1,85 @@
+"""Codes of one integer format in another that holds the same weights.
+
+What shares a product, such as q, k and v or the experts of a layer, has one format. Where a
+checkpoint stores its parts in several, the parts are kept in the smallest format that holds all of
+them exactly: groups are halved by repeating their scale, codes of four bits are codes of eight, and
+a symmetric group is one whose minimum is its scale times the lowest code.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+
+import numpy as np
+
+from tandem.kernels.weights.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat
+
+__all__ = ["can_hold", "join_formats", "recode"]
+
+
+def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
+    """Whether ``recode`` turns codes of ``narrow`` into ``wide``."""
+    if wide == narrow:
+        return True
+    return (
+        wide.is_integer
+        and narrow.is_integer
+        and wide.bits >= narrow.bits
+        and wide.has_minimum >= narrow.has_minimum
+        and wide.group_size > 0
+        and narrow.group_size > 0
+        and narrow.group_size % wide.group_size == 0
+    )
+
+
+def join_formats(formats: Sequence[WeightFormat | None]) -> WeightFormat | None:
+    """Return the smallest format that holds all of these exactly; None if there is none."""
+    joined = formats[0] if formats else None
+    for other in formats[1:]:
+        if joined is None or other is None:
+            return None
+        joined = _join(joined, other)
+    return joined
+
+
+def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
+    if a == b:
+        return a
+    if not (a.is_integer and b.is_integer and a.group_size and b.group_size):
+        return None
+    size, has_minimum = gcd(a.group_size, b.group_size), a.has_minimum or b.has_minimum
+    candidates = [
+        wide
+        for wide in WEIGHT_FORMATS.values()
+        if wide.is_integer
+        and wide.group_size == size
+        and wide.has_minimum == has_minimum
+        and wide.bits >= max(a.bits, b.bits)
+    ]
+    return min(candidates, key=lambda wide: wide.bits, default=None)
+
+
+def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
+    """Return the same weights in another format.
+
+    A minimum beyond fp16 becomes infinite, which packing refuses.
+
+    REQUIRES: ``can_hold(wide, matrix.weight_format)``.
+    """
+    narrow = matrix.weight_format
+    assert can_hold(wide, narrow), f"{wide.name} does not hold {narrow.name}"
+    if wide == narrow:
+        return matrix
+    times = narrow.group_size // wide.group_size
+    codes, scales, minima = matrix.codes, matrix.scales, matrix.minima
+    centre = 2 ** (narrow.bits - 1)
+    if not wide.has_minimum:
+        codes = codes + np.uint8(2 ** (wide.bits - 1) - centre)
+    elif minima is None:
+        with np.errstate(over="ignore"):
+            minima = (scales * np.float32(-centre)).astype(np.float16)
+    return QuantizedMatrix(
+        wide,
+        codes,
+        np.repeat(scales, times, axis=1),
+        None if minima is None else np.repeat(minima, times, axis=1),
+    )

@@ -1,0 +1,149 @@
+"""Where a checkpoint's files are: a folder, or a snapshot of a hub repository.
+
+Downloading is huggingface_hub's business: it resumes, honours mirrors (HF_ENDPOINT) and offline
+mode (HF_HUB_OFFLINE), and keeps its own cache. This module only names what we need of a
+repository and turns the library's errors into ours.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, UnsupportedError
+
+__all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
+
+WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""Configuration, weights, tokenizer and chat template; never pickles or code."""
+
+DEMO_MODEL = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+"""The model that ships in the package; examples/demo_model made it."""
+
+Progress = Callable[[int, int, str], None]
+"""``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
+
+
+def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, or its GGUF file, without touching the network.
+
+    Args:
+        path_or_id: a folder, a GGUF file, a hub id that was pulled before, or ``demo`` (a folder of
+            that name is ``./demo``).
+        revision: of a hub id.
+
+    Raises:
+        NotFoundError: no such folder or file, and no such snapshot in the local cache.
+    """
+    if path_or_id == DEMO_MODEL:
+        return DEMO_FOLDER
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
+        return folder
+    if not _looks_like_id(str(path_or_id)):
+        raise NotFoundError(
+            "models.resolve",
+            f"no folder or GGUF file {str(path_or_id)!r}: give one, or a hub id (org/name)",
+        )
+    return _snapshot(str(path_or_id), revision, local_only=True, progress=None)
+
+
+def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """Download a checkpoint, or what is missing of it, and return its folder.
+
+    Args:
+        model_id: ``org/name`` on the hub.
+        revision: branch, tag or commit; None is the default branch.
+        progress: called from download threads.
+
+    Raises:
+        ConfigError: not a hub id.
+        NotFoundError: no such repository or revision, or offline and not in the cache.
+        UnsupportedError: the repository has no safetensors weights.
+        PeerLostError: the network failed; what was downloaded is kept, so pull again.
+    """
+    if not _looks_like_id(model_id):
+        raise ConfigError("models.pull", f"{model_id!r} is not a hub id: write org/name")
+    folder = _snapshot(model_id, revision, local_only=False, progress=progress)
+    if not any(folder.glob("*.safetensors")):
+        raise UnsupportedError(
+            "models.pull", f"{model_id} has no safetensors weights: convert it, or pick another"
+        )
+    return folder
+
+
+def _looks_like_id(text: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return text.count("/") == 1
+
+
+def _snapshot(
+    model_id: str, revision: str | None, *, local_only: bool, progress: Progress | None
+) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(
+                model_id,
+                revision=revision,
+                allow_patterns=WANTED_FILES,
+                local_files_only=local_only,
+                tqdm_class=None if progress is None else _make_progress_class(progress),
+            )
+        )
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotFoundError(
+            "models.pull", f"{model_id} at {revision or 'the default branch'}: {error}"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if local_only:
+            raise NotFoundError(
+                "models.resolve",
+                f"{model_id} is not in the local cache: run `tandem pull {model_id}` while online",
+            ) from error
+        raise NotFoundError(
+            "models.pull",
+            f"{model_id} is not in the local cache and the hub cannot be reached: check the "
+            "network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy the folder here and name it",
+        ) from error
+    except (HfHubHTTPError, ConnectionError, TimeoutError) as error:
+        raise PeerLostError(
+            "models.pull", f"downloading {model_id}: {error}: try again, it resumes"
+        ) from error
+
+
+def _make_progress_class(progress: Progress) -> Any:
+    """Make a tqdm that reports bytes to ``progress`` instead of drawing."""
+    from tqdm import tqdm
+
+    class CallbackTqdm(tqdm):
+        """Counts what huggingface_hub's bars count; only those in bytes are reported."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._in_bytes = kwargs.get("unit") == "B"
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": False, "delay": float("inf")})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._in_bytes:
+                progress(int(self.n), int(self.total or 0), str(self.desc or ""))
+            return shown
+
+        def display(self, *_: Any, **__: Any) -> None:
+            """Draw nothing."""
+
+    return CallbackTqdm

@@ -1,0 +1,457 @@
+"""From a checkpoint to a model that runs paged batches."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem._native import ThreadPool, read_topology, recommend_threads
+from tandem.core.errors import ConfigError, ConflictError, ShapeError
+from tandem.core.model_plan import NO_FORMAT, MatrixPlan, ModelPlan
+from tandem.core.spec import (
+    DTYPE_BYTES,
+    KV_CODE_BYTES,
+    GqaLayout,
+    KvIdentity,
+    KVLayout,
+    KvSharing,
+    MlaLayout,
+    ModelSpec,
+)
+from tandem.kernels.execution import choose_execution
+from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.experts import read_experts
+from tandem.kernels.operators.operator import Operator, WeightReader, freeze
+from tandem.kernels.operators.rope import Rope
+from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.models.adapters import ModelAdapters
+from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.families.names import rename_reader
+from tandem.models.identity import list_config_values, make_kv_identity
+from tandem.models.loading.builders import WeightSettings, list_rope_parameters
+from tandem.models.loading.injection import apply_plan, require_no_meta
+from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
+from tandem.models.loading.packed_writer import PackedWriter
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
+from tandem.models.sources.containers import open_source
+from tandem.models.sources.source import Progress, WeightSource
+
+__all__ = [
+    "CausalModel",
+    "count_mapped_bytes",
+    "load_model",
+    "load_weights",
+    "make_kv_layout",
+    "make_settings",
+    "open_weights",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class CausalModel:
+    """A decoder-only language model with weights, ready to run.
+
+    Not thread-safe: one step at a time. Made by ``load_model``.
+
+    Attributes:
+        spec: what it is; ``spec.dtype`` is the dtype it runs in.
+        plan: how it is stored and run.
+        weights_digest: SHA-256 over all bytes of the weights, hex.
+        ignored_weights: tensors of the checkpoint that nothing needs, and why.
+        adapters: None until ``enable_adapters``.
+    """
+
+    def __init__(
+        self, skeleton: Any, plan: ModelPlan, weights_digest: str, ignored_weights: dict[str, str]
+    ) -> None:
+        spec, device = plan.spec, torch.device(plan.device)
+        self.spec = spec
+        self.plan = plan
+        self.weights_digest = weights_digest
+        self.ignored_weights = ignored_weights
+        self.device = device
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self._execution = choose_execution(device, self.dtype)
+        self.skeleton = skeleton
+        self.ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        for rope in self.ropes:
+            rope.inv_freq = rope.inv_freq.to(device)
+        base = skeleton.model
+        self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
+        layers = list(base.layers)
+        self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
+        self.adapters: ModelAdapters | None = None
+        self.packed_writer: PackedWriter | None = None
+        """Writes packed weights behind; None where there is nothing to write."""
+
+    def enable_adapters(self, max_adapters: int, pool: ThreadPool | None = None) -> ModelAdapters:
+        """Make the model take LoRA adapters, once, before its first step; return their table.
+
+        Args:
+            max_adapters: that are loaded at a time.
+            pool: runs the kernels of adapters, kept; None: the caller's thread.
+        """
+        assert self.adapters is None, "adapters are enabled already"
+        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters, pool)
+        return self.adapters
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer runs as one operator, so that the skeleton's forward is not used."""
+        return self._fused is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory; shared ones count once."""
+        seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
+        packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
+        return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
+
+    def kv_identity(self, layout: KVLayout, sharing: KvSharing = "relaxed") -> KvIdentity:
+        """Return what decides whether KV that this model wrote may be shared.
+
+        Args:
+            layout: of the blocks that hold it.
+            sharing: whether other rounding classes may read and write the same blocks.
+        """
+        return make_kv_identity(
+            self.skeleton,
+            weights=self.weights_digest,
+            config=self.plan.config,
+            spec=self.spec,
+            layout=layout,
+            sharing=sharing,
+        )
+
+    def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
+        """Return the layout of a KV block.
+
+        Args:
+            block_size: tokens per block.
+            kv_dtype: of the stored keys and values; ``auto`` is the model's, ``int8`` and ``fp8``
+                are codes with scales.
+
+        Raises:
+            ConfigError: an unknown dtype.
+        """
+        return make_kv_layout(self.spec, block_size, kv_dtype)
+
+    def allocate_kv(
+        self, num_blocks: int, *, block_size: int = 64, kv_dtype: str = "auto"
+    ) -> PagedKvCache:
+        """Allocate a pool of blocks on the model's device."""
+        layout = self.kv_layout(block_size, kv_dtype)
+        return PagedKvCache(layout, num_blocks, device=self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Run one step: write the KV of the batch's tokens and return the wanted logits.
+
+        Args:
+            batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
+            kv_cache: written at the batch's slots, read at its block tables.
+            on_layer: called with each layer's index once its KV of this step is in the blocks.
+
+        Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
+
+        Raises:
+            ShapeError: batch and cache have different block sizes, or the cache another model's
+                layout.
+        """
+        layout = kv_cache.layout
+        if layout != self.kv_layout(batch.block_size, layout.dtype):
+            raise ShapeError(
+                "models.forward",
+                f"a batch of blocks of {batch.block_size} and a cache of {layout}: make both "
+                "from this model's kv_layout",
+            )
+        if batch.num_tokens == 0:
+            return torch.empty(0, self.spec.vocab_size, device=self.device)
+        for block_id in batch.fresh_blocks:
+            kv_cache.tensor[block_id].zero_()
+        if self.adapters is None:
+            assert not batch.adapter_rows, "adapters are not enabled"
+            return self._compute(batch, kv_cache, on_layer)
+        self.adapters.begin_step(batch.num_tokens, batch.adapter_rows)
+        try:
+            return self._compute(batch, kv_cache, on_layer)
+        finally:
+            self.adapters.end_step()
+
+    def _compute(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
+        if self._fused is None:
+            hidden = self.skeleton.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                tandem_step=step,
+            ).last_hidden_state[0]
+            hidden = hidden.index_select(0, batch.logit_rows)
+        else:
+            hidden = self._embed(batch.token_ids)
+            for layer in self._fused:
+                step.run_layer_(layer, hidden)
+            step.complete_(hidden)
+            if len(batch.logit_rows) != len(hidden):
+                hidden = hidden.index_select(0, batch.logit_rows)
+            hidden = self._norm(hidden)
+        # A head of the skeleton's own gives the model's dtype.
+        return self._head(hidden).float()
+
+
+def load_model(
+    plan: ModelPlan,
+    pool: ThreadPool | None = None,
+    progress: Progress | None = None,
+    *,
+    is_written_behind: bool = False,
+) -> CausalModel:
+    """Load a checkpoint as planned: skeleton, operators, weights, in that order.
+
+    Args:
+        plan: see ``plan_model``; nothing is decided again.
+        pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
+        progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
+        is_written_behind: leave packed weights that are to be kept to the model's
+            ``packed_writer``, which the caller starts and closes. Else they are on the disk, and
+            mapped from there, when this returns, as other instances need that map them too.
+
+    Raises:
+        NotFoundError: a file or tensor of the checkpoint is missing.
+        ConfigError: a tensor belongs to no module.
+        ConflictError: the configuration is not the one that the plan was made of.
+        ShapeError: a tensor has another shape than the configuration says.
+        CorruptionError: a file is damaged.
+        UnsupportedError: the plan has a problem; the text says what and why.
+    """
+    checkpoint = open_checkpoint(plan.folder)
+    if list_config_values(checkpoint.config) != plan.config:
+        raise ConflictError(
+            "models.load", f"the configuration in {plan.folder} changed: make the plan anew"
+        )
+    if pool is None:
+        pool = ThreadPool(recommend_threads(read_topology()).threads)
+    model = build_skeleton(checkpoint.config)
+    with ExitStack() as stack:
+        # Parts on NUMA nodes are copies: with them the memory to write from would come on top.
+        is_behind = is_written_behind and plan.expert_parts == 1
+        source, hasher, caches = open_weights(
+            checkpoint, plan, pool, progress, stack, is_behind=is_behind
+        )
+        settings = make_settings(plan, pool, caches)
+        apply_plan(model, checkpoint.config, plan, settings)
+        ignored = load_weights(model, checkpoint, source)
+        # Mostly done by now: no second bar for the rest.
+        weights_digest = hasher.result()
+        unwritten = [] if caches is None else caches.take_unwritten()
+    require_no_meta(model)
+    if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
+        logger.warning(
+            "event=memory_not_bound what=weights why=%r",
+            "the kernel refused mbind: they lie where threads touched them first",
+        )
+    loaded = CausalModel(model, plan, weights_digest, ignored)
+    loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
+    return loaded
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    plan: ModelPlan,
+    pool: ThreadPool,
+    progress: Progress | None,
+    stack: ExitStack,
+    *,
+    is_behind: bool = False,
+) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
+    """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
+
+    Args:
+        checkpoint: says how its weights are coded.
+        plan: names the folder, the dtype and the cache.
+        pool: as many threads hash.
+        progress: see ``load_model``.
+        stack: closes all three.
+        is_behind: see ``PackedCaches``.
+    """
+    folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
+    source = open_source(
+        folder,
+        dtype=dtype,
+        device=plan.device,
+        progress=progress,
+        quantization=checkpoint.quantization,
+    )
+    stack.enter_context(source)
+    cache = DigestCache.of_user(folder)
+    hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
+    stack.enter_context(hasher)
+    root = _choose_packed_root(plan)
+    if root is None:
+        return source, hasher, None
+    read_dtype = "" if source.holds_exactly(dtype) else plan.spec.dtype
+
+    def find_source() -> str:
+        return name_packed_source(hasher.result(), plan.config, read_dtype)
+
+    if not is_behind or has_manifest(root):
+        # Waited for now, with a bar, and not in the middle of loading. Where nothing was kept and
+        # nothing is written yet, the hash goes on beside loading.
+        hasher.result(progress)
+    caches = PackedCaches(root, find_source=find_source, is_behind=is_behind)
+    return source, hasher, stack.enter_context(caches)
+
+
+def count_mapped_bytes(plan: ModelPlan) -> int:
+    """Return how many bytes of a plan's weights are mapped from a file, for all instances once.
+
+    These are packed experts that are kept; parts of them on NUMA nodes are copies of a process.
+    """
+    if plan.expert_parts > 1 or _choose_packed_root(plan) is None:
+        return 0
+    return sum(matrix.size_bytes for matrix in _list_packed(plan))
+
+
+def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
+    return [m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT]
+
+
+def _choose_packed_root(plan: ModelPlan) -> Path | None:
+    if not _list_packed(plan):
+        return None
+    return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
+
+
+def make_settings(plan: ModelPlan, pool: ThreadPool, caches: PackedCaches | None) -> WeightSettings:
+    """Return how operators of a plan store and run their weights."""
+    return WeightSettings.of_choices(
+        pool,
+        plan.experts,
+        plan.linear,
+        plan.router,
+        caches=caches,
+        expert_parts=plan.expert_parts,
+    )
+
+
+def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
+    """Return the layout of a KV block of a model; ``auto`` is the dtype it runs in.
+
+    Raises: ConfigError for an unknown dtype.
+    """
+    dtype = spec.dtype if kv_dtype == "auto" else kv_dtype
+    if dtype not in DTYPE_BYTES and dtype not in KV_CODE_BYTES:
+        known = ", ".join((*DTYPE_BYTES, *KV_CODE_BYTES))
+        raise ConfigError(
+            "models.kv_layout", f"kv_dtype {kv_dtype!r}: use auto, {known}", field="kv_dtype"
+        )
+    if spec.kv_lora_rank:
+        return MlaLayout(
+            num_layers=spec.num_layers,
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.rope_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+    return GqaLayout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    harmless: dict[str, str] = {}
+    if checkpoint.config.tie_word_embeddings:
+        harmless["lm_head.weight"] = "the model ties it to the embedding"
+    num_extra = getattr(checkpoint.config, "num_nextn_predict_layers", None) or 0
+    first = checkpoint.config.num_hidden_layers
+    prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
+    why = "of a layer that predicts tokens further ahead"
+    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
+    """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
+
+    Operators load themselves; modules that are transformers' own get frozen parameters.
+
+    Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
+    """
+    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    return source.check_all_used(_list_harmless(checkpoint, source))
+
+
+def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
+    """In the order of the model, one operator at a time."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Operator):
+            module.load(source, name)
+        elif module._parameters:
+            _load_plain(model, module, name, checkpoint, source)
+        elif _list_stored_buffers(module):
+            _read_buffers(module, name, source)
+        elif module._buffers:
+            _rebuild_buffers(model, module, name, checkpoint)
+
+
+def _load_plain(
+    model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint, source: WeightReader
+) -> None:
+    """Load a module that the rules left as it is."""
+    if name == "lm_head" and checkpoint.config.tie_word_embeddings:
+        module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        return
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    weights = {
+        key: torch.empty(p.shape, dtype=source.dtype, device=source.device)
+        for key, p in parameters.items()
+    }
+    if weights.keys() == {"gate_up_proj", "down_proj"}:
+        read_experts(source, name, weights["gate_up_proj"], weights["down_proj"])
+    else:
+        for key, weight in weights.items():
+            source.read_into(f"{name}.{key}", weight)
+    for key, weight in weights.items():
+        setattr(module, key, freeze(weight))
+    _read_buffers(module, name, source)
+
+
+def _list_stored_buffers(module: nn.Module) -> list[str]:
+    return [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+
+
+def _read_buffers(module: nn.Module, name: str, source: WeightReader) -> None:
+    """Read the buffers that checkpoints hold, in the dtype that the skeleton gives them."""
+    for key in _list_stored_buffers(module):
+        buffer = module._buffers[key]
+        assert buffer is not None, key
+        value = torch.empty(buffer.shape, dtype=buffer.dtype, device=source.device)
+        source.read_into(f"{name}.{key}", value)
+        module._buffers[key] = value
+
+
+def _rebuild_buffers(
+    model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint
+) -> None:
+    """Make a module without weights again, now off the meta device: it computes its buffers."""
+    model.set_submodule(name, type(module)(checkpoint.config).eval())

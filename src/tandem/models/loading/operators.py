@@ -1,0 +1,203 @@
+"""The registry of operators that rule files name.
+
+Names that the KTransformers documents use resolve to the operator here that does the same job.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.core.model_plan import NO_FORMAT
+from tandem.core.registry import Registry
+from tandem.kernels.weights.formats import find_format
+from tandem.models.loading.builders import (
+    FORMAT_KWARG,
+    BuildContext,
+    build_attention,
+    build_decoder_layer,
+    build_embedding,
+    build_experts,
+    build_linear,
+    build_lm_head,
+    build_mla_attention,
+    build_mlp,
+    build_moe_block,
+    build_norm,
+    build_rope,
+    build_router,
+)
+from tandem.placement.rules import DEFAULT, Rule
+
+__all__ = ["DEVICE_KWARGS", "OPERATORS", "OperatorEntry", "resolve_operator"]
+
+DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
+"""Keys whose value is a device; what runs on another device than asked is said in the report."""
+
+KTRANSFORMERS_KWARGS = (
+    *DEVICE_KWARGS,
+    "generate_op",
+    "prefill_op",
+    "backend",
+    "absorb_for_prefill",
+    "chunck_size",
+    "per_layer_prefill_intput_threshold",
+    "transfer_map",
+)
+"""The keys of published rule files, misspelt as they are there. They choose among kernels and
+devices that this build does not have; they are accepted and reported, not obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """An operator as rule files see it."""
+
+    name: str
+    build: Callable[[Any, BuildContext], nn.Module]
+    absorbs: bool = False
+    """The operator replaces the module's children too, whatever other rules made of them."""
+    takes_format: bool = False
+    """Rules may give it a weight format."""
+    is_optional: bool = False
+    """A module it cannot take is left to the skeleton instead of being refused."""
+    choose: Callable[[Any], str] | None = None
+    """Names the operator that a module becomes instead, by its parts; None is this one."""
+
+
+def _choose_attention(module: Any) -> str:
+    return "MlaAttention" if hasattr(module, "kv_b_proj") else "Attention"
+
+
+def _choose_feed_forward(module: Any) -> str:
+    return "MoeBlock" if hasattr(module, "experts") else "Mlp"
+
+
+def _keep(module: Any, context: BuildContext) -> nn.Module:
+    del context
+    return module
+
+
+OPERATORS: Registry[OperatorEntry] = Registry("operator")
+"""What ``replace: {class: ...}`` may name."""
+
+_ALIASES = {
+    "Linear": ("KTransformersLinear",),
+    "Experts": ("KTransformersExperts", "KTransformersExpertsV2"),
+    "MoeBlock": (
+        "KQwen3MoeSparseMoeBlock",
+        "KQwen3MoeSparseMoeBlockV2",
+        "KQwen2MoeSparseMoeBlock",
+        "KMistralSparseMoEBlock",
+        "KDeepseekV2MoE",
+        "KDeepseekV3MoE",
+        "KDeepseekV3MoEV2",
+    ),
+    "Router": ("KMoEGate", "KMoEGateQwen2Moe"),
+    "MlaAttention": ("KDeepseekV2Attention", "deepseek_torch_attn", "flashinfer_attn"),
+    "Attention": ("KQwen3MoeAttention", "KQwen2MoeAttention", "KLlamaAttention"),
+    "RmsNorm": (
+        "KQwen3MoeRMSNorm",
+        "KQwen2MoeRMSNorm",
+        "RMSNorm",
+        "DeepseekV3RMSNormTorch",
+    ),
+    "Mlp": ("KQwen2MoeMLP", "kDeepseekV3MLP"),
+    "Rope": (
+        "RotaryEmbedding",
+        "RotaryEmbeddingV2",
+        "RotaryEmbeddingV3",
+        "RotaryEmbeddingV4",
+        "YarnRotaryEmbedding",
+        "YarnRotaryEmbeddingV3",
+        "DynamicNTKScalingRotaryEmbedding",
+        "KQwen3MoeRotaryEmbedding",
+    ),
+    DEFAULT: ("KQwen2MoeModel", "KQwen3MoeModel", "KLlamaModel", "KDeepseekV2Model"),
+}
+"""Names of the KTransformers documents. Its model classes move hidden states between devices and
+prefill layer by layer; here the step does that, so the module itself is kept."""
+
+ABSENT = frozenset(
+    {
+        "KDeepseekRMSNormIPEXLLM",
+        "KMoEGateIPEXLLM",
+        "KGlm4MoeMoE",
+        "KGlm4Experts",
+        "KGlm4MoeAttention",
+        "KGlm4MoeRMSNorm",
+        "KGlm4MoeMLP",
+        "KGlm4MoeRotaryEmbedding",
+        "KQwen3NextSparseMoeBlockV2",
+        "KQwen3NextAttention",
+        "KQwen3NextGatedDeltaNet",
+        "KQwen3NextRMSNorm",
+        "KSmallthinkerMoeBlock",
+        "KSmallthinkerExperts",
+        "KSmallthinkerAttention",
+        "KSmallthinkerRMSNorm",
+        "KSmallthinkerDenseMlpBlock",
+        "KSmallthinkerRotaryEmbedding",
+        "KQwen3MoeAttentionIPEXLLM",
+    }
+)
+"""Names of the KTransformers documents for model families that have no operator here."""
+
+for _entry in (
+    OperatorEntry("Linear", build_linear, takes_format=True),
+    OperatorEntry("Embedding", build_embedding),
+    OperatorEntry("LmHead", build_lm_head, takes_format=True),
+    OperatorEntry("RmsNorm", build_norm),
+    OperatorEntry("Rope", build_rope),
+    OperatorEntry("Attention", build_attention, absorbs=True, takes_format=True),
+    OperatorEntry("MlaAttention", build_mla_attention, absorbs=True, takes_format=True),
+    OperatorEntry("Mlp", build_mlp, absorbs=True, takes_format=True),
+    OperatorEntry("Router", build_router),
+    OperatorEntry("Experts", build_experts, absorbs=True, takes_format=True),
+    OperatorEntry("MoeBlock", build_moe_block),
+    OperatorEntry("DecoderLayer", build_decoder_layer, is_optional=True),
+    OperatorEntry("SelfAttention", _keep, choose=_choose_attention),
+    OperatorEntry("FeedForward", _keep, choose=_choose_feed_forward),
+    OperatorEntry(DEFAULT, _keep),
+):
+    OPERATORS.add(_entry.name, _entry, aliases=_ALIASES.get(_entry.name, ()))
+
+
+def resolve_operator(rule: Rule) -> OperatorEntry | None:
+    """Return the operator that a rule names; None for a known name without operator here.
+
+    Raises:
+        ConfigError: an unknown operator, or an argument that operators do not take.
+    """
+    known = {*KTRANSFORMERS_KWARGS, FORMAT_KWARG}
+    unknown = sorted(rule.kwargs.keys() - known)
+    if unknown:
+        raise ConfigError(
+            "models.resolve_rules",
+            f"{rule.place}: unknown kwargs {', '.join(unknown)}: known are "
+            f"{', '.join(sorted(known))}",
+            field="replace.kwargs",
+        )
+    name = rule.operator
+    if name.startswith("ktransformers."):
+        name = name.rpartition(".")[2]
+    if name in ABSENT:
+        return None
+    entry = OPERATORS.resolve(name, where=f"{rule.place}", field="replace.class")
+    if FORMAT_KWARG in rule.kwargs:
+        _check_format(rule, entry)
+    return entry
+
+
+def _check_format(rule: Rule, entry: OperatorEntry) -> None:
+    wish, field = str(rule.kwargs[FORMAT_KWARG]), f"replace.kwargs.{FORMAT_KWARG}"
+    where = "models.resolve_rules"
+    if not entry.takes_format:
+        what = f"{rule.place}: {entry.name} takes no weight format"
+        raise ConfigError(where, what, field=field)
+    if wish != NO_FORMAT:
+        try:
+            find_format(wish)
+        except NotFoundError as error:
+            raise ConfigError(where, f"{rule.place}: {error.what}", field=field) from None

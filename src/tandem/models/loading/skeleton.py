@@ -1,0 +1,87 @@
+"""The skeleton: transformers' own module tree on the meta device, with our attention in its seam.
+
+Nothing here has weights. What transformers computes when it builds a module (RoPE frequencies) is
+on the meta device too and is replaced with the operator that owns it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.execution import Step
+from tandem.kernels.native import Buffer
+from tandem.kernels.operators.attention import AttentionRule
+from tandem.placement.rules import ModuleInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTION_NAME", "build_skeleton", "list_modules"]
+
+ATTENTION_NAME = "tandem_paged"
+"""The name under which transformers' models find our attention."""
+
+
+def attend_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    tandem_step: Step,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend a layer of the skeleton over paged KV.
+
+    Shapes: query [1, H, T, d], key and value [1, K, T, d] after RoPE; the result [1, T, H, d].
+    """
+    assert attention_mask is None, "the skeleton built a mask for an attention it does not know"
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    tandem_step.write_kv(layer_idx, kv)
+    sinks = None if s_aux is None else Buffer(s_aux.float())
+    rule = AttentionRule(
+        0 if sliding_window is None else sliding_window, 0.0 if softcap is None else softcap, sinks
+    )
+    mixed = tandem_step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
+    return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
+
+
+def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":
+    """Build the model of ``config`` on the meta device.
+
+    Args:
+        config: transformers' configuration.
+        attention: transformers' name of the implementation, None = its choice; ours reads paged KV,
+            without gradients.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, attend_paged)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
+    return model.eval()
+
+
+def list_modules(model: nn.Module) -> list[ModuleInfo]:
+    """Return all modules below the root, depth first, as plain data for the rules."""
+    return [
+        ModuleInfo(
+            name, _path(type(module)), tuple(_path(base) for base in type(module).__mro__[1:])
+        )
+        for name, module in model.named_modules()
+        if name
+    ]
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

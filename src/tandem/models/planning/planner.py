@@ -1,0 +1,294 @@
+"""Makes the plan of a model: what its modules are, and how each matrix will be stored and run.
+
+Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, read
+(``roles``), and rules are tried on it; what comes out is a ``ModelPlan``, which loading repeats
+without deciding anything again.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from tandem._native import ThreadPool, read_topology
+from tandem.core.model_plan import (
+    NO_FORMAT,
+    FormatChoice,
+    LayerSpec,
+    MatrixPlan,
+    MatrixRole,
+    ModelPlan,
+    ModulePlan,
+)
+from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.kernels.cpu import experts as native_experts
+from tandem.kernels.cpu import linear as native_linear
+from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
+from tandem.kernels.weights.recode import join_formats
+from tandem.models.families import Checkpoint, open_checkpoint
+from tandem.models.identity import list_config_values
+from tandem.models.loading.builders import FORMAT_KWARG, WeightSettings, parse_format
+from tandem.models.loading.injection import apply_rules, load_rules
+from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.precision import (
+    FormatChoices,
+    choose_dtype,
+    choose_expert_parts,
+    choose_formats,
+    set_auto_dtype,
+)
+from tandem.models.planning.roles import (
+    RawMatrix,
+    Vectors,
+    complete_spec,
+    list_layers,
+    list_matrices,
+)
+from tandem.models.planning.stored import StoredMatrix, StoredModel, read_stored
+from tandem.placement.rules import Rule
+
+__all__ = ["describe_model", "plan_model"]
+
+
+def describe_model(path_or_id: str | Path) -> ModelSpec:
+    """Describe a checkpoint from its ``config.json`` and the modules that it makes.
+
+    Raises: as ``plan_model``, without what settings and rules can do wrong.
+    """
+    checkpoint = open_checkpoint(path_or_id)
+    skeleton = build_skeleton(checkpoint.config)
+    matrices, vectors = list_matrices(skeleton)
+    stored = read_stored(checkpoint, matrices)
+    return _describe(checkpoint, list_layers(skeleton), matrices, vectors, stored)
+
+
+def plan_model(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "auto",
+    rules: str | Path | None = None,
+    device: str = "cpu",
+    expert_format: str = "auto",
+    linear_format: str = "auto",
+    packed_cache: str = "off",
+    expert_parts: int = 0,
+    num_nodes: int | None = None,
+) -> ModelPlan:
+    """Decide how a checkpoint will be stored and run.
+
+    Args:
+        path_or_id: a folder, or a hub id that was pulled before.
+        dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
+        rules: a rule file that goes before the built-in rules.
+        device: where operators run.
+        expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
+        linear_format: of the other matrices; the embedding stays a tensor.
+        packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
+        expert_parts: shares that packed experts are split into, each in memory of the NUMA node
+            that computes it; 0 = one for each of ``num_nodes``.
+        num_nodes: NUMA nodes that have threads; None = all of this machine.
+
+    A module that its rule's operator cannot take is a ``problem`` of the plan, not an error: only
+    loading refuses it.
+
+    Raises:
+        NotFoundError: no such checkpoint or rule file.
+        CorruptionError: a JSON file does not parse.
+        ConfigError: a configuration, rule or setting is wrong.
+        ShapeError: a matrix is not whole groups of its weight format.
+        UnsupportedError: nothing here runs this model; the text says what and why.
+    """
+    checkpoint = open_checkpoint(path_or_id)
+    skeleton = build_skeleton(checkpoint.config)
+    layers = list_layers(skeleton)
+    raw, vectors = list_matrices(skeleton)
+    stored = read_stored(checkpoint, raw)
+    spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
+    choices = choose_formats(
+        spec, expert_format=expert_format, linear_format=linear_format, device=device
+    )
+    all_rules = load_rules(rules)
+    wishes = {"experts": expert_format, "linear": linear_format}
+    kept = _keep_stored(stored, raw, wishes) if device == "cpu" else StoredModel()
+    settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1, stored=kept)
+    table, modules = apply_rules(
+        skeleton, checkpoint.config, all_rules, device=device, settings=settings
+    )
+    nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
+    return ModelPlan(
+        folder=str(checkpoint.folder),
+        spec=spec,
+        device=device,
+        config=list_config_values(checkpoint.config),
+        layers=layers,
+        modules=modules,
+        matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec, stored, kept)),
+        vector_bytes=vectors.num_weights * DTYPE_BYTES[spec.dtype] + vectors.buffered_bytes,
+        experts=choices.experts,
+        linear=choices.linear,
+        router=choices.router,
+        expert_parts=choose_expert_parts(expert_parts, nodes, spec.moe_intermediate_size),
+        packed_cache=packed_cache,
+        notes=() if checkpoint.quantization is None else checkpoint.quantization.notes,
+        unused_rules=tuple(all_rules[i].place for i in table.unused),
+        shadowed_rules={
+            all_rules[i].place: tuple(all_rules[j].place for j in by)
+            for i, by in table.shadowed.items()
+        },
+    )
+
+
+def _describe(
+    checkpoint: Checkpoint,
+    layers: tuple[LayerSpec, ...],
+    matrices: list[RawMatrix],
+    vectors: Vectors,
+    stored: StoredModel,
+) -> ModelSpec:
+    experts = [stored.matrices.get(m.module) for m in matrices if m.role == "experts"]
+    formats = {None if matrix is None else matrix.weight_format for matrix in experts}
+    held = formats.pop() if len(formats) == 1 else None
+    spec = msgspec.structs.replace(checkpoint.spec, expert_format="" if held is None else held.name)
+    num_vectors = vectors.num_weights + vectors.num_buffered
+    return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors))
+
+
+def _keep_stored(stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str]) -> StoredModel:
+    """Return what may keep its format, as nobody asked for another."""
+    roles = {matrix.module: matrix.role for matrix in raw}
+    return StoredModel(
+        {
+            name: matrix
+            for name, matrix in stored.matrices.items()
+            if wishes["experts" if roles[name] == "experts" else "linear"] == "auto"
+        }
+    )
+
+
+def _plan_matrices(
+    raw: list[RawMatrix],
+    modules: tuple[ModulePlan, ...],
+    choices: FormatChoices,
+    rules: tuple[Rule, ...],
+    spec: ModelSpec,
+    stored: StoredModel,
+    kept: StoredModel,
+) -> Iterator[MatrixPlan]:
+    by_name = {module.module: module for module in modules}
+    asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
+    for holder, group in _group_by_holder(raw, by_name):
+        module, role = by_name[holder], group[0].role
+        plain = sum(prod(m.shape) for m in group) * DTYPE_BYTES[spec.dtype]
+        weight_format = _choose_group_format(module, group, kept)
+        is_view = group[0].is_shared and weight_format == NO_FORMAT
+        shape = (sum(m.shape[0] for m in group), *group[0].shape[1:])
+        yield MatrixPlan(
+            module=holder,
+            role=role,
+            shape=shape,
+            weight_format=_find_format(role, shape, weight_format),
+            size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
+            plain_bytes=0 if group[0].is_shared else plain,
+            reason=_tell_stored(
+                [stored.matrices[m.module] for m in group if m.module in stored.matrices],
+                weight_format,
+                _give_reason(module, role, choices, asked, is_view=is_view),
+                is_kept=(module.keeps_codes or kept.find_format(holder) is not None)
+                and module.rule not in asked,
+            ),
+            stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
+        )
+
+
+def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: StoredModel) -> str:
+    """Return the format of matrices that become one; ``read_matrix`` chooses the same."""
+    if module.keeps_codes:
+        stored = [kept.matrices[m.module] for m in group if m.module in kept.matrices]
+        held = join_formats([matrix.weight_format for matrix in stored])
+        if held is not None and len(stored) == len(group):
+            return held.name
+    return module.weight_format
+
+
+def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
+    if role != "head_matrices" or weight_format == NO_FORMAT:
+        return weight_format
+    chosen = choose_head_format(parse_format(weight_format), shape[2])
+    assert chosen is not None, weight_format
+    return chosen.name
+
+
+def _group_by_holder(
+    raw: list[RawMatrix], by_name: dict[str, ModulePlan]
+) -> Iterator[tuple[str, list[RawMatrix]]]:
+    """Yield (the module that holds them, matrices that it stacks into one)."""
+    run: list[RawMatrix] = []
+    holder = ""
+    for matrix in raw:
+        owner = by_name[matrix.module].owner
+        if not (run and owner and owner == holder):
+            for group in _group_by_role(run):
+                yield holder, group
+            run = []
+        holder = owner or matrix.module
+        run.append(matrix)
+    for group in _group_by_role(run):
+        yield holder, group
+
+
+def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
+    """Return which matrices of one holder become one; those of heads stay apart."""
+    groups: dict[tuple[MatrixRole, tuple[int, ...]], list[RawMatrix]] = {}
+    for matrix in run:
+        shape = matrix.shape if matrix.role == "head_matrices" else ()
+        groups.setdefault((matrix.role, shape), []).append(matrix)
+    return list(groups.values())
+
+
+def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
+    packed = parse_format(weight_format)
+    if packed is None:
+        return plain
+    if role == "experts":
+        count, rows, hidden = shape
+        return native_experts.count_bytes(packed, count, hidden, rows // 3)
+    if role == "head_matrices":
+        return count_head_bytes(packed, shape[0], shape[2], shape[1])
+    return native_linear.count_bytes(packed, shape[1], shape[0])
+
+
+def _tell_stored(
+    matrices: list[StoredMatrix], weight_format: str, reason: str, *, is_kept: bool
+) -> str:
+    """Return the reason of a format, with what the checkpoint has instead of values."""
+    storage = " and ".join(sorted({matrix.storage for matrix in matrices if matrix.storage}))
+    if not storage:
+        return reason
+    held = join_formats([m.weight_format for m in matrices])
+    if held is not None and held.name == weight_format:
+        return f"as the checkpoint stores it: {storage}" if is_kept else f"{reason}: stored so"
+    why = "".join(f", {why}" for why in sorted({m.why for m in matrices if m.why}))
+    return f"{reason}; decoded from {storage}{why}"
+
+
+def _give_reason(
+    module: ModulePlan,
+    role: MatrixRole,
+    choices: FormatChoices,
+    asked: set[str],
+    *,
+    is_view: bool,
+) -> str:
+    if is_view:
+        return "the embedding's tensor"
+    if module.rule in asked:
+        return f"{module.rule} asks for it"
+    if role == "embedding":
+        return "rows are looked up"
+    if module.operator == "default":
+        return "a module of the skeleton"
+    choice: FormatChoice = choices.linear
+    if role in ("experts", "router"):
+        choice = choices.experts if role == "experts" else choices.router
+    return choice.reason

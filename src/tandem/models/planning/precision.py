@@ -1,0 +1,143 @@
+"""In which dtype and weight format a model runs, and why: plain data out."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from tandem._native import cpu_features
+from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.core.model_plan import NO_FORMAT, FormatChoice
+from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.kernels.weights.formats import find_format
+
+__all__ = [
+    "FormatChoices",
+    "choose_dtype",
+    "choose_expert_parts",
+    "choose_formats",
+    "set_auto_dtype",
+]
+
+PART_COLUMNS = 128
+"""Columns of an expert's smallest part: of all formats the largest block that cannot be split."""
+
+
+SMALL_MODEL_BYTES = 256 << 20
+"""Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
+better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
+
+
+class FormatChoices(NamedTuple):
+    """The formats of a model's matrices where no rule says otherwise."""
+
+    experts: FormatChoice
+    linear: FormatChoice
+    router: FormatChoice
+
+
+def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """Return ``spec`` with the dtype that it will run in.
+
+    ``auto`` is what the spec says, but where the CPU multiplies bfloat16 natively, weights stored
+    in it run in it even in a model small enough for float32: on native kernels, at three times the
+    speed, and with results that do not depend on the batch.
+
+    Raises: ConfigError for an unknown dtype.
+    """
+    if dtype == "auto":
+        features = cpu_features()
+        has_unit = features.avx512_bf16 or features.amx_bf16
+        if spec.checkpoint_dtype == "bfloat16" != spec.dtype and has_unit:
+            reason = "bfloat16, as the checkpoint is stored, and as this CPU multiplies it natively"
+            return msgspec.structs.replace(spec, dtype="bfloat16", dtype_reason=reason)
+        return spec
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            "models.load", f"dtype {dtype!r}: use auto, float32 or bfloat16", field="dtype"
+        )
+    return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
+
+
+def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine."""
+    size_bytes = spec.num_parameters * DTYPE_BYTES["float32"]
+    if size_bytes <= SMALL_MODEL_BYTES:
+        dtype = "float32"
+        reason = (
+            f"float32, as the whole model takes {size_bytes / 2**20:.0f} MiB in it, at most "
+            f"{SMALL_MODEL_BYTES >> 20}: call overhead and float32 speed win on a CPU"
+        )
+    else:
+        stored = spec.checkpoint_dtype
+        dtype = "bfloat16" if stored == "float16" else stored
+        reason = f"{dtype}, as the checkpoint is stored in {stored}"
+    return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=reason)
+
+
+def choose_formats(
+    spec: ModelSpec, *, expert_format: str, linear_format: str, device: str
+) -> FormatChoices:
+    """Choose the formats of a model's matrices.
+
+    Args:
+        spec: with the dtype that the model will run in.
+        expert_format: ``auto``, ``none`` (tensors of the model's dtype), or a format's name.
+        linear_format: the same.
+        device: where the model runs.
+
+    Raises:
+        ConfigError: an unknown format.
+        UnsupportedError: a format that has no kernels on this device.
+    """
+    experts = _choose(spec, expert_format, device, "expert_format")
+    if expert_format == "auto" and spec.expert_format and device == "cpu":
+        experts = FormatChoice(
+            weight_format=spec.expert_format, reason="as the checkpoint stores them"
+        )
+    if not spec.is_moe:
+        experts = FormatChoice(weight_format=NO_FORMAT, reason="the model has no routed experts")
+    linear = _choose(spec, linear_format, device, "linear_format")
+    router = _choose(spec, NO_FORMAT if linear_format == NO_FORMAT else "auto", device, "")
+    return FormatChoices(experts, linear, router)
+
+
+def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> int:
+    """Return into how many parts routed experts are split.
+
+    Args:
+        wish: as many as asked for; 0 is one for each node.
+        num_nodes: NUMA nodes that have threads.
+        intermediate_size: of an expert; a part has whole blocks of 64 or 128 columns of it.
+    """
+    return wish or max(1, min(num_nodes, intermediate_size // PART_COLUMNS))
+
+
+def _choose(spec: ModelSpec, wish: str, device: str, field: str) -> FormatChoice:
+    name, reason = _choose_name(spec, wish, device, field)
+    return FormatChoice(weight_format=name, reason=reason)
+
+
+def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[str, str]:
+    if wish == NO_FORMAT:
+        return NO_FORMAT, f"{spec.dtype} tensors, as asked for"
+    if wish != "auto":
+        try:
+            weight_format = find_format(wish)
+        except NotFoundError as error:
+            raise ConfigError(
+                "models.choose_formats",
+                f"{field}: {error.what}, auto or none",
+                field=f"model.{field}",
+            ) from error
+        if device != "cpu":
+            raise UnsupportedError(
+                "models.choose_formats",
+                f"{field} {wish}: formats have kernels on the CPU only, not on {device}",
+            )
+        return weight_format.name, "as asked for"
+    if device != "cpu":
+        reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
+        return NO_FORMAT, reason
+    if spec.dtype == "bfloat16":
+        return "bf16", "the model's own dtype, on native kernels"
+    return NO_FORMAT, f"{spec.dtype} tensors: native kernels have no format of this dtype"

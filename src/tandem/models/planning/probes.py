@@ -1,0 +1,274 @@
+"""What a module of the skeleton computes, found by running it on a few numbers.
+
+Modules of transformers' families have the same parts and differ in what they do with them: a norm
+may add 1 to its weight, a router may take a softmax or a sigmoid. Rather than know each class by
+name, a copy of the module with random weights is run and compared with what our operators compute.
+A wrong guess cannot do harm: the proof of the whole model refuses it.
+"""
+
+import copy
+import inspect
+import sys
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tandem.kernels.activation import Activation
+from tandem.kernels.operators.attention import AttentionRule
+from tandem.kernels.routing import RoutingRule
+from tandem.kernels.torch.execution import TorchExecution
+
+__all__ = [
+    "AttentionCall",
+    "UnfitModuleError",
+    "find_activation",
+    "find_expert_activation",
+    "find_norm_offset",
+    "find_routing",
+    "gives_whole_angles",
+    "observe_attention",
+]
+
+PLAIN_NAMES = ("silu", "gelu", "gelu_tanh")
+TOLERANCE = 1e-5
+"""Far above the rounding of float32, far below what tells two functions apart."""
+PROBE_TOKENS = 32
+
+
+class UnfitModuleError(Exception):
+    """A module does not have the shape an operator needs; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What an attention module does between its projections."""
+
+    scale: float
+    rule: AttentionRule
+    """Its sinks are on the meta device."""
+    interleaved_size: int = 0
+    """Items of a head that are rotated as neighbours; 0 where halves are."""
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _make_real(module: nn.Module, generator: torch.Generator) -> Any:
+    """Return a copy of a module off the meta device, every weight and buffer random."""
+    made = copy.deepcopy(module).to_empty(device="cpu").float().eval()
+    for tensor in (*made.parameters(), *made.buffers()):
+        tensor.requires_grad_(False)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return made
+
+
+def find_norm_offset(module: nn.Module) -> float:
+    """Return what an RMSNorm adds to its weight.
+
+    Raises: UnfitModuleError (it is another norm).
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = _make_real(module, generator)
+    (weight,) = made.parameters()
+    x = torch.randn(3, len(weight), generator=generator)
+    eps = getattr(made, "variance_epsilon", getattr(made, "eps", None))
+    if eps is None:
+        raise UnfitModuleError(f"{type(module).__name__} has no epsilon")
+    with torch.inference_mode():
+        normed = torch.rms_norm(x, weight.shape, None, eps)
+        theirs = made(x)
+        for offset in (0.0, 1.0):
+            if _is_close(theirs, normed * (weight + offset)):
+                return offset
+    raise UnfitModuleError(f"{type(module).__name__} is not an RMSNorm")
+
+
+def find_activation(module: Any) -> Activation:
+    """Return the activation of a dense MLP, by the function that it holds.
+
+    Raises: UnfitModuleError (it holds none, or another).
+    """
+    function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    if function is None:
+        raise UnfitModuleError(f"{type(module).__name__} has no activation")
+    x = torch.linspace(-6, 6, 97)
+    theirs = function(x)
+    for name in PLAIN_NAMES:
+        if _is_close(theirs, Activation(name).apply(torch.cat((x, torch.ones_like(x))))):
+            return Activation(name)
+    raise UnfitModuleError(f"its activation is {type(function).__name__}")
+
+
+def find_expert_activation(module: Any) -> Activation:
+    """Return what stands between gate, up and down of routed experts.
+
+    Raises: UnfitModuleError (nothing that our experts compute).
+    """
+    apply_gate = getattr(module, "_apply_gate", None)
+    if apply_gate is None:
+        return find_activation(module)
+    generator = torch.Generator().manual_seed(0)
+    gate_up = 8 * torch.randn(4, 64, generator=generator)
+    gate, up = gate_up.chunk(2, -1)
+    is_concatenated = getattr(module, "is_concatenated", True)
+    theirs = apply_gate(gate_up if is_concatenated else torch.stack((gate, up), -1).flatten(-2))
+    candidates = [Activation(name) for name in PLAIN_NAMES]
+    if isinstance(getattr(module, "limit", None), (int, float)):
+        alpha, limit = float(getattr(module, "alpha", 1.0)), float(module.limit)
+        candidates += [Activation(alpha=alpha, limit=limit, up_offset=o) for o in (0.0, 1.0)]
+    for activation in candidates:
+        if _is_close(theirs, activation.apply(gate_up.clone())):
+            return activation
+    raise UnfitModuleError(f"{type(module).__name__} has another activation")
+
+
+def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
+    """Return how a router chooses and weighs.
+
+    Args:
+        gate: the router's module: ``weight`` [E, D], ``top_k``.
+        choice_bias: [E] of the block, where it is not the router's own.
+
+    Raises: UnfitModuleError (no rule of ours gives its result).
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = _make_real(gate, generator)
+    num_experts, hidden = made.weight.shape
+    # Logits of a size at which softmax, sigmoid and bias all matter.
+    made.weight.mul_(1.5 * hidden**-0.5)
+    x = torch.randn(PROBE_TOKENS, hidden, generator=generator)
+    bias: Tensor | None = getattr(made, "e_score_correction_bias", None)
+    if bias is None and choice_bias is not None:
+        bias = torch.randn(num_experts, generator=generator)
+    if bias is not None:
+        bias.mul_(0.2)
+    linear_bias = getattr(made, "bias", None)
+    with torch.inference_mode():
+        logits = functional.linear(x, made.weight, linear_bias)
+        takes_bias = len(inspect.signature(type(gate).forward).parameters) > 2
+        outputs = made(x, bias) if takes_bias else made(x)
+        weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
+        theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
+        for rule in _list_rules(made):
+            ours, our_ids = _route(logits, made.top_k, rule, bias)
+            if _is_close(theirs, torch.zeros_like(logits).scatter_(1, our_ids, ours)):
+                return rule
+    raise UnfitModuleError(f"{type(gate).__name__} chooses or weighs in another way")
+
+
+def _route(
+    logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from tandem.kernels.native import Buffer
+
+    held = None if bias is None else Buffer(bias.float())
+    return TorchExecution().route(logits, top_k, rule, held)
+
+
+def _list_rules(gate: Any) -> list[RoutingRule]:
+    groups = getattr(gate, "n_group", getattr(gate, "num_group", None)) or 1
+    top_groups = getattr(gate, "topk_group", None) or 1
+    scale = float(getattr(gate, "routed_scaling_factor", 1.0))
+    choices: tuple[Literal[1, 2], ...] = (2, 1)
+    sizes: list[tuple[int, int, Literal[1, 2]]] = [(1, 1, 2)]
+    if groups > 1:
+        sizes = [*((groups, top_groups, count) for count in choices), *sizes]
+    scales = dict.fromkeys((scale, 1.0))
+    return [
+        RoutingRule(
+            scoring, is_normalised, sizes_of[0], sizes_of[1], sizes_of[2], weight_scale=weight_scale
+        )
+        for sizes_of, weight_scale, scoring, is_normalised in product(
+            sizes, scales, ("softmax", "sigmoid"), (True, False)
+        )
+    ]
+
+
+class _Recorder:
+    """A step that notes what attention is asked for."""
+
+    def __init__(self) -> None:
+        self.call: AttentionCall | None = None
+
+    def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
+        """See ``Step``."""
+
+    def attend(
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
+    ) -> Tensor:
+        """See ``Step``."""
+        del layer_idx, kv_T2Kd
+        self.call = AttentionCall(scale, rule)
+        return q_THd.flatten(1)
+
+
+def observe_attention(model: Any, module: Any) -> AttentionCall:
+    """Run an attention module on the meta device, and note what it asks of the step.
+
+    Args:
+        model: the skeleton, before any rule.
+        module: one of its attention modules.
+
+    Raises: UnfitModuleError (it does not call the attention function as the others do).
+    """
+    recorder = _Recorder()
+    rotary = model.model.rotary_emb
+    x = torch.empty(1, 1, model.config.hidden_size, device="meta")
+    try:
+        with torch.inference_mode():
+            cos, sin = _compute_angles(rotary, x, module)
+            module(
+                hidden_states=x,
+                position_embeddings=(cos, sin),
+                attention_mask=None,
+                tandem_step=recorder,
+            )
+    except Exception as error:
+        what = f"{type(module).__name__} cannot be run alone: {error}"
+        raise UnfitModuleError(what) from error
+    if recorder.call is None:
+        raise UnfitModuleError(f"{type(module).__name__} does not call the attention function")
+    width = cos.shape[-1]
+    is_interleaved = gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
+    return replace(recorder.call, interleaved_size=width if is_interleaved else 0)
+
+
+def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
+    # Without transformers' decorator, which asks for the longest position: there is none on meta.
+    forward = inspect.unwrap(type(rotary).forward)
+    positions = torch.empty(1, 1, device="meta")
+    if "layer_type" in inspect.signature(forward).parameters:
+        return forward(rotary, x, positions, attention.layer_type)
+    return forward(rotary, x, positions)
+
+
+def gives_whole_angles(rotary: Any) -> bool:
+    """Whether a rotary embedding gives an angle for each item, not for each pair as gpt-oss's."""
+    if not hasattr(rotary, "inv_freq"):
+        return True
+    x = torch.empty(1, 1, 1, device="meta")
+    angles = _compute_angles(rotary, x, None)
+    if isinstance(angles, Tensor):
+        # DeepSeek-V2's are complex numbers; its attention is never the skeleton's.
+        return True
+    return angles[0].shape[-1] > rotary.inv_freq.shape[-1]
+
+
+def _has_interleaved_rope(module: nn.Module, width: int) -> bool:
+    """Whether an attention module rotates neighbours (2 i, 2 i + 1), not halves (i, i + r / 2)."""
+    rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None:
+        raise UnfitModuleError(f"{type(module).__name__} rotates in another way")
+    x = torch.arange(1.0, width + 1).view(1, 1, 1, width)
+    zeros, ones = torch.zeros(1, 1, width), torch.ones(1, 1, width)
+    turned = rotate(x, x, zeros, ones)[0].flatten()
+    if _is_close(turned[: width // 2], -x.flatten()[width // 2 :]):
+        return False
+    if _is_close(turned[0::2], -x.flatten()[1::2]):
+        return True
+    raise UnfitModuleError(f"{type(module).__name__} rotates in another way")

@@ -1,0 +1,133 @@
+"""Which matrices of a skeleton a checkpoint has as codes, and which format of ours holds them.
+
+Read off the headers of the weights where they are there, else off the ``quantization_config``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem.core.errors import NotFoundError
+from tandem.kernels.operators.experts import list_expert_weights
+from tandem.kernels.operators.operator import WeightReader
+from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
+from tandem.kernels.weights.recode import join_formats
+from tandem.models.families import Checkpoint
+from tandem.models.families.names import rename_reader
+from tandem.models.planning.quantization import Quantization
+from tandem.models.planning.roles import RawMatrix
+from tandem.models.sources.containers import open_source
+from tandem.models.sources.gguf_files import find_gguf
+from tandem.models.sources.source import WeightSource
+
+__all__ = ["StoredMatrix", "StoredModel", "read_stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """How the checkpoint has a matrix."""
+
+    storage: str = ""
+    """The codes in words, for plans; empty for values."""
+    weight_format: WeightFormat | None = None
+    """Holds the codes as they are; None: they are decoded, or there are none."""
+    why: str = ""
+    """Why codes are decoded, in words that follow what they are; empty where they need not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """How a checkpoint that has codes has its matrices; empty for one that has values only."""
+
+    matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    """By the skeleton's module; those that are multiplied."""
+    size_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the file by the skeleton's module; empty where there are no weights."""
+
+    def find(self, name: str) -> list[StoredMatrix]:
+        """Return the matrices of a module and of those below it."""
+        below = f"{name}."
+        return [m for key, m in self.matrices.items() if key == name or key.startswith(below)]
+
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return the format that holds all matrices of a module; None where there is none."""
+        formats = {matrix.weight_format for matrix in self.find(name)}
+        return formats.pop() if len(formats) == 1 else None
+
+    def is_mixed(self, name: str) -> bool:
+        """Whether all matrices of a module are in codes, and not all in one format."""
+        formats = {matrix.weight_format for matrix in self.find(name)}
+        return len(formats) > 1 and None not in formats
+
+
+def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
+    """Return what a checkpoint has as codes; nothing where it has values only.
+
+    Raises: as ``open_source``, but for weights that are not there.
+    """
+    quantization = checkpoint.quantization
+    if quantization is None and find_gguf(checkpoint.folder) is None:
+        return StoredModel()
+    # A head that shares the embedding's tensor may take its codes.
+    raw = [m for m in raw if m.role not in ("embedding", "router")]
+    try:
+        source = open_source(checkpoint.folder, quantization=quantization)
+    except NotFoundError:
+        if quantization is None:
+            raise
+        return StoredModel({m.module: _foresee(quantization, m) for m in raw})
+    with source:
+        reader = rename_reader(source, source.entries)
+        found = {m.module: _look_up(reader, m) for m in raw}
+        return StoredModel(found, _count_bytes(source, {matrix.module for matrix in raw}))
+
+
+def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
+    """Return how a matrix is stored."""
+    names = [f"{matrix.module}.weight"]
+    if matrix.role == "experts":
+        names = list_expert_weights(reader, matrix.module, matrix.shape[0])
+    storage = {reader.find_storage(name) for name in names} - {""}
+    if not storage:
+        return StoredMatrix()
+    held = join_formats([reader.find_format(name) for name in names])
+    words = " and ".join(sorted(storage))
+    return _judge(matrix, words, held)
+
+
+def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> StoredMatrix:
+    """Return whether a product that stacks or orders this matrix can take its codes over."""
+    why = ""
+    if held is None:
+        why = "which no format here holds"
+    elif matrix.role in ("q_up", "head_matrices"):
+        why = "as latent attention orders rows and takes heads apart"
+    elif held.has_blocks and matrix.role in ("qkv", "gate_up"):
+        is_whole = matrix.shape[0] % BLOCK_ROWS == 0
+        why = "" if is_whole else "whose blocks do not end where the stacked parts do"
+    return StoredMatrix(storage, None if why else held, why)
+
+
+def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
+    """Return how a matrix will be stored, by the configuration alone."""
+    name = matrix.module
+    if matrix.role == "experts" and quantization.method != "mxfp4":
+        name = f"{matrix.module}.0.gate_proj"
+    scheme = quantization.find_scheme(name)
+    is_value = matrix.role == "head" or (
+        quantization.method == "mxfp4" and matrix.role != "experts"
+    )
+    if scheme is None or is_value:
+        return StoredMatrix()
+    held = scheme.find_format(matrix.shape[-1])
+    return _judge(matrix, str(scheme), held)
+
+
+def _count_bytes(source: WeightSource, modules: set[str]) -> dict[str, int]:
+    sizes = dict.fromkeys(modules, 0)
+    for name, size_bytes in source.list_sizes().items():
+        holder = name
+        while holder and holder not in modules:
+            holder = holder.rpartition(".")[0]
+        if holder:
+            sizes[holder] += size_bytes
+    return sizes

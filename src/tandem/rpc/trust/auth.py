@@ -1,0 +1,342 @@
+"""Authentication of a control channel: three kinds of trust in the other side.
+
+``local``: a Unix socket in a folder that only our user can enter, and the kernel's word that the
+peer runs under our uid. ``run``: TCP on loopback with a secret made for one run. ``cluster``: TCP
+between machines with the secret of the cluster. Both kinds over TCP are ZeroMQ CURVE (Curve25519,
+encrypted, replay-proof) with keys derived from the secret; there is no TCP without one, since
+loopback is open to every local user.
+
+Secrets are held in ``Auth`` alone; they are in no ``repr``, log line, error or argument list.
+"""
+
+import hmac
+import os
+import secrets
+import stat
+import struct
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError
+from tandem.rpc.trust.runtime_dir import check_runtime_dir, make_runtime_dir
+from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint
+
+__all__ = [
+    "Auth",
+    "AuthKind",
+    "derive_key_bytes",
+    "generate_secret",
+    "read_allowed_keys",
+    "read_secret",
+    "write_secret",
+]
+
+MIN_SECRET_BYTES = 16
+"""HKDF does not slow guessing down, so a secret must not be guessable: 128 bits, not a word."""
+MAX_SECRET_BYTES = 4096
+KEY_BYTES = 32
+Z85_KEY_CHARS = 40
+ZAP_DOMAIN = "tandem"
+
+
+class AuthKind(StrEnum):
+    """How a channel is authenticated."""
+
+    LOCAL = "local"
+    RUN = "run"
+    CLUSTER = "cluster"
+
+
+class Auth:
+    """What one side proves and demands. Make it with one of the class methods.
+
+    Immutable; may be shared by any number of servers and clients.
+    """
+
+    def __init__(
+        self,
+        kind: AuthKind,
+        *,
+        server_secret_key: bytes = b"",
+        server_public_key: bytes = b"",
+        client_secret_key: bytes = b"",
+        allowed_keys: frozenset[bytes] = frozenset(),
+    ) -> None:
+        """Keys are Z85 text of 40 bytes; empty where this side has no use for one."""
+        self.kind = kind
+        self.server_public_key = server_public_key
+        self._server_secret_key = server_secret_key
+        self._client_secret_key = client_secret_key
+        self._allowed_keys = allowed_keys
+
+    @classmethod
+    def local(cls) -> Self:
+        """Trust the folder of a Unix socket."""
+        return cls(AuthKind.LOCAL)
+
+    @classmethod
+    def run(cls, secret: str | bytes) -> Self:
+        """Trust peers that know the secret of this run; loopback TCP only. See ``generate_secret``.
+
+        Raises: ConfigError if the secret is too short.
+        """
+        return cls._from_secret(AuthKind.RUN, secret, frozenset())
+
+    @classmethod
+    def cluster(cls, secret: str | bytes, allowed_keys: frozenset[bytes] = frozenset()) -> Self:
+        """Trust peers that know the cluster's secret, and clients with one of ``allowed_keys``.
+
+        Raises: ConfigError if the secret is too short.
+        """
+        return cls._from_secret(AuthKind.CLUSTER, secret, allowed_keys)
+
+    @classmethod
+    def guest(cls, server_public_key: bytes, client_secret_key: bytes) -> Self:
+        """Be a client with a key pair of its own, which the server has in its allow-list.
+
+        Raises: ConfigError if a key is not Z85 text of 40 bytes.
+        """
+        keys = {"server_public_key": server_public_key, "client_secret_key": client_secret_key}
+        for name, key in keys.items():
+            if not _is_key(key):
+                raise ConfigError("rpc.auth", f"{name} is no Z85 key of 40 characters", field=name)
+        return cls(
+            AuthKind.CLUSTER,
+            server_public_key=server_public_key,
+            client_secret_key=client_secret_key,
+        )
+
+    @classmethod
+    def for_endpoint(cls, url: str, secret: str | bytes | None = None) -> Self:
+        """Choose the kind of trust that fits an address.
+
+        A Unix socket is ``local`` and needs no secret; TCP is ``cluster`` and demands one.
+
+        Raises: PermissionDeniedError for TCP without a secret; ConfigError for a bad address.
+        """
+        endpoint = parse_endpoint(url)
+        if endpoint.is_local_socket:
+            return cls.local()
+        if secret is None:
+            raise _refuse_open_tcp(endpoint)
+        return cls.cluster(secret)
+
+    @classmethod
+    def _from_secret(
+        cls, kind: AuthKind, secret: str | bytes, allowed_keys: frozenset[bytes]
+    ) -> Self:
+        material = secret.encode() if isinstance(secret, str) else secret
+        if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
+            raise ConfigError(
+                "rpc.auth",
+                f"secret of {len(material)} bytes, need {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
+                "take one from generate_secret()",
+                field="secret",
+            )
+        server_key = _derive_key(material, kind, "server")
+        return cls(
+            kind,
+            server_secret_key=server_key,
+            server_public_key=zmq.curve_public(server_key),
+            client_secret_key=_derive_key(material, kind, "client"),
+            allowed_keys=allowed_keys,
+        )
+
+    def __repr__(self) -> str:
+        return f"Auth(kind={self.kind.value})"
+
+    @property
+    def uses_curve(self) -> bool:
+        """Whether connections are encrypted and their keys checked."""
+        return self.kind is not AuthKind.LOCAL
+
+    def admits(self, client_public_key: bytes) -> bool:
+        """Return whether a client that proved this key (Z85) may enter."""
+        return client_public_key in self._allowed_keys or hmac.compare_digest(
+            client_public_key, zmq.curve_public(self._client_secret_key)
+        )
+
+    def check_bind(self, endpoint: Endpoint) -> None:
+        """Decide whether a server may open ``endpoint``; makes the folder of a Unix socket.
+
+        Raises: PermissionDeniedError for TCP without a secret, beyond loopback with that of a
+            run, or a folder that is not ours alone; ConfigError if this side holds no server key.
+        """
+        if endpoint.path is not None:
+            self._check_is_local(endpoint)
+            made = make_runtime_dir(endpoint.path.parent)
+            if made != endpoint.path.parent:
+                raise ConfigError(
+                    "rpc.bind",
+                    f"{endpoint.path.parent} leaves too little room for a socket name: take the "
+                    "folder from make_runtime_dir()",
+                    field="endpoint",
+                )
+            return
+        self._check_tcp(endpoint)
+        if not self._server_secret_key:
+            raise ConfigError("rpc.bind", "a guest has no server key and cannot serve")
+
+    def check_connect(self, endpoint: Endpoint) -> None:
+        """Decide whether a client may speak to ``endpoint``.
+
+        Raises: PermissionDeniedError as ``check_bind``; NotFoundError if the folder of the Unix
+            socket does not exist; ConfigError if the port is missing.
+        """
+        if endpoint.path is not None:
+            self._check_is_local(endpoint)
+            check_runtime_dir(endpoint.path.parent)
+            return
+        self._check_tcp(endpoint)
+        if endpoint.port == 0:
+            raise ConfigError(
+                "rpc.connect", f"{endpoint.url!r} names no port to connect to", field="endpoint"
+            )
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Set the options of a listening socket, before it binds."""
+        if self.uses_curve:
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._server_secret_key)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            # The kernel tells the peer's uid (SO_PEERCRED); ZeroMQ closes on any other.
+            socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Set the options of a connecting socket, before it connects."""
+        if self.uses_curve:
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._client_secret_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._client_secret_key))
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key)
+
+    def _check_is_local(self, endpoint: Endpoint) -> None:
+        if self.kind is not AuthKind.LOCAL:
+            raise ConfigError(
+                "rpc.auth",
+                f"{endpoint.url!r} is a Unix socket, protected by its folder: use Auth.local()",
+                field="auth",
+            )
+
+    def _check_tcp(self, endpoint: Endpoint) -> None:
+        if self.kind is AuthKind.LOCAL:
+            raise _refuse_open_tcp(endpoint)
+        if self.kind is AuthKind.RUN and not endpoint.is_loopback:
+            raise PermissionDeniedError(
+                "rpc.auth",
+                f"{endpoint.url!r} leaves this machine, and the secret of a run must not: use "
+                "Auth.cluster()",
+                field="endpoint",
+            )
+
+
+def generate_secret() -> str:
+    """Return a new secret of 256 random bits, printable."""
+    return secrets.token_urlsafe(KEY_BYTES)
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """Write a secret to a new file of mode 0600.
+
+    Raises: FileExistsError rather than replacing a file that others may hold open.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret + "\n")
+
+
+def read_secret(path: Path) -> str:
+    """Read a secret from a file that only we can read.
+
+    Raises: NotFoundError; PermissionDeniedError unless the file is regular, ours and of mode
+        0600 or less; ConfigError if it is no text or too long.
+    """
+    try:
+        return _read_private(path, 0o077, MAX_SECRET_BYTES).decode().strip()
+    except UnicodeDecodeError:
+        raise ConfigError("rpc.auth", f"{path} is not UTF-8 text", field="secret") from None
+
+
+def read_allowed_keys(path: Path) -> frozenset[bytes]:
+    """Read public keys of guests: one Z85 key of 40 characters a line, ``# `` begins a comment.
+
+    Raises: NotFoundError; PermissionDeniedError if others may write the file; ConfigError with
+        the line number for what is no key.
+    """
+    keys: set[bytes] = set()
+    for number, line in enumerate(_read_private(path, 0o022, 2**20).splitlines(), start=1):
+        key = line.strip()
+        if not key or key == b"#" or key.startswith(b"# "):  # Z85 has "#" but no blank
+            continue
+        if not _is_key(key):
+            raise ConfigError(
+                "rpc.auth", f"{path}:{number} is no Z85 key of 40 characters", field="allowed_keys"
+            )
+        keys.add(key)
+    return frozenset(keys)
+
+
+def derive_key_bytes(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
+    """Return the first 32 bytes of HKDF-SHA256, which are one block (RFC 5869 section 2)."""
+    pseudo_random_key = hmac.digest(salt, secret, "sha256")
+    return hmac.digest(pseudo_random_key, info + b"\x01", "sha256")
+
+
+def _derive_key(secret: bytes, kind: AuthKind, side: str) -> bytes:
+    """Return a Curve25519 secret key in Z85: HKDF-SHA256 of the secret.
+
+    Any 32 bytes make a key, since X25519 clamps them (RFC 7748 section 5).
+    """
+    label = f"tandem rpc v1 {kind.value} {side}".encode()
+    return z85.encode(derive_key_bytes(secret, salt=b"tandem rpc", info=label))
+
+
+def _is_key(key: bytes) -> bool:
+    if len(key) != Z85_KEY_CHARS:
+        return False
+    try:
+        # A five-character group can encode more than 32 bits; such text decodes to no key.
+        return z85.encode(z85.decode(key)) == key
+    except (KeyError, ValueError, struct.error):
+        return False
+
+
+def _read_private(path: Path, forbidden_mode: int, max_bytes: int) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise NotFoundError("rpc.auth", f"{path} does not exist") from None
+    except OSError as error:
+        raise PermissionDeniedError("rpc.auth", f"{path}: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionDeniedError("rpc.auth", f"{path} is not a regular file of ours")
+        if mode & forbidden_mode:
+            raise PermissionDeniedError(
+                "rpc.auth", f"{path} has mode {mode:04o}: others have access, chmod it to 0600"
+            )
+        data = os.read(descriptor, max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > max_bytes:
+        raise ConfigError("rpc.auth", f"{path} is larger than {max_bytes} bytes")
+    return data
+
+
+def _refuse_open_tcp(endpoint: Endpoint) -> PermissionDeniedError:
+    reach = (
+        "loopback is open to every local user"
+        if endpoint.is_loopback
+        else ("it is open to the network")
+    )
+    return PermissionDeniedError(
+        "rpc.auth",
+        f"{endpoint.url!r} without a secret: {reach}; set a secret or use a Unix socket",
+        field="endpoint",
+    )

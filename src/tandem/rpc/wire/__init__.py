@@ -1,0 +1,1 @@
+"""Frames, sockets and addresses."""

@@ -1,0 +1,292 @@
+"""The wire grammar: one ZeroMQ frame a message, one msgpack array a frame, tag first.
+
+This module is the whole of what crosses the wire, see docs/design/rpc_wire.md. A later version may
+append elements to an array and add tags, never move or retype one; ``Bye`` and the first three
+elements of ``Hello`` and ``Welcome`` stay readable for ever, so that a refusal can always be told.
+"""
+
+from typing import Annotated, TypeVar, cast
+
+import msgspec
+from msgspec import Meta, Raw
+
+from tandem.core.errors import CorruptionError, TandemError, UnsupportedError
+from tandem.rpc.config import MAX_TIMEOUT_MS
+
+__all__ = [
+    "MIN_PROTOCOL_VERSION",
+    "PROTOCOL_VERSION",
+    "Beat",
+    "Bye",
+    "Call",
+    "Cancel",
+    "Event",
+    "Fault",
+    "Frame",
+    "Hello",
+    "Identity",
+    "LaneEnd",
+    "LaneOffer",
+    "Limits",
+    "Reply",
+    "Welcome",
+    "as_body",
+    "check_versions",
+    "decode_body",
+    "decode_frame",
+    "decode_greeting",
+    "encode_frame",
+    "make_bye",
+    "make_fault",
+]
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on hostile bytes: truncation, wrong types, bad UTF-8, deep nesting."""
+
+MAX_ERROR_CHARS = 4096
+"""An error text quotes values; a caller needs the gist, and a notice must fit any limit."""
+
+T = TypeVar("T")
+Unsigned = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Version = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The identity of a side, sent in the handshake by both."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    """For people and logs, ``instance-0``; need not be unique."""
+    role: Annotated[str, Meta(max_length=64)] = ""
+    instance_id: Annotated[str, Meta(min_length=1, max_length=64)]
+    """Random for each start of a process: the same name with another id has restarted."""
+    compat: dict[str, str] = {}
+    """Facts both sides must agree on, e.g. the version of the messages."""
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """What the other side must respect towards the side that says it."""
+
+    max_message_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    lease_ms: Annotated[int, Meta(ge=20, lt=2**31)]
+    window_messages: Annotated[int, Meta(ge=1, lt=2**31)]
+    window_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where the side that says it takes calls beside the socket; see ``rpc.lane``."""
+
+    address: Annotated[str, Meta(max_length=1024)]
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Names this session there; known to its two sides alone."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Client to server, first on a connection."""
+
+    protocol: Version
+    min_protocol: Version
+    epoch: Unsigned
+    """Sessions this client object has opened, this one included."""
+    identity: Identity
+    limits: Limits
+    lane: LaneOffer | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Server to client: the session begins."""
+
+    protocol: Version
+    min_protocol: Version
+    epoch: Unsigned
+    """That of the hello it answers."""
+    identity: Identity
+    limits: Limits
+    lane: LaneOffer | None = None
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """In both directions: the session is over, and why. ``code`` is empty for a plain close."""
+
+    protocol: Version
+    min_protocol: Version
+    code: str
+    where: str
+    what: str
+    field: str | None
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """In both directions: run ``method`` and answer within ``timeout_ms`` of reading this."""
+
+    call_id: Unsigned
+    method: Annotated[str, Meta(max_length=256)]
+    timeout_ms: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS)]
+    body: Raw
+    number: Unsigned = 0
+    """Of this call among those of its way, by the socket or by a lane, from 1; rises."""
+    after: Unsigned = 0
+    """Number of the last call that was sent by the other way before: it begins after that one."""
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The result of a call."""
+
+    call_id: Unsigned
+    body: Raw
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The error of a call; with ``call_id`` 0 a notice that a one-way message was refused."""
+
+    call_id: Unsigned
+    code: str
+    where: str
+    what: str
+    field: str | None
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The caller no longer waits."""
+
+    call_id: Unsigned
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """One-way; the body is a tagged struct of the union that the receiver registered."""
+
+    body: Raw
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """I am alive, and this much of yours is read; beats themselves are not counted."""
+
+    messages_read: Unsigned
+    bytes_read: Unsigned
+
+
+class LaneEnd(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The sender's lane broke: what has not come by it will not, and nothing waits for it."""
+
+
+class _Opening(msgspec.Struct, frozen=True, array_like=True):
+    """What a greeting of any version begins with."""
+
+    tag: int
+    protocol: Version
+    min_protocol: Version
+
+
+Frame = Hello | Welcome | Bye | Call | Reply | Fault | Cancel | Event | Beat | LaneEnd
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Frame)
+_OPENING_DECODER = msgspec.msgpack.Decoder(_Opening)
+_GREETING_TAGS = (0, 1)
+
+
+def as_body(value: object) -> Raw:
+    """Let ``value`` stand in a body field, to be encoded in place with its frame.
+
+    A body is ``Raw`` for the reader, who picks its type by method. Encoding it first into a
+    ``Raw`` of its own would copy every message once more.
+    """
+    return cast("Raw", value)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Return the bytes of ``frame``. Thread-safe.
+
+    Raises: TypeError, ValueError, OverflowError, RecursionError as msgspec does, for a body that
+        has no msgpack form.
+    """
+    return _ENCODER.encode(frame)
+
+
+def decode_frame(data: bytes) -> Frame:
+    """Parse one frame. Bodies stay undecoded and borrow ``data``.
+
+    Raises: CorruptionError for anything that is not exactly one frame of this version.
+    """
+    try:
+        return _DECODER.decode(data)
+    except DECODE_ERRORS as error:
+        raise CorruptionError(
+            "rpc.decode",
+            f"{len(data)} bytes are not a frame of version {PROTOCOL_VERSION}: {error}",
+        ) from None
+
+
+def decode_greeting(data: bytes) -> Frame:
+    """Parse the first frame of a session, which may come from another version.
+
+    Raises: UnsupportedError naming both ranges if no version is common to both sides;
+        CorruptionError as ``decode_frame``.
+    """
+    try:
+        frame = decode_frame(data)
+    except CorruptionError:
+        try:
+            opening = _OPENING_DECODER.decode(data)
+        except DECODE_ERRORS:
+            opening = None
+        if opening is not None and opening.tag in _GREETING_TAGS:
+            check_versions(opening.protocol, opening.min_protocol)
+        raise
+    if isinstance(frame, Hello | Welcome):
+        check_versions(frame.protocol, frame.min_protocol)
+    return frame
+
+
+def decode_body(decoder: msgspec.msgpack.Decoder[T], body: Raw) -> T:
+    """Decode a body by its type.
+
+    Raises: msgspec.MsgspecError if it does not fit.
+    """
+    try:
+        return decoder.decode(body)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def check_versions(protocol: int, min_protocol: int) -> None:
+    """Refuse a peer that shares no protocol version with us.
+
+    Raises: UnsupportedError.
+    """
+    if protocol < MIN_PROTOCOL_VERSION or min_protocol > PROTOCOL_VERSION:
+        raise UnsupportedError(
+            "rpc.handshake",
+            f"no common protocol version: theirs {min_protocol} to {protocol}, ours "
+            f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}: upgrade the older side",
+            field="protocol",
+        )
+
+
+def make_bye(error: TandemError | None) -> Bye:
+    """Return the farewell that tells ``error``; None for a plain close."""
+    if error is None:
+        return Bye(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, "", "", "", None)
+    fault = make_fault(0, error)
+    return Bye(
+        PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, fault.code, fault.where, fault.what, fault.field
+    )
+
+
+def make_fault(call_id: int, error: TandemError) -> Fault:
+    """Return the answer that carries ``error``, its text cut to a bounded length."""
+    return Fault(
+        call_id,
+        error.code,
+        _clip(error.where),
+        _clip(error.what),
+        None if error.field is None else _clip(error.field),
+    )
+
+
+def _clip(text: str) -> str:
+    # Lone surrogates (of a path, say) have no UTF-8 form and would make the error unsendable.
+    text = text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
+    return text[:MAX_ERROR_CHARS]

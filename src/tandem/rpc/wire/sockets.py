@@ -1,0 +1,108 @@
+"""The two kinds of ZeroMQ socket we open, with the options that bound them, and their monitor."""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tandem.core.errors import PeerLostError, UnsentError
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.window import count_window
+from tandem.rpc.wire.pump import SocketPump
+
+__all__ = ["SocketMonitor", "end_context", "open_socket", "transmit"]
+
+# Plain numbers: an ``|`` of zmq's enum members is built anew on every use.
+MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+LAST = int(zmq.NOBLOCK)
+
+FRAME_SLACK_BYTES = 4096
+"""ZeroMQ cuts the connection of a longer frame without a word. Up to this much over the limit we
+read it, and refuse it by name."""
+
+HWM_FACTOR = 2
+"""Our own window is the bound; ZeroMQ's counts also beats and parts, and must not bite first."""
+
+
+async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Close a context, which waits until farewells are delivered or ``linger_ms`` has passed.
+
+    It ends even if the caller is cancelled meanwhile, since nobody else knows it any more.
+    """
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, config: RpcConfig
+) -> zmq.Socket[bytes]:
+    """Open a ROUTER or DEALER socket with bounded queues and sizes, not yet bound or connected."""
+    socket = context.socket(kind)
+    high_water_mark = HWM_FACTOR * count_window(config)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+    socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes + FRAME_SLACK_BYTES)
+    socket.setsockopt(zmq.LINGER, config.linger_ms)
+    # Our own beats prove that the peer's *loop* lives. These prove the connection, so that the
+    # queue of a host that vanished is given back too.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, config.heartbeat_interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, config.lease_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, min(config.connect_timeout_ms, config.lease_ms))
+    if kind == zmq.ROUTER:
+        # Without it, what cannot be delivered vanishes in silence.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    else:
+        # One socket is one connection is one session: what a lost session had queued must not
+        # reach the next one. Connecting again is ours to do, with a new socket.
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.IPV6, 1)  # Names may resolve to either.
+    return socket
+
+
+def transmit(socket: zmq.Socket[bytes], peer_name: str, *parts: bytes) -> None:
+    """Send one message without blocking.
+
+    Raises: CapacityError if the queue is full; PeerLostError if the connection is gone.
+    """
+    try:
+        for part in parts[:-1]:
+            socket.send(part, MORE)
+        socket.send(parts[-1], LAST)
+    except zmq.Again:
+        raise UnsentError("rpc.send", f"the socket queue to {peer_name} is full") from None
+    except zmq.ZMQError as error:
+        raise PeerLostError("rpc.send", f"{peer_name} is not connected: {error}") from None
+
+
+class SocketMonitor:
+    """Reports the events of a socket's connections.
+
+    Args:
+        socket: to watch; borrowed.
+        callback: called with each event and its value (a descriptor or an error number).
+        events: those to be told of. ZeroMQ's thread waits for who is behind with them, and there
+            is no end to some: ``EVENT_ACCEPT_FAILED`` while there are no descriptors.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], callback: Callable[[int, int], None], events: int
+    ) -> None:
+        self._watched = socket
+        self._callback = callback
+        self._socket = socket.get_monitor_socket(events)
+        self._pump = SocketPump(self._socket, self._receive)
+
+    def drain(self) -> None:
+        """Deliver the events up to now."""
+        self._pump.drain()
+
+    def close(self) -> None:
+        """Stop. Idempotent; before the watched socket is closed."""
+        self._pump.close()
+        if not self._socket.closed:
+            self._watched.disable_monitor()
+            self._socket.close(linger=0)
+
+    def _receive(self) -> None:
+        message = recv_monitor_message(self._socket, zmq.NOBLOCK)
+        self._callback(int(message["event"]), int(message["value"]))

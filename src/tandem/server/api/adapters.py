@@ -1,0 +1,86 @@
+"""Loading and unloading LoRA adapters while serving, as vLLM and SGLang do it.
+
+Only with an admin key (``auth.ApiKeyGate``), and only from the one folder that is set for it.
+"""
+
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from tandem.core.adapter import AdapterSource
+from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.server.context import ServerContext
+from tandem.server.edge.connection import read_body
+from tandem.server.protocol.adapters import AdapterReply, LoadAdapterRequest, UnloadAdapterRequest
+from tandem.server.protocol.decode import decode_body
+
+__all__ = ["load_adapter", "load_adapter_sglang", "unload_adapter", "unload_adapter_sglang"]
+
+_load_decoder = msgspec.json.Decoder(LoadAdapterRequest)
+_unload_decoder = msgspec.json.Decoder(UnloadAdapterRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+async def load_adapter(context: ServerContext, http: Request) -> Response:
+    """Load an adapter, as vLLM does."""
+    name = await _load(context, http)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(context: ServerContext, http: Request) -> Response:
+    """Unload an adapter, as vLLM does; requests that run end with it."""
+    name = await _unload(context, http)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def load_adapter_sglang(context: ServerContext, http: Request) -> Response:
+    """Load an adapter, as SGLang does."""
+    await _load(context, http)
+    return _answer(context)
+
+
+async def unload_adapter_sglang(context: ServerContext, http: Request) -> Response:
+    """Unload an adapter, as SGLang does; requests that run end with it."""
+    await _unload(context, http)
+    return _answer(context)
+
+
+def _answer(context: ServerContext) -> Response:
+    loaded = {name: info.folder for name, info in context.engine.adapters.items()}
+    reply = AdapterReply(success=True, loaded_adapters=loaded)
+    return Response(_encode(reply), media_type="application/json")
+
+
+async def _load(context: ServerContext, http: Request) -> str:
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _load_decoder)
+    context.models.check_adapter_name(request.lora_name)
+    folder = _find_folder(context.adapter_folder, request.lora_path)
+    await context.engine.load_adapter(AdapterSource(name=request.lora_name, folder=str(folder)))
+    return request.lora_name
+
+
+async def _unload(context: ServerContext, http: Request) -> str:
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _unload_decoder)
+    await context.engine.unload_adapter(request.lora_name)
+    return request.lora_name
+
+
+def _find_folder(root: Path | None, path: str) -> Path:
+    """Return the real place of a path, relative to the folder of adapters or within it."""
+    where, field = "server.load_adapter", "lora_path"
+    if root is None:
+        what = "no folder is set from which adapters may be loaded: set model.adapter_folder"
+        raise PermissionDeniedError(where, what, field=field)
+    try:
+        real_root = root.resolve()
+        real = (real_root / path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # A NUL, a loop of links, a long name.
+        raise ConfigError(where, f"lora_path is no path: {error}", field=field) from error
+    if not real.is_relative_to(real_root):
+        what = "lora_path leads out of the folder that adapters may be loaded from"
+        raise ConfigError(where, what, field=field)
+    return real

@@ -1,0 +1,229 @@
+"""POST /v1/completions."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.server.api.options import (
+    REFUSED_FIELDS,
+    TokenLimit,
+    check_format,
+    plan_choices,
+    read_options,
+)
+from tandem.server.api.prompts import read_prompts
+from tandem.server.api.usage import add_completion_logprobs, count_piece_usage, count_usage
+from tandem.server.context import ServerContext
+from tandem.server.edge.connection import limit_time, read_body, run_while_connected
+from tandem.server.edge.sse import DONE, EventStream, encode_event
+from tandem.server.generation import Generation, GenerationGroup, Piece
+from tandem.server.protocol.decode import decode_body, refuse_unsupported
+from tandem.server.protocol.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+
+__all__ = ["answer_completion"]
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of this endpoint."""
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What every part of one answer repeats, and how far the text of each choice has come."""
+
+    context: ServerContext
+    request: CompletionRequest
+    id: str
+    model: str
+    fingerprint: str
+    created: int
+    n: int
+    echoes: list[str] | None
+    """Texts of the prompts, if they are to be repeated."""
+    offsets: list[int] = field(default_factory=list)
+
+    def make_text(self, generation: Generation, piece: Piece, *, is_first: bool) -> str:
+        if is_first and self.echoes is not None:
+            return self.echoes[generation.index // self.n] + piece.text
+        return piece.text
+
+    def make_logprobs(
+        self, generation: Generation, piece: Piece, *, is_first: bool
+    ) -> CompletionLogprobs | None:
+        if self.request.logprobs is None:
+            return None
+        lists = CompletionLogprobs()
+        tokenizer = self.context.encoder.tokenizer
+        offset = self.offsets[generation.index]
+        if is_first and generation.prompt_logprobs is not None:
+            offset = add_completion_logprobs(
+                lists,
+                tokenizer,
+                generation.prompt_logprobs,
+                generation.request.prompt_ids,
+                offset,
+            )
+        ids = [entry.token_id for entry in piece.logprobs]
+        offset = add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offset)
+        self.offsets[generation.index] = offset
+        return lists
+
+    def make_completion(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
+        )
+
+
+async def answer_completion(context: ServerContext, http: Request) -> Response:
+    """Continue one or several prompts, whole or as a stream."""
+    origin = context.note_arrival(http)
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _decoder)
+    refuse_unsupported(body, REFUSED_FIELDS)
+    check_format(request)
+    model = context.find_model(request.model)
+    info = context.ready_info()
+    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
+    n = request.n if request.n is not None else 1
+    context.check_choices(n * len(prompts))
+    prompt_ids = await encode_prompts(
+        context,
+        prompts,
+        field="prompt",
+        add_special_tokens=request.add_special_tokens is not False,
+        max_model_len=info.max_model_len,
+    )
+    plans = plan_choices(
+        context,
+        request,
+        prompt_ids,
+        limit=TokenLimit("max_tokens", request.max_tokens, _DEFAULT_MAX_TOKENS),
+        prompt_field="prompt",
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo is True else None,
+    )
+    options = read_options(request, "cmpl", model.adapter)
+    group = await context.start(plans, options, origin, http.receive)
+    answer = _Answer(
+        context,
+        request,
+        options.name,
+        model.name,
+        context.find_fingerprint(model),
+        context.now_unix_s(),
+        n,
+        _make_echoes(context, prompts) if request.echo is True else None,
+        [0 for _ in plans],
+    )
+    if request.stream is True:
+        return EventStream(group, _events(answer, group), context.config.send_timeout_s)
+    try:
+        work = _collect(answer, group)
+        completion = await run_while_connected(http.receive, work)
+    finally:
+        await group.close()
+    return Response(_encode(completion), media_type="application/json")
+
+
+async def encode_prompts(
+    context: ServerContext,
+    prompts: Sequence[str] | Sequence[list[int]],
+    *,
+    field: str,
+    add_special_tokens: bool,
+    max_model_len: int | None,
+) -> list[list[int]]:
+    """Return the ids of prompts; those that are ids already stay as they are."""
+
+    async def encode(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return await context.encoder.encode(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            max_model_len=max_model_len,
+            field=field,
+        )
+
+    return list(await asyncio.gather(*(encode(prompt) for prompt in prompts)))
+
+
+def _make_echoes(context: ServerContext, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+    decode = context.encoder.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+
+
+async def _collect(answer: _Answer, group: GenerationGroup) -> Completion:
+    choices = [CompletionChoice(g.index, "") for g in group.generations]
+    is_first = [True for _ in group.generations]
+    async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            choice = choices[generation.index]
+            first, is_first[generation.index] = is_first[generation.index], False
+            choice.text += answer.make_text(generation, piece, is_first=first)
+            _extend(choice, answer.make_logprobs(generation, piece, is_first=first))
+            choice.finish_reason = piece.finish_reason
+    for choice, generation in zip(choices, group.generations, strict=True):
+        if generation.stop_reason is not None:
+            choice.stop_reason = generation.stop_reason
+    completion = answer.make_completion(choices)
+    completion.usage = count_usage(group.generations, answer.n)
+    return completion
+
+
+def _extend(choice: CompletionChoice, more: CompletionLogprobs | None) -> None:
+    if more is None:
+        return
+    if choice.logprobs is None:
+        choice.logprobs = more
+        return
+    choice.logprobs.tokens += more.tokens
+    choice.logprobs.token_logprobs += more.token_logprobs
+    choice.logprobs.top_logprobs += more.top_logprobs
+    choice.logprobs.text_offset += more.text_offset
+
+
+async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
+    options = answer.request.stream_options
+    has_usage = options is not None and options.include_usage is True
+    is_continuous = options is not None and options.continuous_usage_stats is True
+    is_first = [True for _ in group.generations]
+    async with aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            first, is_first[generation.index] = is_first[generation.index], False
+            choice = CompletionChoice(
+                generation.index,
+                answer.make_text(generation, piece, is_first=first),
+                piece.finish_reason,
+                answer.make_logprobs(generation, piece, is_first=first),
+            )
+            if piece.finish_reason is not None and generation.stop_reason is not None:
+                choice.stop_reason = generation.stop_reason
+            chunk = answer.make_completion([choice])
+            if is_continuous:
+                chunk.usage = count_piece_usage(generation, piece)
+            elif has_usage:
+                # OpenAI sends null until the last event.
+                chunk.usage = None
+            yield encode_event(_encode(chunk))
+    if has_usage:
+        last = answer.make_completion([])
+        last.usage = count_usage(group.generations, answer.n)
+        yield encode_event(_encode(last))
+    yield DONE

@@ -1,0 +1,134 @@
+"""The table of endpoints: paths, methods, handlers and types of bodies."""
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+import tandem
+from tandem.core.timeline import RequestTimeline
+from tandem.server.api import adapters, sglang_generate, status, tokens
+from tandem.server.api.chat import answer_chat
+from tandem.server.api.completions import answer_completion
+from tandem.server.api.explain import get_timeline
+from tandem.server.api.openapi import Endpoint, make_document
+from tandem.server.config import ServerConfig
+from tandem.server.context import ServerContext
+from tandem.server.lifecycle import OPEN_PATHS
+from tandem.server.protocol import openai as oai
+from tandem.server.protocol import sglang
+from tandem.server.protocol import status as replies
+from tandem.server.protocol.adapters import (
+    AdapterReply,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+
+__all__ = ["list_endpoints"]
+
+_GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
+
+
+async def get_openapi(context: ServerContext, _: Request) -> Response:
+    """Describe all of this as OpenAPI."""
+    document = make_document(
+        list_endpoints(context.config),
+        version=tandem.__version__,
+        has_keys=context.has_keys,
+        open_paths=OPEN_PATHS,
+    )
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def list_endpoints(config: ServerConfig) -> list[Endpoint]:
+    """Return everything that a server of these settings answers."""
+    table = [
+        Endpoint(
+            "/v1/chat/completions",
+            _POST,
+            answer_chat,
+            oai.ChatCompletion,
+            oai.ChatRequest,
+            oai.ChatChunk,
+        ),
+        Endpoint(
+            "/v1/completions",
+            _POST,
+            answer_completion,
+            oai.Completion,
+            oai.CompletionRequest,
+            oai.Completion,
+        ),
+        Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
+        Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
+        Endpoint(
+            "/generate",
+            _POST,
+            sglang_generate.answer_generate,
+            sglang.GenerateResponse | list[sglang.GenerateResponse],
+            sglang.GenerateRequest,
+            sglang.GenerateResponse,
+        ),
+        *(
+            Endpoint(path, _POST, tokens.tokenize, replies.TokenizeReply, oai.TokenizeRequest)
+            for path in ("/tokenize", "/v1/tokenize")
+        ),
+        *(
+            Endpoint(path, _POST, tokens.detokenize, replies.DetokenizeReply, oai.DetokenizeRequest)
+            for path in ("/detokenize", "/v1/detokenize")
+        ),
+        *(
+            Endpoint(path, _GET, status.get_model_info, replies.ModelInfo)
+            for path in ("/get_model_info", "/model_info")
+        ),
+        *(
+            Endpoint(path, _GET, status.get_server_info, replies.ServerInfo)
+            for path in ("/get_server_info", "/server_info")
+        ),
+        Endpoint("/flush_cache", _BOTH, status.flush_cache, replies.FlushReply),
+        Endpoint(
+            "/abort_request", _POST, status.abort_request, replies.AbortReply, sglang.AbortRequest
+        ),
+        Endpoint(
+            "/v1/load_lora_adapter",
+            _POST,
+            adapters.load_adapter,
+            str,
+            LoadAdapterRequest,
+            media_type="text/plain",
+        ),
+        Endpoint(
+            "/v1/unload_lora_adapter",
+            _POST,
+            adapters.unload_adapter,
+            str,
+            UnloadAdapterRequest,
+            media_type="text/plain",
+        ),
+        Endpoint(
+            "/load_lora_adapter",
+            _POST,
+            adapters.load_adapter_sglang,
+            AdapterReply,
+            LoadAdapterRequest,
+        ),
+        Endpoint(
+            "/unload_lora_adapter",
+            _POST,
+            adapters.unload_adapter_sglang,
+            AdapterReply,
+            UnloadAdapterRequest,
+        ),
+        Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
+        Endpoint("/health", _GET, status.get_health, replies.Health),
+        # For SageMaker; vLLM answers both methods.
+        Endpoint("/ping", _BOTH, status.get_health, replies.Health),
+        Endpoint("/live", _GET, status.get_live, replies.Health),
+        Endpoint("/ready", _GET, status.get_ready, replies.Readiness),
+        Endpoint("/version", _GET, status.get_version, replies.Version),
+        Endpoint("/openapi.json", _GET, get_openapi, dict),
+    ]
+    if config.metrics:
+        page = CONTENT_TYPE_LATEST.partition(";")[0]
+        table.append(Endpoint("/metrics", _GET, status.get_metrics, str, media_type=page))
+    return table

@@ -1,0 +1,77 @@
+"""Under which names clients may ask for the model.
+
+Scripts name a model by the argument of ``serve``, by its last part, or not at all.
+There is one model here, so any name that clearly means it is accepted; others are refused.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from tandem.core.errors import ConfigError, ConflictError
+
+__all__ = ["ModelNames", "find_names"]
+
+
+_ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """What clients may ask for.
+
+    Attributes:
+        served: listed by ``/v1/models``; the first is reported where a client names none of them.
+        aliases: accepted as well, and not listed.
+        root: where the model is from: its folder, as clients take a tokenizer from there.
+    """
+
+    served: tuple[str, ...]
+    aliases: frozenset[str]
+    root: str
+
+    @property
+    def first(self) -> str:
+        """The name that is reported."""
+        return self.served[0]
+
+    def find(self, name: str) -> str | None:
+        """Return the name to report for the one that was asked for; None if it is not ours."""
+        if name in self.served:
+            return name
+        trimmed = name.rstrip("/")
+        is_ours = trimmed in self.aliases and (trimmed != "" or name == "")
+        return self.first if is_ours else None
+
+    def check_adapter_name(self, name: str) -> None:
+        """Refuse a name for an adapter that is no word, or that means the model itself.
+
+        Raises: ConfigError; ConflictError.
+        """
+        where, field = "server.name_adapter", "lora_name"
+        if _ADAPTER_NAME.fullmatch(name) is None:
+            what = f"{name[:100]!r} is no name: use up to 256 letters, digits and ._:/@+-"
+            raise ConfigError(where, what, field=field)
+        if self.find(name) is not None:
+            raise ConflictError(where, f"{name!r} is the model itself: choose another", field=field)
+
+
+def find_names(model: str, served: tuple[str, ...], folder: Path | None) -> ModelNames:
+    """Collect the names of a model.
+
+    Args:
+        model: what the user named: a folder, a hub id.
+        served: the names that the user chose; none means the last part of ``model``.
+        folder: where its files are; None if there are none.
+    """
+    given = model.rstrip("/")
+    aliases = {"", "default", given, PurePath(given).name}
+    base = PurePath(given).name
+    if folder is not None and Path(given).exists():
+        # Of "." and of a link, the folder says more than what was given.
+        base = base or folder.resolve().name
+        aliases |= {str(folder.absolute()), str(folder.resolve()), folder.resolve().name}
+    elif folder is not None:
+        aliases.add(str(folder.absolute()))
+    root = str(folder.absolute()) if folder is not None else model
+    return ModelNames(served or (base,), frozenset(aliases), root)

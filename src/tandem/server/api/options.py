@@ -1,0 +1,176 @@
+"""What the OpenAI requests have in common, from their fields to plans of generations.
+
+Owns the list of fields that are known, not supported, and refused by name because ignoring them
+would change the answer.
+"""
+
+from collections.abc import Sequence
+
+from tandem.core.adapter import AdapterInfo
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.logs import current_request_id
+from tandem.server.api.prompts import fit_max_tokens
+from tandem.server.api.sampling import check_best_of, choice_seed, make_sampling
+from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
+from tandem.server.protocol.openai import SamplingFields
+from tandem.server.text.stop_strings import StopStrings
+
+__all__ = ["REFUSED_FIELDS", "TokenLimit", "check_format", "plan_choices", "read_options"]
+
+_STRUCTURED = "structured output is not supported"
+_TOOLS = "tools are not supported"
+_INPUTS = "only text and token ids are supported as input"
+_BEAM = "beam search is not supported"
+_PROCESSORS = "logit processors are not supported"
+_ADAPTER = "name the adapter as model"
+_VOCABULARY = "restricting the vocabulary is not supported: use logit_bias"
+
+REFUSED_FIELDS = {
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    "regex": _STRUCTURED,
+    "ebnf": _STRUCTURED,
+    "grammar": _STRUCTURED,
+    "structural_tag": _STRUCTURED,
+    "stop_regex": "stop patterns are not supported: use stop",
+    "logits_processors": _PROCESSORS,
+    "custom_logit_processor": _PROCESSORS,
+    "use_beam_search": _BEAM,
+    "beam_width": _BEAM,
+    "length_penalty": _BEAM,
+    "bad_words": _VOCABULARY,
+    "allowed_token_ids": _VOCABULARY,
+    "prompt_embeds": _INPUTS,
+    "input_embeds": _INPUTS,
+    "image_data": _INPUTS,
+    "audio_data": _INPUTS,
+    "video_data": _INPUTS,
+    "audio": "audio is not supported",
+    "documents": "documents are not supported: put them into the messages",
+    "chat_template": "only the checkpoint's own chat template is used",
+    "suffix": "completing the middle of a text is not supported",
+    "lora_path": _ADAPTER,
+    "session_params": "sessions are not supported",
+    "truncate_prompt_tokens": "prompts are not truncated: shorten it",
+    "prompt_logprobs": "use echo with logprobs",
+    "token_ids_logprob": "log-probabilities of chosen ids are not supported",
+    "return_hidden_states": "hidden states are not returned",
+    "web_search_options": "searching is not supported",
+}
+"""Field name to reason; values that ask for nothing (null, false, empty) pass."""
+
+
+class TokenLimit:
+    """How many tokens the client asked for, and under which name.
+
+    Args:
+        asked: None if it did not.
+        default: what then holds; None is all that fits.
+    """
+
+    def __init__(self, field: str, asked: int | None, default: int | None) -> None:
+        self.field = field
+        self.asked = asked
+        self.default = default
+
+
+def check_format(request: SamplingFields) -> None:
+    """Refuse an answer that is not plain text."""
+    form = request.response_format
+    if form is not None and form.type != "text":
+        raise UnsupportedError(
+            "server.check_format",
+            f"response_format: {_STRUCTURED}, only type 'text' is",
+            field="response_format",
+        )
+
+
+def read_options(
+    request: SamplingFields, prefix: str, adapter: AdapterInfo | None = None
+) -> RequestOptions:
+    """Return what concerns the request as a whole; ``prefix`` begins an id of our own."""
+    name = request.request_id if request.request_id is not None else request.rid
+    return RequestOptions(
+        name=name if name is not None else f"{prefix}-{current_request_id.get()}",
+        priority=request.priority if request.priority is not None else 0,
+        cache_salt=request.cache_salt if request.cache_salt is not None else "",
+        timeout_s=request.timeout,
+        adapter=adapter,
+    )
+
+
+def plan_choices(
+    context: ServerContext,
+    request: SamplingFields,
+    prompts: Sequence[list[int]],
+    *,
+    limit: TokenLimit,
+    prompt_field: str,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> list[ChoicePlan]:
+    """Plan ``n`` generations for each prompt, those of one prompt side by side.
+
+    Raises:
+        ConfigError: a prompt or limit beyond the context, a token id beyond the vocabulary.
+        UnsupportedError: ``best_of`` that would rank.
+    """
+    info = context.ready_info()
+    n = request.n if request.n is not None else 1
+    check_best_of(request.best_of, n)
+    text = read_text_options(request)
+    plans: list[ChoicePlan] = []
+    for prompt_ids in prompts:
+        check_ids(prompt_ids, info.vocab_size, prompt_field)
+        max_tokens = fit_max_tokens(
+            limit.asked,
+            limit.default,
+            prompt_len=len(prompt_ids),
+            max_model_len=info.max_model_len,
+            prompt_field=prompt_field,
+            max_field=limit.field,
+        )
+        for choice in range(n):
+            sampling = make_sampling(
+                request,
+                context.defaults,
+                vocab_size=info.vocab_size,
+                max_tokens=max_tokens,
+                min_tokens=request.min_tokens,
+                seed=choice_seed(request.seed, choice),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+            plans.append(ChoicePlan(prompt_ids, sampling, text))
+    return plans
+
+
+def read_text_options(request: SamplingFields) -> TextOptions:
+    """Return how tokens become text."""
+    keep = request.include_stop_str_in_output is True or request.no_stop_trim is True
+    return TextOptions(make_stops(request.stop), keep, request.skip_special_tokens is not False)
+
+
+def make_stops(stop: str | Sequence[str] | None) -> StopStrings | None:
+    """Build the automaton of a ``stop`` field; None if it names no string."""
+    if stop is None or len(stop) == 0:
+        return None
+    return StopStrings([stop] if isinstance(stop, str) else list(stop))
+
+
+def check_ids(prompt_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Refuse ids that the model has no embedding for: a tokenizer may know more than a model."""
+    highest = max(prompt_ids, default=0)
+    if highest >= vocab_size:
+        raise ConfigError(
+            "server.check_ids",
+            f"{field} has token {highest}, the model's vocabulary ends at {vocab_size}",
+            field=field,
+        )

@@ -1,0 +1,257 @@
+"""From what a client sends as prompt or conversation to token ids.
+
+Text is encoded on tokenizer threads. A text that cannot fit the context is refused before it is
+encoded, by the longest token there is.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.server.protocol.openai import InputMessage
+from tandem.server.text.chat_template import ChatTemplate
+from tandem.server.text.tokenizer import Tokenizer, TokenThreads
+
+__all__ = ["PromptEncoder", "fit_max_tokens", "plain_messages", "read_prompts"]
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_TOKEN_CHARS = 512
+"""No vocabulary we know has a longer token; runs of spaces come to 256."""
+
+
+def read_prompts(
+    value: str | list[Any], vocab_size: int, field: str
+) -> tuple[list[str] | list[list[int]], bool]:
+    """Sort out a prompt: a text, token ids, or a list of either.
+
+    Args:
+        value: as decoded from JSON.
+        vocab_size: ids must be below it.
+        field: its name, for errors.
+
+    Returns: the prompts, and whether the client sent a list of them.
+
+    Raises:
+        ConfigError: anything else, an empty list, or an id out of range.
+    """
+    if isinstance(value, str):
+        return [value], False
+    if not value:
+        raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
+    ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
+    try:
+        if isinstance(value[0], str):
+            return msgspec.convert(value, list[str]), True
+        if isinstance(value[0], list):
+            return msgspec.convert(value, list[ids]), True
+        return [msgspec.convert(value, ids)], False
+    except msgspec.ValidationError as error:
+        what = str(error).replace("`$", f"`{field}")
+        raise ConfigError("server.read_prompts", what, field=field) from error
+
+
+def fit_max_tokens(
+    asked: int | None,
+    default: int | None,
+    *,
+    prompt_len: int,
+    max_model_len: int,
+    prompt_field: str,
+    max_field: str,
+) -> int:
+    """Return how many tokens to generate at most.
+
+    Args:
+        asked: by the client, in the field ``max_field``.
+        default: what holds if it did not ask, clipped to what fits; None is all that fits.
+        prompt_len: tokens of the prompt, from the field ``prompt_field``.
+        max_model_len: tokens of prompt and answer together.
+        prompt_field: for errors.
+        max_field: for errors.
+
+    Raises:
+        ConfigError: the prompt leaves no room for a token, or what was asked for does not fit.
+    """
+    if prompt_len == 0:
+        raise ConfigError(
+            "server.fit_max_tokens", f"{prompt_field} holds no token", field=prompt_field
+        )
+    room = max_model_len - prompt_len
+    # With nothing to generate (log-probabilities of a prompt) the context may be full.
+    if room < (0 if asked == 0 else 1):
+        raise ConfigError(
+            "server.fit_max_tokens",
+            f"{prompt_field} has {prompt_len} tokens and the context is {max_model_len}, of which "
+            "at least one is for the answer: shorten it",
+            field=prompt_field,
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ConfigError(
+            "server.fit_max_tokens",
+            f"{max_field} is {asked}, but {prompt_len} prompt tokens leave {room} of the context "
+            f"of {max_model_len}: ask for at most {room}",
+            field=max_field,
+        )
+    return asked
+
+
+def plain_messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them: dictionaries with text content.
+
+    Text parts are joined by line breaks. The role "developer" is OpenAI's newer name of "system",
+    which templates know.
+
+    Raises:
+        ConfigError: a message without content, or a text part without text.
+        UnsupportedError: a part that is not text, or a tool call.
+    """
+    plain: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if message.tool_calls:
+            raise UnsupportedError(
+                "server.plain_messages",
+                f"{place}.tool_calls: tools are not supported",
+                field=f"{place}.tool_calls",
+            )
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": _plain_content(message, place)}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            value = getattr(message, name)
+            if value is not None:
+                entry[name] = value
+        plain.append(entry)
+    return plain
+
+
+def _plain_content(message: InputMessage, place: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    field = f"{place}.content"
+    if not content:
+        raise ConfigError("server.plain_messages", f"{field} is missing or empty", field=field)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if part.type != "text":
+            raise UnsupportedError(
+                "server.plain_messages",
+                f"{field}[{index}].type is {part.type[:100]!r}: only text is supported",
+                field=f"{field}[{index}].type",
+            )
+        if part.text is None:
+            raise ConfigError(
+                "server.plain_messages",
+                f"{field}[{index}].text is missing",
+                field=f"{field}[{index}].text",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+class PromptEncoder:
+    """Encodes texts and conversations off the event loop; owned by the application."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, threads: TokenThreads, template: ChatTemplate | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.threads = threads
+        self._template = template
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_model_len: int | None,
+        field: str,
+    ) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            ConfigError: it cannot fit ``max_model_len``, however it is encoded.
+        """
+        if max_model_len is not None and len(text) > max_model_len * _LONGEST_TOKEN_CHARS:
+            raise ConfigError(
+                "server.encode",
+                f"{field} has {len(text)} characters, far beyond the context of {max_model_len} "
+                "tokens: shorten it",
+                field=field,
+            )
+        return await self.threads.run(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def render(
+        self,
+        messages: Sequence[InputMessage],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        arguments: dict[str, Any] | None,
+    ) -> str:
+        """Return the prompt of a conversation, by the checkpoint's chat template.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or the flags contradict.
+            UnsupportedError: the checkpoint has no chat template.
+        """
+        if self._template is None:
+            raise UnsupportedError(
+                "server.render",
+                "the checkpoint has no chat template: use /v1/completions",
+                field="messages",
+            )
+        is_continued = continue_final_message is True
+        if is_continued and add_generation_prompt is True:
+            raise ConfigError(
+                "server.render",
+                "continue_final_message and add_generation_prompt exclude each other",
+                field="continue_final_message",
+            )
+        asks = not is_continued if add_generation_prompt is None else add_generation_prompt
+        plain = plain_messages(messages)
+        given = arguments if arguments is not None else {}
+        # The caller's arguments come first, so that they cannot replace the conversation.
+        merged = {k: v for k, v in given.items() if k not in ("messages", "tools", "documents")}
+        merged["add_generation_prompt"] = asks
+        text = await self.threads.run(self._template.render, plain, merged)
+        return _cut_after(text, plain[-1]["content"]) if is_continued else text
+
+    async def warm_up(self) -> None:
+        """Start what the first conversation would wait for; a broken template is only logged."""
+        if self._template is None:
+            return
+        try:
+            await self.threads.run(self._template.start)
+        except TandemError as error:
+            _logger.warning("event=chat_template_broken error=%s", error)
+
+    def close(self) -> None:
+        """End the threads and the template's process."""
+        self.threads.close()
+        if self._template is not None:
+            self._template.close()
+
+
+def _cut_after(text: str, final: str) -> str:
+    """Cut a rendered conversation right after its final message, so that the model goes on."""
+    position = text.rfind(final.strip())
+    if position < 0:
+        raise ConfigError(
+            "server.render",
+            "the chat template changes the final message, so it cannot be continued",
+            field="continue_final_message",
+        )
+    end = position + len(final.strip())
+    # Templates often strip; what the client wrote at the end is part of what is continued.
+    tail = final[len(final.rstrip()) :]
+    return text[:end] + tail

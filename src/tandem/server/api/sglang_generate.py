@@ -1,0 +1,334 @@
+"""POST /generate, SGLang's native API.
+
+Answers as SGLang 0.5 does: one object for one prompt, a list for a list or for ``n`` > 1; events of
+a stream hold the whole text so far and the ``index`` of their prompt.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.logs import current_request_id
+from tandem.core.wire import TokenLogprob
+from tandem.server.api.completions import encode_prompts
+from tandem.server.api.options import REFUSED_FIELDS, check_ids, make_stops
+from tandem.server.api.prompts import fit_max_tokens, read_prompts
+from tandem.server.api.sampling import choice_seed, make_sampling
+from tandem.server.context import (
+    ChoicePlan,
+    RequestOptions,
+    ServedModel,
+    ServerContext,
+    TextOptions,
+)
+from tandem.server.edge.connection import limit_time, read_body, run_while_connected
+from tandem.server.edge.sse import DONE, EventStream, encode_event
+from tandem.server.generation import Generation, GenerationGroup, Piece
+from tandem.server.protocol.decode import decode_body, refuse_unsupported
+from tandem.server.protocol.sglang import (
+    DEFAULT_MAX_NEW_TOKENS,
+    GenerateRequest,
+    GenerateResponse,
+    LogprobRow,
+    MetaInfo,
+    SglangSampling,
+)
+
+__all__ = ["answer_generate"]
+
+_T = TypeVar("_T")
+
+_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "lora_path"}
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+class _RawSampling(msgspec.Struct):
+    """The part of a body whose fields are looked at before they are decoded."""
+
+    sampling_params: Raw = Raw(b"null")
+
+
+_raw_sampling = msgspec.json.Decoder(_RawSampling)
+_raw_list = msgspec.json.Decoder(list[Raw])
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one choice has produced so far."""
+
+    rid: str
+    wants_logprobs: bool
+    first_logprob: int
+    """Position in the prompt from which on its log-probabilities are asked for; -1 for none."""
+    has_texts: bool
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_ended: bool = False
+
+
+async def answer_generate(context: ServerContext, http: Request) -> Response:
+    """Continue one or several prompts, whole or as a stream."""
+    origin = context.note_arrival(http)
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _decoder)
+    _refuse_unsupported(body)
+    model = _find_model(context, request)
+    prompt_field, prompts, is_list = _read_prompts(context, request)
+    samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
+    num_choices = [1 if s is None or s.n is None else s.n for s in samplings]
+    context.check_choices(sum(num_choices))
+    prompt_ids = await encode_prompts(
+        context,
+        prompts,
+        field=prompt_field,
+        add_special_tokens=True,
+        max_model_len=context.ready_info().max_model_len,
+    )
+    plans, progress = _plan(context, request, prompt_ids, samplings, prompt_field)
+    name = request.rid if isinstance(request.rid, str) else current_request_id.get()
+    salt = request.cache_salt if request.cache_salt is not None else request.extra_key
+    options = RequestOptions(
+        name,
+        request.priority if request.priority is not None else 0,
+        salt if salt is not None else "",
+        request.timeout,
+        model.adapter,
+    )
+    group = await context.start(plans, options, origin, http.receive)
+    if request.stream is True:
+        events = _events(context, group, progress)
+        return EventStream(group, events, context.config.send_timeout_s)
+    try:
+        work = _collect(context, group, progress)
+        responses = await run_while_connected(http.receive, work)
+    finally:
+        await group.close()
+    is_list = is_list or len(responses) > 1
+    document = _encode(responses if is_list else responses[0])
+    return Response(document, media_type="application/json")
+
+
+def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
+    """Return what ``model`` names, or ``lora_path``, SGLang's word for an adapter's name."""
+    names = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
+    adapters = set(names) or {None}
+    if len(adapters) > 1:
+        what = "lora_path names several adapters: send a request for each"
+        raise UnsupportedError("server.generate", what, field="lora_path")
+    base, wanted = context.find_model(request.model), adapters.pop()
+    if wanted is None:
+        return base
+    found = context.find_model(wanted)
+    if found.adapter is None:
+        what = f"lora_path {wanted!r} is the model itself: leave it out"
+        raise ConfigError("server.generate", what, field="lora_path")
+    return found
+
+
+def _refuse_unsupported(body: bytes) -> None:
+    refuse_unsupported(body, _REFUSED_FIELDS)
+    raw = _raw_sampling.decode(body).sampling_params
+    if bytes(raw).startswith(b"{"):
+        refuse_unsupported(raw, REFUSED_FIELDS, "sampling_params.")
+    if not bytes(raw).startswith(b"["):
+        return
+    for index, each in enumerate(_raw_list.decode(raw)):
+        refuse_unsupported(each, REFUSED_FIELDS, f"sampling_params[{index}].")
+
+
+def _read_prompts(
+    context: ServerContext, request: GenerateRequest
+) -> tuple[str, list[str] | list[list[int]], bool]:
+    if (request.text is None) == (request.input_ids is None):
+        raise ConfigError(
+            "server.generate", "send either text or input_ids, not both or none", field="text"
+        )
+    info = context.ready_info()
+    if request.input_ids is not None:
+        prompts, is_list = read_prompts(request.input_ids, info.vocab_size, "input_ids")
+        if isinstance(prompts[0], str):
+            raise ConfigError("server.generate", "input_ids holds text", field="input_ids")
+        return "input_ids", prompts, is_list
+    assert request.text is not None
+    texts = [request.text] if isinstance(request.text, str) else request.text
+    if not texts:
+        raise ConfigError("server.generate", "text is an empty list", field="text")
+    return "text", texts, isinstance(request.text, list)
+
+
+def _per_prompt(value: _T | list[_T] | None, count: int, name: str) -> list[_T | None]:
+    """Spread a field that is one value for all prompts, or a list with one for each."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(
+            "server.generate", f"{name} has {len(value)} entries for {count} prompts", field=name
+        )
+    return list(value)
+
+
+def _plan(
+    context: ServerContext,
+    request: GenerateRequest,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[SglangSampling | None],
+    prompt_field: str,
+) -> tuple[list[ChoicePlan], list[_Progress]]:
+    info = context.ready_info()
+    count = len(prompts)
+    wants = _per_prompt(request.return_logprob, count, "return_logprob")
+    starts = _per_prompt(request.logprob_start_len, count, "logprob_start_len")
+    tops = _per_prompt(request.top_logprobs_num, count, "top_logprobs_num")
+    rids = _per_prompt(request.rid, count, "rid") if isinstance(request.rid, list) else []
+    plans: list[ChoicePlan] = []
+    progress: list[_Progress] = []
+    for index, prompt_ids in enumerate(prompts):
+        given = samplings[index]
+        sampling = given if given is not None else SglangSampling()
+        prefix = _prefix(request, index)
+        check_ids(prompt_ids, info.vocab_size, prompt_field)
+        max_tokens = fit_max_tokens(
+            sampling.max_new_tokens,
+            DEFAULT_MAX_NEW_TOKENS,
+            prompt_len=len(prompt_ids),
+            max_model_len=info.max_model_len,
+            prompt_field=prompt_field,
+            max_field=f"{prefix}max_new_tokens",
+        )
+        num_top = (tops[index] or 0) if wants[index] is True else None
+        start = starts[index]
+        first = start if num_top is not None and start is not None else -1
+        seed = sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed
+        text = TextOptions(
+            make_stops(sampling.stop),
+            sampling.no_stop_trim is True,
+            sampling.skip_special_tokens is not False,
+        )
+        for choice in range(sampling.n if sampling.n is not None else 1):
+            params = make_sampling(
+                sampling,
+                context.defaults,
+                vocab_size=info.vocab_size,
+                max_tokens=max_tokens,
+                min_tokens=sampling.min_new_tokens,
+                seed=choice_seed(seed, choice),
+                logprobs=num_top,
+                prompt_logprobs=num_top if first >= 0 else None,
+                prefix=prefix,
+            )
+            plans.append(ChoicePlan(prompt_ids, params, text))
+            rid = rids[index] if rids else request.rid
+            progress.append(
+                _Progress(
+                    rid if isinstance(rid, str) else current_request_id.get(),
+                    num_top is not None,
+                    first,
+                    request.return_text_in_logprobs is True,
+                )
+            )
+    return plans, progress
+
+
+def _prefix(request: GenerateRequest, index: int) -> str:
+    is_list = isinstance(request.sampling_params, list)
+    return f"sampling_params[{index}]." if is_list else "sampling_params."
+
+
+async def _collect(
+    context: ServerContext, group: GenerationGroup, progress: Sequence[_Progress]
+) -> list[GenerateResponse]:
+    async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            _add(progress[generation.index], piece)
+    return [
+        _make_response(context, generation, progress[generation.index])
+        for generation in group.generations
+    ]
+
+
+async def _events(
+    context: ServerContext, group: GenerationGroup, progress: Sequence[_Progress]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            state = progress[generation.index]
+            _add(state, piece)
+            response = _make_response(context, generation, state)
+            response.index = generation.index
+            yield encode_event(_encode(response))
+    yield DONE
+
+
+def _add(state: _Progress, piece: Piece) -> None:
+    state.text += piece.text
+    state.ids += piece.token_ids
+    state.has_ended = piece.finish_reason is not None
+    if state.wants_logprobs:
+        state.logprobs += piece.logprobs
+
+
+def _make_response(
+    context: ServerContext, generation: Generation, state: _Progress
+) -> GenerateResponse:
+    meta = MetaInfo(
+        id=state.rid,
+        finish_reason=_finish(generation) if state.has_ended else None,
+        prompt_tokens=generation.prompt_len,
+        completion_tokens=len(state.ids),
+        cached_tokens=generation.cached_len,
+    )
+    if state.has_ended:
+        meta.e2e_latency = generation.timer.elapsed_s
+    if state.wants_logprobs:
+        _add_logprobs(context, generation, state, meta)
+    return GenerateResponse(text=state.text, output_ids=state.ids, meta_info=meta)
+
+
+def _finish(generation: Generation) -> dict[str, Any]:
+    match generation.finish_reason:
+        case "stop":
+            matched = generation.stop_reason
+            # SGLang names the token of the model's own that ended the text, OpenAI's dialect not.
+            return {
+                "type": "stop",
+                "matched": generation.stop_token_id if matched is None else matched,
+            }
+        case "length":
+            return {"type": "length", "length": generation.num_tokens}
+        case reason:
+            return {"type": reason, "message": "the request was aborted"}
+
+
+def _add_logprobs(
+    context: ServerContext, generation: Generation, state: _Progress, meta: MetaInfo
+) -> None:
+    tokenizer = context.encoder.tokenizer
+
+    def row(token_id: int, logprob: float | None) -> LogprobRow:
+        return logprob, token_id, tokenizer.token_text(token_id) if state.has_texts else None
+
+    output = state.logprobs
+    meta.output_token_logprobs = [row(entry.token_id, entry.logprob) for entry in output]
+    meta.output_top_logprobs = [[row(i, p) for i, p in entry.top] for entry in output]
+    prompt = generation.prompt_logprobs
+    if prompt is None or state.first_logprob < 0:
+        meta.input_token_logprobs = UNSET
+        return
+    ids = generation.request.prompt_ids
+    asked = list(zip(ids, prompt, strict=True))[state.first_logprob :]
+    meta.input_token_logprobs = [
+        row(token_id, entry.logprob if entry is not None else None) for token_id, entry in asked
+    ]
+    meta.input_top_logprobs = [
+        [row(i, p) for i, p in entry.top] if entry is not None else None for _, entry in asked
+    ]

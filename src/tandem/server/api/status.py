@@ -1,0 +1,172 @@
+"""What runs and how it fares: models, health, readiness, information, metrics, cache control."""
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+import tandem
+from tandem.core.errors import ConfigError
+from tandem.core.wire import InstanceStage
+from tandem.server.context import ServedModel, ServerContext
+from tandem.server.edge.connection import read_body
+from tandem.server.edge.http_errors import RETRY_LATER_S
+from tandem.server.protocol.decode import decode_body
+from tandem.server.protocol.openai import ModelCard, ModelList
+from tandem.server.protocol.sglang import AbortRequest
+from tandem.server.protocol.status import (
+    AbortReply,
+    FlushReply,
+    Health,
+    ModelInfo,
+    Readiness,
+    ServerInfo,
+    Version,
+)
+
+__all__ = [
+    "abort_request",
+    "flush_cache",
+    "get_health",
+    "get_live",
+    "get_metrics",
+    "get_model",
+    "get_model_info",
+    "get_ready",
+    "get_server_info",
+    "get_version",
+    "list_models",
+]
+
+_abort_decoder = msgspec.json.Decoder(AbortRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+def _is_ready(context: ServerContext) -> bool:
+    is_up = context.engine.stage.stage == InstanceStage.READY and context.engine.info is not None
+    return is_up and not context.lifecycle.is_draining
+
+
+def _name_stage(context: ServerContext) -> str:
+    is_draining = context.lifecycle.is_draining
+    return str(InstanceStage.DRAINING if is_draining else context.engine.stage.stage)
+
+
+def _answer(reply: msgspec.Struct, *, is_ok: bool = True) -> Response:
+    return Response(
+        _encode(reply),
+        status_code=200 if is_ok else 503,
+        headers={} if is_ok else {"Retry-After": str(RETRY_LATER_S)},
+        media_type="application/json",
+    )
+
+
+async def get_health(context: ServerContext, _: Request) -> Response:
+    """Say whether requests are served: 200 if so, 503 while loading, down or draining."""
+    return _answer(Health(_name_stage(context)), is_ok=_is_ready(context))
+
+
+async def get_live(context: ServerContext, _: Request) -> Response:
+    """Say whether the server works, be it loading or draining: 503 is for a restart."""
+    is_failed = context.engine.stage.stage == InstanceStage.FAILED
+    return _answer(Health(_name_stage(context)), is_ok=not is_failed)
+
+
+async def get_ready(context: ServerContext, _: Request) -> Response:
+    """Say what /health says, and how far loading has come."""
+    stage = context.engine.stage
+    reply = Readiness(_name_stage(context), stage.detail, stage.done, stage.total)
+    return _answer(reply, is_ok=_is_ready(context))
+
+
+async def get_version(_: ServerContext, __: Request) -> Response:
+    """Return the version."""
+    return _answer(Version(tandem.__version__))
+
+
+def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
+    info, adapter = context.engine.info, model.adapter
+    return ModelCard(
+        id=model.name,
+        created=context.created_at,
+        root=context.models.root if adapter is None else adapter.folder,
+        parent=None if adapter is None else context.models.first,
+        max_model_len=info.max_model_len if info is not None else None,
+    )
+
+
+async def list_models(context: ServerContext, _: Request) -> Response:
+    """List the names that can be asked for."""
+    served = [ServedModel(name) for name in context.models.served]
+    served += [ServedModel(name, info) for name, info in context.engine.adapters.items()]
+    return _answer(ModelList(data=[_make_card(context, model) for model in served]))
+
+
+async def get_model(context: ServerContext, http: Request) -> Response:
+    """Describe one model; names may hold slashes."""
+    model = context.find_model(http.path_params["name"])
+    return _answer(_make_card(context, model))
+
+
+async def get_model_info(context: ServerContext, _: Request) -> Response:
+    """Describe the model as SGLang does; its frontend reads ``model_path``."""
+    info = context.ready_info()
+    recommended = msgspec.to_builtins(context.defaults)
+    return _answer(
+        ModelInfo(
+            model_path=context.models.root,
+            tokenizer_path=context.models.root,
+            served_model_name=context.models.first,
+            preferred_sampling_params={k: v for k, v in recommended.items() if v is not None},
+            model_type=info.architecture,
+            max_model_len=info.max_model_len,
+            num_parameters=info.num_parameters,
+            weight_version=info.weight_version,
+        )
+    )
+
+
+async def get_server_info(context: ServerContext, _: Request) -> Response:
+    """Return settings (without secrets), what runs, and its counters."""
+    stats = await context.read_stats()
+    config = msgspec.to_builtins(context.config)
+    for secret in ("api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile"):
+        del config[secret]
+    info = context.engine.info
+    return _answer(
+        ServerInfo(
+            version=tandem.__version__,
+            served_model_name=context.models.first,
+            config=config,
+            instance=info,
+            stats=stats,
+            stage=context.engine.stage,
+            instances=context.engine.instances,
+            max_total_num_tokens=info.num_blocks * info.block_size if info is not None else 0,
+        )
+    )
+
+
+async def get_metrics(context: ServerContext, _: Request) -> Response:
+    """Return the Prometheus page."""
+    stats = await context.read_stats()
+    return Response(
+        context.metrics.render(stats, context.engine.instances, context.engine.fallbacks),
+        media_type=CONTENT_TYPE_LATEST,
+    )
+
+
+async def flush_cache(context: ServerContext, _: Request) -> Response:
+    """Forget cached prefixes that no running request uses."""
+    num_blocks = await context.engine.flush_cache()
+    return _answer(FlushReply(success=True, num_freed_blocks=num_blocks))
+
+
+async def abort_request(context: ServerContext, http: Request) -> Response:
+    """End a request by the id its client gave it, or all requests."""
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _abort_decoder)
+    if request.rid is None and not request.abort_all:
+        raise ConfigError("server.abort_request", "rid is missing, and abort_all", field="rid")
+    name = None if request.abort_all else request.rid
+    return _answer(AbortReply(await context.lifecycle.abort(name)))

@@ -1,0 +1,83 @@
+"""POST /tokenize and /detokenize."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.core.errors import ConfigError
+from tandem.server.api.completions import encode_prompts
+from tandem.server.api.prompts import read_prompts
+from tandem.server.context import ServerContext
+from tandem.server.edge.connection import read_body
+from tandem.server.protocol.decode import decode_body
+from tandem.server.protocol.openai import DetokenizeRequest, TokenizeRequest
+from tandem.server.protocol.status import DetokenizeReply, TokenizeReply
+
+__all__ = ["detokenize", "tokenize"]
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+async def tokenize(context: ServerContext, http: Request) -> Response:
+    """Return the token ids of a text, of several, or of a conversation."""
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _tokenize_decoder)
+    context.find_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ConfigError(
+            "server.tokenize", "send either prompt or messages, not both or none", field="prompt"
+        )
+    adds_special = request.add_special_tokens is not False
+    if request.messages is not None:
+        text = await context.encoder.render(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            arguments=request.chat_template_kwargs,
+        )
+        # The template writes the special tokens itself.
+        prompts, is_list, adds_special = [text], False, request.add_special_tokens is True
+    else:
+        is_list = isinstance(request.prompt, list)
+        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        assert prompts is not None
+    ids = await encode_prompts(
+        context, prompts, field="prompt", add_special_tokens=adds_special, max_model_len=None
+    )
+    counts = [len(each) for each in ids]
+    info = context.engine.info
+    names = context.encoder.tokenizer.token_name
+    strings = [[names(i) for i in each] for each in ids] if request.return_token_strs else None
+    reply = TokenizeReply(
+        tokens=ids if is_list else ids[0],
+        count=counts if is_list else counts[0],
+        max_model_len=info.max_model_len if info is not None else None,
+        token_strs=strings if is_list or strings is None else strings[0],
+    )
+    return Response(_encode(reply), media_type="application/json")
+
+
+async def detokenize(context: ServerContext, http: Request) -> Response:
+    """Return the text of token ids, or of several lists of them."""
+    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    request = decode_body(body, _detokenize_decoder)
+    context.find_model(request.model)
+    tokenizer = context.encoder.tokenizer
+    if not request.tokens:
+        return Response(_encode(DetokenizeReply("", "")), media_type="application/json")
+    sequences, is_list = read_prompts(request.tokens, tokenizer.vocab_size, "tokens")
+    skip = request.skip_special_tokens is True
+
+    def decode() -> list[str]:
+        texts: list[str] = []
+        for sequence in sequences:
+            if isinstance(sequence, str):
+                raise ConfigError("server.detokenize", "tokens holds text", field="tokens")
+            texts.append(tokenizer.decode(sequence, skip_special_tokens=skip))
+        return texts
+
+    texts = await context.encoder.threads.run(decode)
+    text = texts if is_list else texts[0]
+    return Response(_encode(DetokenizeReply(text, text)), media_type="application/json")

@@ -1,0 +1,84 @@
+"""Token counts and log-probabilities of generations, in the OpenAI shapes."""
+
+from collections.abc import Sequence
+
+from tandem.core.wire import TokenLogprob
+from tandem.server.generation import Generation, Piece
+from tandem.server.protocol.openai import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptTokensDetails,
+    TopLogprob,
+    Usage,
+)
+from tandem.server.text.tokenizer import Tokenizer
+
+__all__ = ["add_completion_logprobs", "count_piece_usage", "count_usage", "make_chat_logprobs"]
+
+
+def count_usage(generations: Sequence[Generation], n: int = 1) -> Usage:
+    """Count the tokens of generations that ended; a prompt with ``n`` answers counts once."""
+    return _make_usage(generations[::n], sum(generation.num_tokens for generation in generations))
+
+
+def count_piece_usage(generation: Generation, piece: Piece) -> Usage:
+    """Count the tokens of one generation up to a piece."""
+    return _make_usage([generation], piece.num_tokens)
+
+
+def _make_usage(firsts: Sequence[Generation], completion: int) -> Usage:
+    prompt = sum(generation.prompt_len for generation in firsts)
+    cached = sum(generation.cached_len for generation in firsts)
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+def make_chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Return the log-probabilities of a chat choice or chunk."""
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        raw = tokenizer.token_bytes(token_id)
+        return TopLogprob(raw.decode("utf-8", "replace"), logprob, list(raw))
+
+    content: list[ChatLogprob] = []
+    for entry in logprobs:
+        own = top(entry.token_id, entry.logprob)
+        likeliest = [top(token_id, logprob) for token_id, logprob in entry.top]
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, likeliest))
+    return ChatLogprobs(content)
+
+
+def add_completion_logprobs(
+    target: CompletionLogprobs,
+    tokenizer: Tokenizer,
+    logprobs: Sequence[TokenLogprob | None],
+    token_ids: Sequence[int],
+    offset: int,
+) -> int:
+    """Append tokens to the parallel lists of a completion.
+
+    Args:
+        target: appended to.
+        tokenizer: spells the tokens.
+        logprobs: None for a token without one, the first of a prompt.
+        token_ids: those tokens; as long as ``logprobs``.
+        offset: characters of text before them.
+
+    Returns: the offset after them.
+    """
+    for entry, token_id in zip(logprobs, token_ids, strict=True):
+        text = tokenizer.token_text(token_id)
+        target.tokens.append(text)
+        target.text_offset.append(offset)
+        offset += len(text)
+        if entry is None:
+            target.token_logprobs.append(None)
+            target.top_logprobs.append(None)
+            continue
+        target.token_logprobs.append(entry.logprob)
+        # The chosen token is always there, as in OpenAI's own answers. Several may have one text
+        # (pieces of a character): the likeliest of them stands, by which clients tell greedy ones.
+        likeliest = {tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top)}
+        likeliest[text] = max(entry.logprob, likeliest.get(text, entry.logprob))
+        target.top_logprobs.append(likeliest)
+    return offset

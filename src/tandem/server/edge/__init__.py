@@ -1,0 +1,1 @@
+"""HTTP itself: connections, hosts, keys, errors, event streams, the access log."""

@@ -1,0 +1,92 @@
+"""Server-sent events: the response of every stream.
+
+Owns the generation group while it runs and closes it on every path. An error after the first byte
+is an event of its own, after which the stream ends.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.core.errors import InternalError, TandemError
+from tandem.server.edge.connection import ClientGoneError, limit_time, run_while_connected
+from tandem.server.edge.http_errors import describe_error, encode_error
+from tandem.server.generation import GenerationGroup
+
+__all__ = ["DONE", "EventStream", "encode_event"]
+
+_logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def encode_event(document: bytes) -> bytes:
+    """Frame one JSON document; JSON holds no line break of its own."""
+    return b"data: " + document + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events until they end, the client leaves or stops reading.
+
+    Args:
+        group: owned from now on.
+        events: framed events over the pieces of ``group``, the final one included.
+        send_timeout_s: how long the client may leave what was sent unread.
+    """
+
+    def __init__(
+        self, group: GenerationGroup, events: AsyncGenerator[bytes, None], send_timeout_s: float
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        # Response computes a length of zero for its empty body.
+        del self.headers["content-length"]
+        self._group = group
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the stream; returns when everything it held is free."""
+        try:
+            await run_while_connected(receive, self._send_all(send))
+        except ClientGoneError:
+            _logger.debug("event=client_gone name=%s", self._group.name)
+        finally:
+            await self._group.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with limit_time(self._group.time_limit_s), aclosing(self._events) as events:
+                async for event in events:
+                    await self._send_event(send, event)
+        except TandemError as error:
+            await self._send_event(send, _error_event(error))
+        except ClientGoneError:
+            raise
+        except Exception:
+            _logger.exception("event=stream_failed name=%s", self._group.name)
+            failure = InternalError("server.stream", "the server failed; its log says why")
+            await self._send_event(send, _error_event(failure))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_event(self, send: Send, event: bytes) -> None:
+        # Returns at once while the socket takes it; waits while the client reads too slowly.
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TimeoutError as error:
+            raise ClientGoneError from error
+        # A failed send is reported in the loop's next turn. Without one between events that
+        # are ready together, all of them would go to a socket that is gone.
+        await asyncio.sleep(0)
+
+
+def _error_event(error: TandemError) -> bytes:
+    return encode_event(encode_error(describe_error(error).body))

@@ -1,0 +1,60 @@
+"""The load log: every few seconds, while there is any, one line of what the instance does."""
+
+import asyncio
+import logging
+from typing import NoReturn
+
+from tandem.core.wire import InstanceStats
+from tandem.server.context import ServerContext
+
+__all__ = ["LoadReport", "log_load"]
+
+_logger = logging.getLogger(__name__)
+
+
+class LoadReport:
+    """Rates between one reading of an instance's counters and the next. Pure: time is given."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, InstanceStats] | None = None
+
+    def describe(self, stats: InstanceStats | None, now_s: float) -> str | None:
+        """Return the line's text, None without load.
+
+        Args:
+            stats: None while the instance is down, after which its counters restart at 0.
+            now_s: when they were read.
+        """
+        last, self._last = self._last, None if stats is None else (now_s, stats)
+        if stats is None or last is None:
+            return None
+        last_s, before = last
+        prompt = stats.prompt_tokens - before.prompt_tokens
+        generated = stats.generated_tokens - before.generated_tokens
+        seconds = now_s - last_s
+        if prompt < 0 or generated < 0 or seconds <= 0:
+            return None  # Another instance's counters.
+        if not (prompt or generated or stats.num_running or stats.num_waiting):
+            return None
+        used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        text = (
+            f"event=load running={stats.num_running} waiting={stats.num_waiting} "
+            f"prompt_tokens_per_s={prompt / seconds:.1f} "
+            f"generated_tokens_per_s={generated / seconds:.1f} kv_cache_usage={used:.3f}"
+        )
+        queries = stats.prefix_query_tokens - before.prefix_query_tokens
+        if queries > 0:
+            hits = stats.prefix_hit_tokens - before.prefix_hit_tokens
+            text += f" prefix_hit_rate={hits / queries:.3f}"
+        return text
+
+
+async def log_load(context: ServerContext, every_s: float) -> NoReturn:
+    """Log a line every ``every_s`` seconds under load, until cancelled."""
+    report = LoadReport()
+    report.describe(await context.read_stats(), context.clock.now_s())
+    while True:
+        await asyncio.sleep(every_s)
+        text = report.describe(await context.read_stats(), context.clock.now_s())
+        if text is not None:
+            _logger.info(text)

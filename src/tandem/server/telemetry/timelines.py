@@ -1,0 +1,221 @@
+"""What the server remembers of requests, for ``tandem explain``: the last ones, by owner and name.
+
+No prompt and no answer is kept: digests, counts and times. One ring for all, bounded by the number
+of generations, however many requests come.
+"""
+
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.core.timeline import ChoiceTimeline, InstanceTimeline, RequestTimeline
+from tandem.server.telemetry.metrics import RequestTimer
+
+__all__ = [
+    "ChoiceRecord",
+    "Origin",
+    "RequestRecord",
+    "SharingIdentity",
+    "TimelineRing",
+    "digest_head",
+    "digest_text",
+]
+
+_DIGEST_BYTES = 16
+
+
+class Origin(NamedTuple):
+    """The caller's key digest, and the time of arrival."""
+
+    arrived_s: float
+    arrived_at: float
+    """Unix seconds."""
+    owner: bytes
+    """Digest of the API key; empty where none is asked for."""
+    request_id: str
+    path: str
+    traceparent: str
+    """The header, unchecked; empty without one."""
+
+
+class SharingIdentity(NamedTuple):
+    """What must be equal for two requests to share KV, beside their tokens."""
+
+    cache_salt: bytes
+    model: str
+    """The system fingerprint."""
+    process: int
+    """Id of the instance's process, with which unstored KV is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceRecord:
+    """One generation."""
+
+    request_id: str
+    """Of the engine."""
+    timer: RequestTimer
+    prompt_tokens: int
+    head: bytes
+    """Digest of the first block of the prompt; empty for a shorter one."""
+
+    def describe(self, index: int, submitted_s: float) -> ChoiceTimeline:
+        """Return the server's part."""
+        timer = self.timer
+        return ChoiceTimeline(
+            index=index,
+            submitted_s=submitted_s,
+            first_token_s=timer.first_token_s,
+            end_s=timer.end_s,
+            finish_reason=timer.reason,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=timer.num_tokens,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One HTTP request."""
+
+    name: str
+    """Id of the answer."""
+    origin: Origin
+    identity: SharingIdentity
+    submitted_s: float
+    """Seconds from arrival until its prompts were tokens and were sent to an instance."""
+    choices: list[ChoiceRecord]
+
+    def refuse(self, reason: str, now_s: float) -> None:
+        """Note that the engine did not take it, ``now_s`` seconds after arrival."""
+        for choice in self.choices:
+            if choice.timer.end_s is None:
+                choice.timer.end_s, choice.timer.reason = now_s, reason
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing of it runs."""
+        return all(choice.timer.end_s is not None for choice in self.choices)
+
+    def describe(
+        self, instances: dict[str, list[InstanceTimeline]], now_s: float
+    ) -> RequestTimeline:
+        """Return the message.
+
+        Args:
+            instances: what instances tell, by the engine's id.
+            now_s: seconds since arrival.
+        """
+        choices = [
+            _join(choice.describe(index, self.submitted_s), instances.get(choice.request_id, []))
+            for index, choice in enumerate(self.choices)
+        ]
+        ends_s = [choice.end_s for choice in choices if choice.end_s is not None]
+        return RequestTimeline(
+            id=self.name,
+            request_id=self.origin.request_id,
+            path=self.origin.path,
+            arrived_at=self.origin.arrived_at,
+            age_s=max(ends_s) if self.is_ended else now_s,
+            tokenized_s=self.submitted_s,
+            is_ended=self.is_ended,
+            choices=choices,
+        )
+
+
+def _join(choice: ChoiceTimeline, instances: list[InstanceTimeline]) -> ChoiceTimeline:
+    output_tokens = choice.output_tokens
+    if choice.end_s is None:  # The server counts at the end.
+        output_tokens = max((each.output_tokens for each in instances), default=0)
+    return ChoiceTimeline(
+        index=choice.index,
+        submitted_s=choice.submitted_s,
+        first_token_s=choice.first_token_s,
+        end_s=choice.end_s,
+        finish_reason=choice.finish_reason,
+        prompt_tokens=choice.prompt_tokens,
+        output_tokens=output_tokens,
+        instances=instances,
+    )
+
+
+class TimelineRing:
+    """The last requests.
+
+    Args:
+        capacity: generations in all; the oldest requests go first, running ones too.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._num_choices = 0
+        self._records: deque[RequestRecord] = deque()
+        self._by_name: dict[tuple[bytes, str], RequestRecord] = {}
+
+    def __len__(self) -> int:
+        return self._num_choices
+
+    def add(self, record: RequestRecord) -> None:
+        """Remember a request under both of its names; the latest of a name is the one found."""
+        self._records.append(record)
+        self._num_choices += len(record.choices)
+        for key in _list_keys(record):
+            self._by_name[key] = record
+        while self._num_choices > self._capacity:
+            oldest = self._records.popleft()
+            self._num_choices -= len(oldest.choices)
+            for key in _list_keys(oldest):
+                if self._by_name.get(key) is oldest:
+                    del self._by_name[key]
+
+    def find(self, owner: bytes, name: str) -> RequestRecord | None:
+        """Return the latest request of an owner with this answer id or ``x-request-id``."""
+        return self._by_name.get((owner, name))
+
+    def find_other_identity(self, record: RequestRecord, head: bytes) -> str | None:
+        """Return what kept a prompt from sharing with an earlier one that began alike.
+
+        Only requests of the same owner are looked at. None if none began alike, or one had the same
+        identity, so that something else is the reason.
+        """
+        found: str | None = None
+        for other in self._records:
+            if other is record:
+                break
+            if other.origin.owner != record.origin.owner:
+                continue
+            if not any(head and choice.head == head for choice in other.choices):
+                continue
+            differing = _name_difference(other.identity, record.identity)
+            if differing is None:
+                return None
+            found = differing
+        return found
+
+
+def _list_keys(record: RequestRecord) -> list[tuple[bytes, str]]:
+    owner = record.origin.owner
+    return [(owner, record.name), (owner, record.origin.request_id)]
+
+
+def _name_difference(a: SharingIdentity, b: SharingIdentity) -> str | None:
+    if a.model != b.model:
+        return "model or weights"
+    if a.cache_salt != b.cache_salt:
+        return "cache_salt"
+    return "process of the instance" if a.process != b.process else None
+
+
+def digest_head(prompt_ids: Sequence[int], block_size: int) -> bytes:
+    """Return a digest of the first block of a prompt; empty for a shorter prompt."""
+    if len(prompt_ids) < block_size:
+        return b""
+    packed = struct.pack(f"<{block_size}i", *prompt_ids[:block_size])
+    return hashlib.sha256(packed).digest()[:_DIGEST_BYTES]
+
+
+def digest_text(text: str) -> bytes:
+    """Return a digest of a text of the client."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]

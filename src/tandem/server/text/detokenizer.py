@@ -1,0 +1,112 @@
+"""Token ids to text, piece by piece, never half a character.
+
+Two methods. Byte-level vocabularies (GPT-2, Qwen, Llama 3, DeepSeek) map each token to bytes, so a
+table and an incremental UTF-8 decoder are exact and cost a lookup a token. All others go through
+the tokenizer's own decoder over a short window of ids. Both promise: the concatenation of all
+pieces equals the decoding of the whole. Not thread-safe; one per generation.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+__all__ = ["ByteDetokenizer", "Detokenizer", "WindowDetokenizer"]
+
+
+class Detokenizer(Protocol):
+    """Incremental decoding of one sequence of token ids."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is now certain."""
+        ...
+
+    def flush(self) -> str:
+        """End the sequence; returns the text held back, incomplete characters as U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings.
+
+    Args:
+        token_bytes: the bytes of a token id.
+        skip: ids that add no text.
+        context: the tokens before the sequence; a character split between the two comes out
+            whole, with the first piece.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        skip: frozenset[int],
+        context: Sequence[int] = (),
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._skip = skip
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # No character is longer than four bytes, so four tokens hold its beginning.
+        for token_id in context[-4:]:
+            if token_id not in skip:
+                self._decode(token_bytes(token_id))
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is now certain."""
+        skip, token_bytes = self._skip, self._token_bytes
+        return self._decode(b"".join([token_bytes(i) for i in token_ids if i not in skip]))
+
+    def flush(self) -> str:
+        """End the sequence; an incomplete character becomes U+FFFD."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For every other decoder, by decoding a window that begins before the new tokens.
+
+    A decoder may treat the first token of its input apart (SentencePiece strips its space), so
+    the tokens of the last piece stay in front, and only the text after theirs is new.
+
+    Args:
+        decode: ids to text, the tokenizer's own decoder.
+        skip: ids that add no text.
+        is_byte: whether a token is a raw byte of a byte-fallback vocabulary. A run of such tokens
+            is decoded as a whole (one bad byte spoils all of it), so it is held to its end.
+        context: the tokens before the sequence, whose text is not repeated.
+    """
+
+    _CONTEXT_TOKENS = 6
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skip: frozenset[int],
+        is_byte: Callable[[int], bool],
+        context: Sequence[int] = (),
+    ) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._is_byte = is_byte
+        self._window = [i for i in context if i not in skip][-self._CONTEXT_TOKENS :]
+        self._num_read = len(self._window)
+        self._seen_text = decode(self._window) if self._window else ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is now certain."""
+        self._window += [i for i in token_ids if i not in self._skip]
+        if len(self._window) == self._num_read or self._is_byte(self._window[-1]):
+            return ""
+        return self._advance(can_hold=True)
+
+    def flush(self) -> str:
+        """End the sequence; an incomplete character becomes U+FFFD."""
+        return self._advance(can_hold=False)
+
+    def _advance(self, *, can_hold: bool) -> str:
+        text = self._decode(self._window)
+        # A decoder with bytes inside a longer chain shows an unfinished character as U+FFFD.
+        if len(text) <= len(self._seen_text) or (can_hold and text.endswith("�")):
+            return ""
+        piece = text[len(self._seen_text) :]
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._seen_text = self._decode(self._window)
+        return piece

@@ -1,0 +1,258 @@
+"""The tokenizer of a checkpoint: text to ids and back, and its chat template.
+
+Owns ``tokenizer.json`` through the ``tokenizers`` library (transformers takes seconds to import and
+is the fallback only), the table of token bytes, and the threads on which the event loop has text
+encoded. A ``Tokenizer`` is immutable and thread-safe.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import tokenizers
+from tokenizers import decoders
+from tokenizers.pre_tokenizers import ByteLevel
+
+from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.models.gguf.tokenizer import load_gguf_tokenizer
+from tandem.models.sources.gguf_files import find_gguf
+from tandem.server.text import tiktoken_file
+from tandem.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+__all__ = ["TokenThreads", "Tokenizer", "load_tokenizer"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    tiktoken_file.FILE_NAME,
+    "vocab.json",
+    "vocab.txt",
+)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Tokenizer:
+    """One checkpoint's vocabulary.
+
+    Args:
+        backend: borrowed; padding and truncation are switched off.
+        special_tokens: such as ``{"bos_token": "<s>"}``, visible to the chat template.
+        chat_template: jinja2 source, or None if the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.special_tokens = special_tokens if special_tokens is not None else {}
+        self.chat_template = chat_template
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._has_byte_fallback = "ByteFallback" in repr(backend.decoder)
+        self._byte_of = _byte_alphabet()
+        self.token_bytes = lru_cache(maxsize=2**18)(self._find_bytes)
+        """Bytes of a token id; of a vocabulary without bytes, the UTF-8 of its text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``.
+
+        Raises:
+            ConfigError: the text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            # Of the library's encoders, only those for batches release the GIL.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
+        except UnicodeEncodeError as error:
+            raise ConfigError("tokenizer.encode", f"text is not Unicode: {error}") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ``token_ids``, all of them in [0, vocab_size)."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Start decoding a sequence that follows the ``context`` tokens."""
+        skip = self._special_ids if skip_special_tokens else frozenset[int]()
+        if self._is_byte_level:
+            return ByteDetokenizer(self.token_bytes, skip, context)
+        decode = partial(self._backend.decode, skip_special_tokens=False)
+        return WindowDetokenizer(decode, skip, self._is_byte, context)
+
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an id without a token."""
+        token = self._backend.id_to_token(token_id)
+        return token if token is not None else ""
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token's own text, U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _is_byte(self, token_id: int) -> bool:
+        return self._has_byte_fallback and _raw_byte(self.token_name(token_id)) is not None
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self.token_name(token_id)
+        if self._is_byte_level:
+            # As the library's decoder: a token with any other character stands for itself.
+            try:
+                return bytes([self._byte_of[char] for char in token])
+            except KeyError:
+                return token.encode()
+        if self._has_byte_fallback and (byte := _raw_byte(token)) is not None:
+            return byte
+        return token.replace("\u2581", " ").encode()
+
+
+def _raw_byte(token: str) -> bytes | None:
+    """Return the byte that ``<0xE4>`` stands for."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes.fromhex(token[3:5])
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of a byte-level vocabulary.
+
+    Source: GPT-2's ``bytes_to_unicode``: printable bytes are themselves, the other 68 are
+    numbered upwards from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(0x100 + position): byte for position, byte in enumerate(others)}
+    assert set(alphabet) == set(ByteLevel.alphabet()), "tokenizers changed its byte alphabet"
+    return alphabet
+
+
+class TokenThreads:
+    """Threads that keep encoding and rendering off the event loop."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call ``function`` on a thread and await its result."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Finish the running work, drop the waiting."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer files of a checkpoint folder, or what a GGUF file says in their place.
+
+    ``tokenizer.json`` alone decides how text is encoded and which tokens frame it; like
+    transformers 5, this ignores ``add_bos_token`` beside it.
+
+    Raises:
+        NotFoundError: the folder has neither ``tokenizer.json`` nor what can be converted.
+        ConfigError: a file is there and cannot be read.
+        UnsupportedError: a tokenizer that only its own code can read, or of a kind that is not
+            known here.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            found = load_gguf_tokenizer(gguf)
+            return Tokenizer(
+                found.backend,
+                special_tokens=found.special_tokens,
+                chat_template=found.chat_template,
+            )
+    settings = _read_json(folder / "tokenizer_config.json")
+    special = {name: _token_text(value) for name, value in settings.items() if _is_token(name)}
+    path = folder / "tokenizer.json"
+    if path.exists():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
+    elif (folder / tiktoken_file.FILE_NAME).exists():
+        alphabet = {byte: char for char, byte in _byte_alphabet().items()}
+        backend = tiktoken_file.build_tokenizer(folder, settings, alphabet)
+    else:
+        backend = _convert_tokenizer(folder)
+    return Tokenizer(
+        backend,
+        special_tokens={name: text for name, text in special.items() if text},
+        chat_template=_find_template(folder, settings),
+    )
+
+
+def _convert_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Let transformers build a fast tokenizer from older files (``tokenizer.model``, vocab.txt)."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnsupportedError(
+            "tokenizer.load",
+            f"{folder} has no tokenizer.json, and transformers is not installed to convert it",
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise NotFoundError("tokenizer.load", f"no tokenizer in {folder}: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise UnsupportedError(
+            "tokenizer.load",
+            f"{type(loaded).__name__} in {folder} has no fast form: add a tokenizer.json",
+        )
+    return backend
+
+
+def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        # Several by name: "default" is the one for plain conversations.
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _is_token(name: str) -> bool:
+    return name.endswith("_token") and not name.startswith("add_")
+
+
+def _token_text(value: object) -> str:
+    """Return a special token's text, which files write plain or as an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("tokenizer.load", f"{path} is not a JSON object")
+    return document

@@ -1,0 +1,109 @@
+"""The lanes of a process: calls between engines, as ``tandem.rpc`` has them carry its own."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
+from tandem.rpc.lane import LaneRequest
+from tandem.transfer.calls import MAX_CALL_BYTES, AwaitedCall, Call, PendingCall
+from tandem.transfer.engine import TransferEngine
+from tandem.transfer.segment import Segment
+
+__all__ = ["EngineLanes"]
+
+
+class EngineLanes:
+    """The ``rpc.Lanes`` of an engine, which it borrows; made on the loop that uses them."""
+
+    max_bytes = MAX_CALL_BYTES
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+
+    @property
+    def address(self) -> str:
+        """See ``rpc.Lanes``."""
+        return self._engine.address
+
+    def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
+        """See ``rpc.Lanes``; the engine has no other handler of calls."""
+
+        def handle(calls: list[Call]) -> list[None]:
+            handler([*calls])
+            return [None] * len(calls)
+
+        self._engine.serve_calls(handle, loop=asyncio.get_running_loop())
+
+    async def open(self, address: str, timeout_s: float) -> "_EngineLane":
+        """See ``rpc.Lanes``. Raises: as ``TransferEngine.open``."""
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(self._engine.open, address, deadline_s=timeout_s)
+        )
+        try:
+            return _EngineLane(self._engine, await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+
+class _EngineLane:
+    """An ``rpc.Lane`` to one peer of the engine."""
+
+    max_bytes = MAX_CALL_BYTES
+
+    def __init__(self, engine: TransferEngine, segment: Segment) -> None:
+        self._engine = engine
+        self._segment = segment
+
+    def begin(self, request: bytes) -> "_LaneAnswer":
+        try:
+            return _LaneAnswer(self._engine.begin_call(self._segment, request))
+        except TandemError as error:
+            raise _describe(error) from None
+
+    def begin_async(self, request: bytes, timeout_s: float) -> Awaitable[bytes]:
+        try:
+            begun = self._engine.begin_call_async(self._segment, request, deadline_s=timeout_s)
+        except TandemError as error:
+            raise _describe(error) from None
+        return _wait(begun)
+
+    def close(self) -> None:
+        with contextlib.suppress(TandemError):  # Gone already.
+            self._segment.close()
+
+
+class _LaneAnswer:
+    """What a thread waits for."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: PendingCall) -> None:
+        self._call = call
+
+    def wait(self, deadline_s: float) -> bytes:
+        try:
+            return self._call.wait(deadline_s)
+        except TandemError as error:
+            raise _describe(error) from None
+
+
+async def _wait(begun: AwaitedCall) -> bytes:
+    try:
+        return await begun.wait()
+    except TandemError as error:
+        raise _describe(error) from None
+
+
+def _describe(error: TandemError) -> TandemError:
+    """Return what this means to who uses the lane: late, not sent, or of no use any more."""
+    if isinstance(error, DeadlineError | CapacityError | PeerLostError):
+        return error
+    return PeerLostError(error.where, error.what)
+
+
+def _close_unwanted(opening: "asyncio.Future[Segment]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        with contextlib.suppress(TandemError):
+            opening.result().close()
