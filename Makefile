@@ -62,7 +62,7 @@ sanitize-address sanitize-thread: sanitize-%: $(STAMPS)/dev
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/sanitize-$* -G Ninja \
 	  -DTANDEM_BUILD_PYTHON=OFF -DTANDEM_BUILD_TESTS=ON "-DTANDEM_SANITIZE=$(SANITIZE)"
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/sanitize-$*
-	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	ASAN_OPTIONS=detect_leaks=1:handle_abort=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	  timeout 900 build/sanitize-$*/native/native_tests
 
 check: $(STAMPS)/dev

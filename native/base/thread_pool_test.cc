@@ -5,8 +5,6 @@
 #include "base/thread_pool.h"
 
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -209,30 +207,6 @@ TEST(pool_does_not_poll_with_more_threads_than_cpus) {
   options.nodes.push_back({0, 3, {0, 1}});
   CHECK_EQ(ThreadPool::create(options).value()->spin_us(), 0);
 }
-
-#if !TANDEM_TSAN  // TSan does not follow a fork of a process with threads.
-TEST(pool_fails_clearly_in_a_forked_child) {
-  auto pool = make_pool({3});
-  CHECK(pool->parallel_for(8, 1, [](size_t, size_t, int) {}).is_ok());
-  const pid_t child = fork();
-  if (child == 0) {
-    const Status status = pool->parallel_for(8, 1, [](size_t, size_t, int) {});
-    bool is_good = !status.is_ok() && status.error().code == Code::kConflict;
-    pool.reset();
-    auto fresh = make_pool({3});
-    std::atomic<size_t> total{0};
-    is_good &= fresh->parallel_for(8, 1, [&](size_t begin, size_t end, int) {
-                      total.fetch_add(end - begin);
-                    }).is_ok();
-    fresh.reset();
-    _exit(is_good && total.load() == 8 ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK_EQ(waitpid(child, &exit_status, 0), child);
-  CHECK(WIFEXITED(exit_status) && WEXITSTATUS(exit_status) == 0);
-  CHECK(pool->parallel_for(8, 1, [](size_t, size_t, int) {}).is_ok());
-}
-#endif
 
 TEST(wakeup_benchmark_checks_its_arguments) {
   auto pool = make_pool({2});
