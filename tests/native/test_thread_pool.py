@@ -229,7 +229,7 @@ def test_dropping_pools_ends_their_threads():
 
 
 def test_forked_child_gets_a_clear_error_and_may_make_its_own():
-    """Not a native test: a sanitizer's allocator may keep a lock over the fork, and the child hangs."""
+    """In Python alone: a sanitizer's allocator may keep a lock over a fork, and the child hangs."""
     pool = ThreadPool(3, oversubscribe=True)
     pool.run_noop(10)
     with warnings.catch_warnings():
