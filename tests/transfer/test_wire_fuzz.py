@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORPUS = ROOT / "native" / "transfer" / "wire_corpus"
+CORPUS = ROOT / "native" / "transfer" / "wire" / "corpus"
 FUZZ_S = 20
 
 pytestmark = pytest.mark.slow
