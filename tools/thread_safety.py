@@ -1,7 +1,7 @@
 """Have clang check what the native code says of its locks: ``python tools/thread_safety.py``.
 
-The fields of ``native/`` name the mutex that guards them (``base/threads/thread_annotations.h``). GCC,
-which most builds use, sees nothing of that; clang with ``-Wthread-safety`` refuses code that
+The fields of ``native/`` name the mutex that guards them (``base/threads/thread_annotations.h``).
+GCC, which most builds use, sees nothing of that; clang with ``-Wthread-safety`` refuses code that
 touches such a field without its mutex. Without a clang this says so and succeeds.
 """
 

@@ -2,7 +2,7 @@
 //
 // A row of a matrix is whole blocks of 32 or 256 consecutive weights. A weight is
 //   scale * (code - offset)  or  scale * code + minimum
-// with scales of groups within the block. docs/design/gguf.md lists the types.
+// with scales of groups within the block. docs/design/models/gguf.md lists the types.
 #pragma once
 
 #include <cstddef>

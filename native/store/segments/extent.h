@@ -1,5 +1,5 @@
 // Objects in a segment: where their parts lie, and how they become ones that survive their host.
-// The formats are docs/design/store_formats.md; layout.py has the same geometry for columns.
+// The formats are docs/design/store/store_formats.md; layout.py has the same geometry for columns.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // The header of an object, in a segment and on a disk alike: one format, written and read here only.
-// The format is docs/design/store_formats.md.
+// The format is docs/design/store/store_formats.md.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The allocator by example; tests/store/test_allocator_props.py drives it against a model.
+// The allocator by example; tests/store/parts/test_allocator_props.py drives it against a model.
 #include "store/segments/segment_allocator.h"
 
 #include "base/test.h"

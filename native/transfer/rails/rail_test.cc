@@ -1,4 +1,4 @@
-// The deciders by example; tests/transfer/test_rails_props.py drives them over seeded schedules.
+// The deciders by example; tests/transfer/rails/test_rails_props.py drives them over seeded schedules.
 #include <cmath>
 #include <numeric>
 

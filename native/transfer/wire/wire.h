@@ -1,4 +1,4 @@
-// Frames of the data connection: a header of 48 bytes, then a payload. docs/design/transfer_wire.md
+// Frames of the data connection: a header of 48 bytes, then a payload. docs/design/transfer/transfer_wire.md
 // has the grammar. Numbers are little-endian; values of enums are part of the wire format, do not
 // change them. Nothing here touches a socket: the fuzz target calls decode_* on any bytes.
 #pragma once
