@@ -31,7 +31,7 @@ set(avx512_bf16 "${avx512_vnni};-mavx512bf16;-mavx512vbmi")
 set(amx "${avx512_bf16};-mamx-tile;-mamx-int8;-mamx-bf16")
 
 # Sets `out` to the ISAs that this machine runs and that are chosen without being named (AMX is not),
-# ascending; the same conditions as in kernels/isa.cc.
+# ascending; the same conditions as in kernels/vectors/isa.cc.
 function(detect_isas out)
   set(found "")
   file(STRINGS /proc/cpuinfo flags REGEX "^flags" LIMIT_COUNT 1)
@@ -86,7 +86,7 @@ foreach(kind IN LISTS kinds)
     list(APPEND isas amx_emulated)
   endif()
   foreach(isa IN ITEMS plain LISTS isas)
-    set(source kernels/${kind}_${isa}.cc)
+    set(source kernels/${kind}/${kind}_${isa}.cc)
     target_sources(tandem_kernels PRIVATE ${source})
     set_source_files_properties(${source} PROPERTIES
       COMPILE_OPTIONS "${${isa}}" SKIP_UNITY_BUILD_INCLUSION ON)
@@ -95,7 +95,7 @@ foreach(kind IN LISTS kinds)
   endforeach()
 endforeach()
 # Choosing rounds as the plain variant does.
-set_source_files_properties(kernels/sampling.cc PROPERTIES COMPILE_OPTIONS "${plain}")
+set_source_files_properties(kernels/sampling/sampling.cc PROPERTIES COMPILE_OPTIONS "${plain}")
 file(CONFIGURE OUTPUT kernels/built_isas.h CONTENT
   "// Which variants of the kernels this build has. Written by kernel_isas.cmake.\n#pragma once\n\n@built_isas@"
   @ONLY)

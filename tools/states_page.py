@@ -1,4 +1,4 @@
-"""The text of docs/design/disaggregation_states.md: states, events and exits from the code."""
+"""The page disaggregation_states.md: states, events and exits from the code."""
 
 from tandem.engine.cluster.table import EVENTS, STEPS, TABLE, Exit, State
 

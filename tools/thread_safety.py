@@ -1,7 +1,7 @@
 """Have clang check what the native code says of its locks: ``python tools/thread_safety.py``.
 
-The fields of ``native/`` name the mutex that guards them (``base/thread_annotations.h``). GCC,
-which most builds use, sees nothing of that; clang with ``-Wthread-safety`` refuses code that
+The fields of ``native/`` name the mutex that guards them (``base/threads/thread_annotations.h``).
+GCC, which most builds use, sees nothing of that; clang with ``-Wthread-safety`` refuses code that
 touches such a field without its mutex. Without a clang this says so and succeeds.
 """
 
@@ -30,7 +30,7 @@ def check(compiler: str, source: Path) -> str:
 
 def list_sources() -> list[Path]:
     """Return the files that have mutexes or may use what has: not kernels, not bindings."""
-    found = (path for folder in FOLDERS for path in (ROOT / "native" / folder).glob("*.cc"))
+    found = (path for folder in FOLDERS for path in (ROOT / "native" / folder).rglob("*.cc"))
     return sorted(path.relative_to(ROOT) for path in found if not path.stem.endswith("_test"))
 
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/pages.h"
-#include "base/topology.h"
+#include "base/machine/topology.h"
 
 #ifndef MAP_HUGE_SHIFT
 #define MAP_HUGE_SHIFT 26

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/test.h"
-#include "base/topology.h"
+#include "base/machine/topology.h"
 
 namespace tandem {
 namespace {

@@ -1,8 +1,8 @@
 // The extension tandem._native._core; one file a topic.
 #include <nanobind/nanobind.h>
 
-#include "bindings/bind_lora.h"
-#include "bindings/bind_transfer.h"
+#include "bindings/kernels/bind_lora.h"
+#include "bindings/transfer/bind_transfer.h"
 #include "bindings/status.h"
 
 NB_MODULE(_core, module) {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "base/thread_annotations.h"
-#include "base/thread_pool.h"
-#include "base/thread_pool_bench.h"
+#include "base/threads/thread_annotations.h"
+#include "base/threads/thread_pool.h"
+#include "base/threads/thread_pool_bench.h"
 #include "bindings/status.h"
 
 namespace nb = nanobind;

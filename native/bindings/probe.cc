@@ -1,8 +1,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "base/cuda_probe.h"
-#include "base/system_probe.h"
+#include "base/machine/cuda_probe.h"
+#include "base/machine/system_probe.h"
 #include "bindings/status.h"
 
 namespace nb = nanobind;

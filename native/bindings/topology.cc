@@ -1,10 +1,10 @@
-#include "base/topology.h"
+#include "base/machine/topology.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "base/cpu_features.h"
+#include "base/machine/cpu_features.h"
 #include "bindings/status.h"
 
 namespace nb = nanobind;

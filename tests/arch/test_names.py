@@ -26,7 +26,7 @@ def files(names):
     [
         "`engine/scheduling/scheduler.py`",
         "`scheduler.py`",
-        "`docs/design/store.md`",
+        "`docs/design/store/store.md`",
         "``tandem.core.clock``",
         "tandem.core.clock.ManualClock",
         "`core.clock.ManualClock.advance`",

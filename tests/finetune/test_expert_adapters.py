@@ -35,8 +35,8 @@ from tandem.models.planning.roles import list_layers
 
 IDS = torch.tensor([list(range(5, 45)), list(range(60, 20, -1))])
 BF16_BOUND = 2**-6
-"""Four roundings to bf16 give 2^-7 for a layer (tests/kernels/test_adapted_experts.py); two layers,
-and attention between them, at most twice that."""
+"""Four roundings to bf16 give 2^-7 for a layer (tests/kernels/experts/test_adapted_experts.py); two
+layers, and attention between them, at most twice that."""
 SIZES = {
     "vocab_size": 4096,
     "hidden_size": 128,

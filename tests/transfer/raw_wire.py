@@ -1,4 +1,4 @@
-"""The wire format spoken by hand, to say what no proper peer would (docs/design/transfer_wire.md).
+"""The wire format spoken by hand, to say what no proper peer would (transfer_wire.md).
 
 Written from the page and not from the code, so that the two cannot drift apart unseen.
 """

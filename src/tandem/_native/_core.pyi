@@ -1467,7 +1467,7 @@ class LocationCache:
 
 class BatchRead:
     """
-    The arithmetic of one request for many whole objects; see native/store/batch_read.h. Places
+    The arithmetic of one request for many whole objects; see native/store/reads/batch_read.h. Places
     are found in a cache or told by a master, then read endpoint by endpoint: `plan`, the checks,
     `finish`.
     """

@@ -7,13 +7,14 @@ KiB, each as 128 and 16. Batches are prepared. Bytes are compared before a time 
 
 The ceiling of tcp is a plain blocking socket to the same process, one request and one confirmation
 a batch, at the places that ours uses; with peers iperf3 from a mebibyte on (both with the
-congestion control that is fastest inside a host: see `docs/design/transfer.md`). That of the others
-is a memcpy of as many bytes. iperf3 sends and receives one buffer of 128 KiB again and again, which
-stays in a CPU's own cache; the plain socket takes all bytes of a batch from their place to their
-place, and so is reported beside it, as ``keeping socket``: whoever keeps what comes has that limit.
-The baseline is the ceiling, or, with peers, the best of them, each in processes of its own and
-measured in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel has it) and
-NIXL, as it comes for the same host and with ``UCX_TLS=tcp`` for tcp. All memory was touched before.
+congestion control that is fastest inside a host: see `docs/design/transfer/transfer.md`). That of
+the others is a memcpy of as many bytes. iperf3 sends and receives one buffer of 128 KiB again and
+again, which stays in a CPU's own cache; the plain socket takes all bytes of a batch from their
+place to their place, and so is reported beside it, as ``keeping socket``: whoever keeps what comes
+has that limit. The baseline is the ceiling, or, with peers, the best of them, each in processes of
+its own and measured in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel
+has it) and NIXL, as it comes for the same host and with ``UCX_TLS=tcp`` for tcp. All memory was
+touched before.
 
 ``polling=no`` is ours without polling. What two processes that sleep can reach is shown by plain
 sockets that sleep as well, between the same two processes (``blocking sockets``); the rivals are as

@@ -2,7 +2,7 @@
 
 Where none is left, a process cannot write a file or accept: ZeroMQ's thread, which accepts for
 ``tandem.rpc``, then spins (tcp) or aborts the process (ipc). So whoever accepts shuts what comes by
-one of the last. As ``is_scarce`` in ``native/transfer/server.cc``.
+one of the last. As ``is_scarce`` in ``native/transfer/connections/server.cc``.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Which facts decide whether two instances may share KV; docs/design/kv_identity.md in prose."""
+"""Which facts decide whether two instances may share KV; kv_identity.md in prose."""
 
 import hashlib
 import struct

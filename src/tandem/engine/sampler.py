@@ -2,8 +2,8 @@
 
 Hands each request's parameters to the native sampler, which owns the order of things: penalties,
 logit bias and the mask of stop ids before ``min_tokens``; temperature; min_p, top_k, top_p; then
-one draw by inverse transform (``native/kernels/sampling.h``). Each row is treated by itself, so a
-request's tokens do not depend on what else is in the batch.
+one draw by inverse transform (``native/kernels/sampling/sampling.h``). Each row is treated by
+itself, so a request's tokens do not depend on what else is in the batch.
 
 Shapes: R rows (requests), V vocabulary.
 """

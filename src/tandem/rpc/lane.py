@@ -5,7 +5,7 @@ it belongs to a floor above (``tandem.transfer``); whoever opens an endpoint han
 session stays that of the socket: it says who calls, and when a process is lost. Each side tells the
 other in its greeting where its lanes begin, and a random token that names the session there. A
 ``Peer`` chooses the channel of each call; the other side begins them in the order in which
-they were made. See docs/design/rpc.md.
+they were made. See docs/design/transfer/rpc.md.
 """
 
 import secrets

@@ -1,7 +1,7 @@
 """A store of objects in the memory of many hosts: byte strings under keys, in replicas.
 
 ``StoreClient`` (blocking) and ``AsyncStoreClient`` are its faces, ``StoreClient.local()`` is a
-whole store inside one process. See docs/design/store.md.
+whole store inside one process. See docs/design/store/store.md.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """Moves bytes between the registered memory of processes and files: local, shm, cma, tcp, file.
 
 ``TransferEngine`` offers memory and reaches that of others; a ``Segment`` is such a process, a
-``FileSegment`` a file; a ``Batch`` of ``Transfer`` is the work. See docs/design/transfer.md and
-transfer_wire.md. Importing this package or its ``config`` does not load the extension; the first
-use of any other name does.
+``FileSegment`` a file; a ``Batch`` of ``Transfer`` is the work. See
+docs/design/transfer/transfer.md and transfer_wire.md. Importing this package or its ``config`` does
+not load the extension; the first use of any other name does.
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """The states of a request that a cluster serves: owners, deadlines and exits, as one table.
 
-``tandem.engine.cluster.machine`` runs from ``TABLE``; ``docs/design/disaggregation_states.md`` is
-generated from it. A test checks for each exit that what was held in a state is held, given back or
-ended in the next one, so that no exit can leak. Pure data.
+``tandem.engine.cluster.machine`` runs from ``TABLE``;
+``docs/design/engine/disaggregation_states.md`` is generated from it. A test checks for each exit
+that what was held in a state is held, given back or ended in the next one, so that no exit can
+leak. Pure data.
 """
 
 from collections.abc import Mapping

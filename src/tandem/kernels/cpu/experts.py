@@ -3,7 +3,7 @@
 ``PackedExperts`` owns the packed weights, or views those of a ``WeightCache``, and borrows a thread
 pool; ``NativeExperts`` is the operator that loads and runs it in a model. Activations and router
 weights are borrowed for a call. Results are bitwise independent of the batch, of the thread count
-and, for integer formats, of the instruction set; see docs/design/kernels.md.
+and, for integer formats, of the instruction set; see docs/design/kernels/kernels.md.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
@@ -248,7 +248,8 @@ class PackedExperts:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, [E, expert_bytes], no copy; layout: docs/design/weight_formats.md.
+        """The packed bytes, [E, expert_bytes], no copy; layout:
+        docs/design/models/weight_formats.md.
 
         Raises: UnsupportedError (several parts).
         """

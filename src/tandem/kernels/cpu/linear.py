@@ -3,7 +3,7 @@
 ``PackedLinear`` owns the packed weights, or views those in somebody's memory, and borrows a thread
 pool. It shares its formats, layout and kernels with ``PackedExperts``, and their promises: results
 are bitwise independent of the batch, of the thread count and, for integer formats, of the
-instruction set; see docs/design/kernels.md.
+instruction set; see docs/design/kernels/kernels.md.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -192,7 +192,7 @@ class PackedLinear:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, no copy; laid out as docs/design/weight_formats.md says."""
+        """The packed bytes, no copy; laid out as docs/design/models/weight_formats.md says."""
         return self._matrix.array()
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

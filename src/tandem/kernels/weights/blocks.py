@@ -1,8 +1,8 @@
 """Matrices whose codes lie in blocks, as a GGUF file has them, on the way to the native packer.
 
 A ``BlockMatrix`` says where the blocks of each output are and in which of our formats they will be
-laid out; nothing is decoded or copied before the packer takes it. docs/design/gguf.md lists the
-kinds of blocks.
+laid out; nothing is decoded or copied before the packer takes it. docs/design/models/gguf.md lists
+the kinds of blocks.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ are bitwise those of the ``gguf`` package.
 ``unpack`` keeps the codes: exactly, but for scales of the K types, products of an fp16 number and
 an integer that our formats hold rounded to fp16.
 
-docs/design/gguf.md lists the types, the formats and what they cost.
+docs/design/models/gguf.md lists the types, the formats and what they cost.
 
 Shapes: N rows, K inputs, B blocks, W weights of a block, G groups of a block.
 """

@@ -1,11 +1,11 @@
 """Packed weights of a checkpoint on disk, so that a second start maps them instead of packing.
 
 A folder holds one checkpoint in one weight format: a file of packed bytes per operator, as
-docs/design/weight_formats.md lays them out, and ``manifest.json``, which names their sources.
-Files are written whole under another name, synced and renamed before the manifest names them, so a
-run that is cut short loses the file it was at, and the next one goes on. They are written while the
-model loads, or behind it (``packed_writer.py``). A manifest of another source, format or layout, or
-a file of another size, is refused, logged and rebuilt.
+docs/design/models/weight_formats.md lays them out, and ``manifest.json``, which names their
+sources. Files are written whole under another name, synced and renamed before the manifest names
+them, so a run that is cut short loses the file it was at, and the next one goes on. They are
+written while the model loads, or behind it (``packed_writer.py``). A manifest of another source,
+format or layout, or a file of another size, is refused, logged and rebuilt.
 
 Files are mapped shared and read-only: processes that serve the same model share the memory. One
 process writes at a time; another that would like to keeps what it packs in memory of its own. What
@@ -52,7 +52,7 @@ MIN_CACHED_BYTES = 256 << 20
 """Packed bytes of a model below which packing again takes about a second: no file is made."""
 
 LAYOUT = "tandem-experts-1"
-"""The layout of docs/design/weight_formats.md; a change of it takes the next number."""
+"""The layout of docs/design/models/weight_formats.md; a change of it takes the next number."""
 
 MANIFEST_NAME = "manifest.json"
 SUFFIX = ".packed"

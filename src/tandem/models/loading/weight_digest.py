@@ -7,7 +7,7 @@ shape and digest of every tensor by name: how tensors are spread over files does
 Digests are kept by file under the user's cache folder, and are valid while inode, size, mtime and
 ctime are what they were. (ctime finds what restores mtime, such as rsync.) A file that changed
 within two seconds of the hash might change again without another timestamp: such a digest is not
-believed. docs/design/kv_identity.md has the grammar and the measured rates.
+believed. docs/design/engine/kv_identity.md has the grammar and the measured rates.
 """
 
 import hashlib

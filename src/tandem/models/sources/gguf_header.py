@@ -1,9 +1,9 @@
 """The header of a GGUF file: metadata and where its tensors lie, checked before anything is used.
 
-The format (docs/design/gguf.md): magic, version, counts, key-value pairs, tensor descriptions,
-padding to the alignment, then the tensors' bytes. All of it is read from a mapping, and every
-length is compared to what is left of the file, and to a limit, before it is believed: what a header
-costs in memory is bounded by its own bytes and by the limits here.
+The format (docs/design/models/gguf.md): magic, version, counts, key-value pairs, tensor
+descriptions, padding to the alignment, then the tensors' bytes. All of it is read from a mapping,
+and every length is compared to what is left of the file, and to a limit, before it is believed:
+what a header costs in memory is bounded by its own bytes and by the limits here.
 
 Invariants: names are unique; a tensor's range has the size that its type and shape come to, lies
 within the file, begins at the alignment and overlaps no other; between tensors there is padding.

@@ -1,8 +1,9 @@
 """The wire grammar: one ZeroMQ frame a message, one msgpack array a frame, tag first.
 
-This module is the whole of what crosses the wire, see docs/design/rpc_wire.md. A later version may
-append elements to an array and add tags, never move or retype one; ``Bye`` and the first three
-elements of ``Hello`` and ``Welcome`` stay readable for ever, so that a refusal can always be told.
+This module is the whole of what crosses the wire, see docs/design/transfer/rpc_wire.md. A later
+version may append elements to an array and add tags, never move or retype one; ``Bye`` and the
+first three elements of ``Hello`` and ``Welcome`` stay readable for ever, so that a refusal can
+always be told.
 """
 
 from typing import Annotated, TypeVar, cast

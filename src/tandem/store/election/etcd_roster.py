@@ -1,4 +1,4 @@
-"""The membership of a store with an election, in etcd; see docs/design/store_roster.md.
+"""The membership of a store with an election, in etcd; see docs/design/store/store_roster.md.
 
 Every write is a transaction that compares the leader's key, which holds the epoch of its term: a
 leader that was replaced changes nothing any more.

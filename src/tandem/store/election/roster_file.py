@@ -1,8 +1,8 @@
 """The membership of a store with a single master: two files beside its socket.
 
-Format: docs/design/store_roster.md. The roster is replaced as a whole, tombstones are appended.
-Every line is there twice, under a checksum. One process at a time writes: the one that serves the
-socket.
+Format: docs/design/store/store_roster.md. The roster is replaced as a whole, tombstones are
+appended. Every line is there twice, under a checksum. One process at a time writes: the one that
+serves the socket.
 """
 
 import asyncio

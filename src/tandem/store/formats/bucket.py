@@ -1,4 +1,4 @@
-"""How objects lie on a disk: the files of docs/design/store_formats.md, as functions of bytes.
+"""How objects lie on a disk: the files of store_formats.md, as functions of bytes.
 
 A record is an extent of a segment, header included, at a multiple of 4 KiB, so that table and value
 need no second checksum: the object's own covers them. Pure; knows no file.

@@ -1,8 +1,8 @@
 """The one codec of what a store believes from files: heads, headers of objects, tombstones, lines.
 
-Format: docs/design/store_formats.md, whose version ``FORMAT`` is. Everything is under a CRC-32C
-that is checked before any field is looked at, so that a flipped bit is never a size, an epoch or a
-later version. Pure; knows no file.
+Format: docs/design/store/store_formats.md, whose version ``FORMAT`` is. Everything is under a
+CRC-32C that is checked before any field is looked at, so that a flipped bit is never a size, an
+epoch or a later version. Pure; knows no file.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""How an object lies in a segment: the geometry of docs/design/store_formats.md, as arithmetic.
+"""How an object lies in a segment: the geometry of store_formats.md, as arithmetic.
 
 An extent is ``header | key | table | value``. The header belongs to the host, everything behind the
 key is written by the client. The table holds the CRC-32C of each chunk of the value, so that a

@@ -2,7 +2,7 @@
 
 Everything a disk does to the world goes through ``DiskPort``, so that the simulator runs this very
 class. All calls from one event loop; nothing here waits for a disk but the tasks that need it, and
-a disk that fails, fills or hangs costs copies, never a put. See docs/design/store_ssd.md.
+a disk that fails, fills or hangs costs copies, never a put. See docs/design/store/store_ssd.md.
 """
 
 import asyncio

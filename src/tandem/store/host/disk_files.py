@@ -2,7 +2,7 @@
 
 The folder is ours alone (0700) and locked by its host; every file in it is 0600 and opened without
 following links. Buckets go past the page cache where the file system allows that; notes are small
-files written by a thread. Format: docs/design/store_ssd.md.
+files written by a thread. Format: docs/design/store/store_ssd.md.
 """
 
 import asyncio

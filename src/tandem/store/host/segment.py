@@ -1,8 +1,8 @@
 """A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
 
-Format: docs/design/store_formats.md. The file is 0600, in a 0700 folder of ours, locked by its
-owner; its pages are reserved before they are touched, so that a full file system is an error here
-and never SIGBUS. Not thread-safe but for ``reserve_rest``.
+Format: docs/design/store/store_formats.md. The file is 0600, in a 0700 folder of ours, locked by
+its owner; its pages are reserved before they are touched, so that a full file system is an error
+here and never SIGBUS. Not thread-safe but for ``reserve_rest``.
 """
 
 import contextlib

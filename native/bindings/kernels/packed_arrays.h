@@ -1,0 +1,94 @@
+// What bindings of operators over packed weights share: checks of arrays, and storage from Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/status.h"
+#include "kernels/weights/packing.h"
+#include "kernels/weights/weight_memory.h"
+
+namespace tandem::bindings {
+
+namespace nb = nanobind;
+
+// Any array is taken and then checked, so that a wrong one is a ShapeError with the reason and not
+// silently converted.
+using AnyInput = nb::ndarray<nb::ro>;
+using AnyOutput = nb::ndarray<>;
+
+template <class Array>
+std::string describe_array(const Array& array) {
+  std::string text = "[";
+  for (size_t i = 0; i < array.ndim(); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(array.shape(i));
+  return text + "] of " + std::to_string(array.dtype().bits) + "-bit items of type code " +
+         std::to_string(array.dtype().code);
+}
+
+template <class Array>
+bool is_contiguous(const Array& array) {
+  if (array.size() == 0) return true;
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i-- > 0; stride *= static_cast<int64_t>(array.shape(i)))
+    if (array.shape(i) > 1 && array.stride(i) != stride) return false;
+  return true;
+}
+
+inline bool is_bf16(const nb::dlpack::dtype& dtype) {
+  return dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16 &&
+         dtype.lanes == 1;
+}
+
+// Raises ShapeError unless the array is contiguous, on the CPU, of one of the types and [rows,
+// columns].
+template <class Array>
+void check_matrix(const Array& array, const char* where, const char* name, bool has_dtype,
+                  const char* dtypes, size_t rows, size_t columns) {
+  const bool is_on_cpu = array.device_type() == nb::device::cpu::value;
+  if (has_dtype && is_on_cpu && array.ndim() == 2 && array.shape(0) == rows &&
+      array.shape(1) == columns && is_contiguous(array))
+    return;
+  raise({Code::kShape, where,
+         std::string(name) + " is " + describe_array(array) + ": give a contiguous [" +
+             std::to_string(rows) + ", " + std::to_string(columns) + "] of " + dtypes +
+             " on the CPU",
+         name});
+}
+
+inline bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
+
+// fp32 or bf16, contiguous, [rows, columns]; raises ShapeError otherwise.
+MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
+                       size_t columns);
+
+// Codes [rows, columns], uint8, with scales and minima as MatrixView wants them for the format;
+// raises ShapeError otherwise.
+MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const nb::object& scales,
+                      const nb::object& minima, const char* where, const char* name, size_t rows,
+                      size_t columns);
+
+// Tensors of blocks, (kind, uint8 [rows, bytes]) each, one below the other, and an order of their
+// rows (int64) or None.
+using BlockParts = std::tuple<std::vector<std::tuple<std::string, nb::object>>, nb::object>;
+
+// Rows of blocks that a format holds, [rows, columns], borrowed from `parts`. Raises ShapeError;
+// UnsupportedError (a kind that is not known, or that the format does not hold).
+std::vector<BlockRow> list_block_rows(const BlockParts& parts, const char* where, const char* name,
+                                      size_t rows, size_t columns);
+void check_block_rows(const WeightFormat& format, const std::vector<BlockRow>& rows,
+                      const char* where, const char* name);
+
+// A contiguous fp32 vector; raises ShapeError otherwise.
+const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size);
+
+// An array of uint8, kept alive; read-only ones give storage that is not writable. Raises
+// ShapeError.
+std::shared_ptr<const WeightStorage> view_storage(nb::object array, const char* where);
+
+}  // namespace tandem::bindings

@@ -1,0 +1,25 @@
+// Memory as the transfer engine takes it from Python.
+#pragma once
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "transfer/memory/shared_memory.h"
+
+namespace tandem::bindings {
+
+// The bytes of a Python object, which stays alive (and cannot be resized) while this does.
+struct HostMemory {
+  nanobind::ndarray<nanobind::ro> owner;
+  uint8_t* data = nullptr;
+  uint64_t size = 0;
+  bool is_readonly = false;
+};
+
+struct SharedArray {
+  std::shared_ptr<transfer::SharedMemory> memory;
+};
+
+}  // namespace tandem::bindings

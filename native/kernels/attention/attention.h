@@ -1,0 +1,52 @@
+// Attention of a step's tokens over keys and values in paged blocks, read where they lie: decode
+// and prefill, grouped queries (GQA) and one latent head for all (MLA).
+//
+// A row is one query of one head; the rows of a sequence that share a KV head are numbered token by
+// token. Keys are visited in tiles of 64 at fixed positions, with a running maximum and sum, in
+// splits of kSplitTokens at fixed positions, whose partial results are merged in ascending order.
+// So what a row gets depends on its own query, position and context alone: bitwise the same alone
+// and in company, decoded and prefilled, in one piece and in chunks, for any number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+#include "base/threads/thread_pool.h"
+#include "kernels/attention/attention_kernels.h"
+#include "kernels/vectors/isa.h"
+
+namespace tandem {
+
+// The sequences of a step, planned once for all layers. Pointers are borrowed.
+struct AttentionStep {
+  KvView kv;
+  const int64_t* block_table = nullptr;  // [sequences][table_width]; ids were checked.
+  size_t table_width = 0;
+  std::vector<int64_t> query_start;   // sequences + 1 row numbers of tokens.
+  std::vector<int64_t> context_lens;  // This step's tokens included.
+  size_t num_sequences() const { return context_lens.size(); }
+};
+
+// One layer's queries and where their result goes.
+struct AttentionCall {
+  const void* q = nullptr;  // [tokens][num_heads][key_dim]; tokens `q_stride` items apart.
+  size_t q_stride = 0;
+  void* out = nullptr;  // [tokens][num_heads][value_dim]; tokens `out_stride` items apart.
+  size_t out_stride = 0;
+  FloatType type = FloatType::kFloat32;
+  size_t num_heads = 0;  // A multiple of the KV heads.
+  size_t layer_idx = 0;
+  AttentionRule rule;
+};
+
+// The kernels for an ISA of `available_isas()`.
+const AttentionKernels& choose_attention(Isa isa);
+
+// Runs a call, on `pool` if it is given and there is enough to share. REQUIRES: what the structs
+// say. Errors: those of the pool.
+Status run_attention(const AttentionKernels& kernels, ThreadPool* pool, const AttentionStep& step,
+                     const AttentionCall& call);
+
+}  // namespace tandem

@@ -1,0 +1,116 @@
+// The arguments of the functions that each ISA's variant of the attention kernel fills.
+//
+// Plain data only, no inline functions: the variants are compiled with flags of their ISA, and a
+// shared inline function might be linked in the copy that only the wide machine can run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/vectors/float_type.h"
+
+namespace tandem {
+
+// Keys of a tile; a split is a whole number of tiles.
+inline constexpr size_t kTileTokens = 64;
+inline constexpr size_t kSplitTokens = 1024;
+// Rows that one task attends: 16 tokens of 8 heads, one token of 128.
+inline constexpr size_t kTileRows = 128;
+
+enum class KvType { kFloat32, kBfloat16, kFp8, kInt8 };
+
+// Where the keys and values of a layer, head and token lie; offsets in bytes from `base`.
+struct KvView {
+  const uint8_t* base = nullptr;
+  KvType type = KvType::kFloat32;
+  size_t num_blocks = 0;
+  size_t num_layers = 0;
+  size_t num_kv_heads = 0;
+  size_t block_size = 0;
+  size_t key_dim = 0;
+  size_t value_dim = 0;
+  size_t block_bytes = 0;
+  size_t layer_bytes = 0;
+  size_t head_bytes = 0;
+  size_t row_bytes = 0;
+  size_t value_offset = 0;  // From a key's row to its value's; 0 where a value is part of its key.
+  // fp16 scales of kFp8 and kInt8: of a head's tokens in a row, heads in a row.
+  size_t key_scale_offset = 0;  // From the layer's start.
+  size_t value_scale_offset = 0;
+};
+
+// How scores become weights, the same for all rows of a call.
+struct AttentionRule {
+  float scale = 1.0f;
+  float soft_cap = 0.0f;   // score = cap * tanh(score / cap); 0 is none.
+  int64_t window = 0;      // A query sees its own and window - 1 earlier keys; 0 is all.
+  const float* sinks = nullptr;  // [num_heads] logits that take weight and give nothing.
+};
+
+// Rows of one sequence and KV head: row r is query head r % group of token r / group.
+struct QueryRows {
+  const void* q = nullptr;  // Of row 0.
+  FloatType type = FloatType::kFloat32;
+  size_t token_stride = 0;  // Items.
+  size_t group = 1;
+  size_t first_row = 0;
+  size_t num_rows = 0;
+  size_t key_dim = 0;
+};
+
+// Unnormalised results: sums = sum of exp(score - largest) * value, total that of the exponentials.
+struct RowState {
+  float* largest;  // [rows]
+  float* total;    // [rows]
+  float* sums;     // [rows][value columns, completed to kColumnStep]
+};
+inline constexpr size_t kColumnStep = 16;
+
+// Scratch of a thread, 64-byte aligned.
+struct TileScratch {
+  float* scores;    // [kTileRows][kTileTokens]
+  void* weights;    // [kTileRows][kTileTokens] operands.
+  float* factors;   // [kTileRows]
+  void* keys;       // One packed tile.
+  void* values;
+};
+
+struct SplitTask {
+  const KvView* kv;
+  const int64_t* blocks;  // Of the sequence.
+  size_t layer_idx;
+  size_t kv_head;
+  AttentionRule rule;
+  const void* queries;  // [num_rows] operands of load_queries.
+  bool is_bf16;         // Operands are bf16; else float.
+  size_t group;
+  size_t first_row;
+  size_t num_rows;
+  int64_t first_position;  // Of the sequence's first token in this step.
+  size_t key_begin;        // Multiples of kTileTokens, within one split.
+  size_t key_end;
+  TileScratch scratch;
+  RowState state;
+};
+
+struct FinishTask {
+  RowState state;
+  void* out;  // Of row 0.
+  FloatType type;
+  size_t token_stride;  // Items.
+  size_t group;
+  size_t first_row;
+  size_t num_rows;
+  size_t value_dim;
+  const float* sinks;  // Of the KV head's first query head; null is none.
+};
+
+struct AttentionKernels {
+  void (*load_queries)(const QueryRows&, void* operand, bool is_bf16);
+  // Attends rows over the keys of one split, into a fresh state.
+  void (*attend)(const SplitTask&);
+  void (*merge)(const RowState& total, const RowState& part, size_t num_rows, size_t value_dim);
+  void (*finish)(const FinishTask&);
+};
+
+}  // namespace tandem

@@ -1,0 +1,209 @@
+// The routed experts of one layer, with packed weights, on the CPU.
+//
+// Owns the packed weights of E gated experts, y = down(f(gate(x)) * up(x)), or views those that lie
+// in somebody's storage. forward() runs two parallel loops, three for many tokens: (code the input,)
+// gate and up by (expert, columns, rows), down by columns over all experts. A token's output sums
+// its experts in ascending order of their ids, so it does not depend on what else is in the batch,
+// nor on the threads.
+//
+// Parts: the intermediate dimension may be split, so that every sub-pool of threads reads memory of
+// its own node: part p is packed, and with that first touched, and computed by sub-pool
+// p * nodes / parts. Each part sums its share of down over the experts; one more loop adds the
+// parts in their order. Results depend on the number of parts, not on the nodes.
+//
+// Threads: forward() may be called by several threads at once; pack() of different experts as well,
+// but not of an expert that forward() uses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "base/status.h"
+#include "base/threads/thread_pool.h"
+#include "kernels/vectors/isa.h"
+#include "kernels/packed/packed_kernels.h"
+#include "kernels/weights/packing.h"
+#include "kernels/weights/weight_format.h"
+#include "kernels/weights/weight_memory.h"
+
+namespace tandem {
+
+class ExpertBank {
+ public:
+  using Storage = WeightStorage;
+
+  struct Config {
+    WeightFormat format;
+    size_t num_experts = 0;
+    size_t hidden_size = 0;
+    size_t intermediate_size = 0;
+    std::string_view isa;  // Empty: the widest here.
+    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    std::shared_ptr<const Storage> storage;
+    Activation activation;
+    bool has_bias = false;
+    size_t num_parts = 1;
+    // NUMA node that each part's own memory should lie on; empty: where it is first touched.
+    std::vector<int> part_nodes;
+  };
+
+  // Everything borrowed for the call.
+  struct Batch {
+    const void* x = nullptr;  // [num_tokens, hidden_size], fp32 or bf16.
+    bool is_bf16 = false;
+    size_t num_tokens = 0;
+    const void* expert_ids = nullptr;  // [num_tokens, top_k] in [-1, num_experts), int32 or int64.
+    bool has_int64_ids = false;
+    size_t top_k = 0;
+    const float* weights = nullptr;  // [num_tokens, top_k]
+    float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
+    // For gradients, [pairs, 2, inner_columns()]: gate and up of each (token, expert), sorted by
+    // expert, then token, then slot; null for none. What is added to them, columns beyond the
+    // intermediate size being zero, and where they are kept, in bf16, as the activation saw them.
+    const float* delta = nullptr;
+    uint16_t* kept = nullptr;
+  };
+
+  // What backward() reads and writes; everything borrowed for the call.
+  struct GradBatch {
+    const void* x = nullptr;  // [num_tokens, hidden_size], as forward() had it; null with `kept`.
+    bool is_bf16 = false;
+    size_t num_tokens = 0;
+    const void* expert_ids = nullptr;  // As of Batch.
+    bool has_int64_ids = false;
+    size_t top_k = 0;
+    const float* weights = nullptr;  // [num_tokens, top_k]
+    const void* d_out = nullptr;     // [num_tokens, hidden_size], fp32 or bf16.
+    bool is_d_out_bf16 = false;
+    const float* delta = nullptr;    // As forward() had it; unused with `kept`.
+    const uint16_t* kept = nullptr;  // As forward() left it; null: computed again.
+    // [pairs, inner_columns()], added to the gradient of h, which is weighted; null for none.
+    const float* extra = nullptr;
+    uint16_t* d_gate_up = nullptr;   // [pairs, 2, inner_columns()], bf16, overwritten; may be null.
+    float* d_x = nullptr;            // [num_tokens, hidden_size], overwritten.
+    float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
+  };
+
+  // Errors: kUnsupported (format, ISA not here, storage for several parts), kShape (sizes that are
+  // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
+  // that is none, nodes for another number of parts), kCapacity (memory), kNotFound (no such node).
+  static Result<ExpertBank> create(const Config& config);
+  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  static Result<size_t> count_bytes(const Config& config);
+
+  // Codes one expert, or takes its codes. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
+  // cannot hold), kConflict (read-only storage), those of ThreadPool.
+  Status pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate, const MatrixView& up,
+              const MatrixView& down);
+  // Copies what a bank of one part packed into these parts. Errors: kShape (size), kConflict
+  // (read-only storage), those of ThreadPool.
+  Status load(ThreadPool& pool, const uint8_t* packed, size_t size_bytes);
+  // Biases of one expert, zero before. Errors: kNotFound (expert), kConflict (made without).
+  Status set_bias(size_t expert_id, const float* gate, const float* up, const float* down);
+
+  // Errors: kShape (an expert id; `out` is then untouched), those of ThreadPool.
+  Status forward(ThreadPool& pool, const Batch& batch) const;
+
+  // The gradient of forward() with respect to x and to the router weights, where the coding of
+  // activations counts as rounding. Weights, `d_out`, and the gradients of gate and up are rounded
+  // to bf16, sums are in fp32. Errors: as forward.
+  Status backward(ThreadPool& pool, const GradBatch& batch) const;
+
+  // What a call could reach at best, for benchmarks: reads the packed bytes of the first
+  // `num_experts` experts; performs as many multiply-adds with the format's dot product.
+  // REQUIRES: num_experts <= num_experts().
+  Status read_weights(ThreadPool& pool, size_t num_experts) const;
+  Status multiply_registers(ThreadPool& pool, size_t num_macs) const;
+
+  const WeightFormat& format() const { return format_; }
+  Isa isa() const { return isa_; }
+  size_t num_experts() const { return num_experts_; }
+  size_t hidden_size() const { return hidden_size_; }
+  size_t intermediate_size() const { return intermediate_size_; }
+  size_t num_parts() const { return parts_.size(); }
+  // Columns of gate and up in whole blocks.
+  size_t inner_columns() const { return whole_.num_gate_panels * kPanelColumns; }
+  // Whether the kernel granted every part its node.
+  bool is_bound() const;
+  // The NUMA node of each part's first page. Errors: kUnsupported (the kernel does not say).
+  Result<std::vector<int>> find_part_nodes() const;
+  // Packed bytes of one expert, scales included.
+  size_t expert_bytes() const;
+  // Of the first part: experts one after the other; each: gate and up panels in turn, then down
+  // panels.
+  uint8_t* data() const { return parts_[0].data; }
+  bool is_writable() const { return !storage_ || storage_->is_writable; }
+
+ private:
+  struct Routing;
+  struct Scratch;
+  struct GradShare;
+  struct GradScratch;
+  // A share of the intermediate dimension, laid out as a layer of its own.
+  struct Part {
+    size_t first = 0;  // Of the intermediate size.
+    size_t size = 0;
+    size_t num_gate_panels = 0;   // Whole blocks.
+    size_t down_panel_bytes = 0;
+    size_t gate_up_bytes = 0;     // Of one expert.
+    size_t expert_bytes = 0;
+    uint8_t* data = nullptr;
+    std::unique_ptr<AlignedBuffer> own;
+  };
+  struct PartTask {
+    size_t part;
+    size_t item;
+  };
+
+  ExpertBank() = default;
+  // A bank with all sizes, without memory.
+  static Result<ExpertBank> plan(const Config& config);
+  Part plan_part(size_t first, size_t size) const;
+  Result<Routing> route(const Batch& batch) const;
+  // Runs tasks of all parts, each on its part's sub-pool; `count` says how many a part has.
+  Status run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> count,
+                   FunctionRef<Status(const PartTask&)> run) const;
+  Status run_gate_up(ThreadPool& pool, const Routing& routing, const Scratch& scratch) const;
+  Status run_down(ThreadPool& pool, const Routing& routing, const Scratch& scratch,
+                  const Batch& batch) const;
+  Status run_inner_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
+                         const GradBatch& batch) const;
+  void run_inner_task(const Routing& routing, const GradScratch& scratch, const GradBatch& batch,
+                      const GradShare& share, size_t part_id, size_t panel) const;
+  Status run_input_grads(ThreadPool& pool, const Routing& routing, const GradScratch& scratch,
+                         const GradBatch& batch) const;
+  void run_input_task(const Routing& routing, const GradScratch& scratch, size_t part_id,
+                      size_t first_k, float* sums, size_t num_tokens) const;
+  void sum_weight_grads(const Routing& routing, const GradScratch& scratch,
+                        const GradBatch& batch) const;
+  Status merge_parts(ThreadPool& pool, const std::vector<const float*>& sums, size_t num_tokens,
+                     float* out) const;
+  Status pack_part(const Part& part, size_t expert_id, size_t panel, const MatrixView& gate,
+                   const MatrixView& up, const MatrixView& down) const;
+  void copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const;
+  size_t block_panels() const;
+  size_t block_size() const { return block_panels() * kPanelColumns; }
+
+  WeightFormat format_{};
+  Activation activation_;
+  Isa isa_ = Isa::kPlain;
+  const PackedKernels* kernels_ = nullptr;
+  size_t num_experts_ = 0;
+  size_t hidden_size_ = 0;
+  size_t intermediate_size_ = 0;
+  size_t hidden_panel_bytes_ = 0;  // A panel over the hidden size: of gate or up.
+  size_t num_down_panels_ = 0;
+  Part whole_;                     // Sizes of the one part that a layer is unless it is split.
+  std::vector<Part> parts_;
+  std::shared_ptr<const Storage> storage_;
+  // Empty without biases; rows of whole panels.
+  std::vector<float> gate_bias_;
+  std::vector<float> up_bias_;
+  std::vector<float> down_bias_;
+};
+
+}  // namespace tandem

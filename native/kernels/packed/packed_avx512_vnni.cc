@@ -1,0 +1,6 @@
+// The kernels over packed weights for one ISA; the flags are in CMakeLists.txt.
+#define TANDEM_VEC_HEADER "kernels/vectors/vec_avx512-inl.h"
+#define TANDEM_VNNI 1
+#define TANDEM_BF16 0
+#define TANDEM_PACKED_KERNELS kPackedAvx512Vnni
+#include "kernels/packed/packed-inl.h"

@@ -1,4 +1,0 @@
-// The kernels over packed weights for one ISA; the flags are in CMakeLists.txt.
-#define TANDEM_VEC_HEADER "kernels/vec_avx2-inl.h"
-#define TANDEM_PACKED_KERNELS kPackedAvx2
-#include "kernels/packed-inl.h"

@@ -1,0 +1,4 @@
+// The row operators for one ISA; the flags are in CMakeLists.txt.
+#define TANDEM_VEC_HEADER "kernels/vectors/vec_avx2-inl.h"
+#define TANDEM_ROW_KERNELS kRowsAvx2
+#include "kernels/row_ops/row_ops-inl.h"

@@ -1,0 +1,195 @@
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "kernels/weights/packing.h"
+#include "kernels/weights/stored_blocks.h"
+
+namespace tandem {
+namespace {
+
+// Inputs of one row that are taken apart together: whole blocks of every kind, short enough that
+// what 64 rows write stays in L1.
+constexpr size_t kChunkInputs = kMaxBlockWeights;
+constexpr size_t kChunkGroups = kMaxBlockGroups;
+constexpr size_t kCacheLineBytes = 64;
+// Of a panel's codes, four or eight inputs of all its outputs.
+constexpr size_t kPieceBytes = kPanelColumns * 4;
+
+// e2m1 codes of half of each number, 0.25 and 0.75 rounded to even.
+constexpr uint8_t kHalvedE2m1[8] = {0, 0, 1, 2, 2, 3, 4, 5};
+
+// A chunk of one row in the format of the panel: what is written to one column of it.
+struct ChunkCodes {
+  alignas(64) uint8_t codes[kChunkInputs];
+  uint16_t scales[kChunkGroups];
+  uint16_t minima[kChunkGroups];
+};
+
+// fp16, to nearest; infinite beyond its range.
+uint16_t narrow_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+  if (magnitude < 0x38800000) {
+    // Subnormal in fp16: its step is 2^-24, and adding 0.5 in fp32 rounds to that step.
+    float shifted;
+    std::memcpy(&shifted, &magnitude, sizeof shifted);
+    shifted += 0.5f;
+    uint32_t rounded;
+    std::memcpy(&rounded, &shifted, sizeof rounded);
+    return static_cast<uint16_t>(sign | (rounded - 0x3f000000));
+  }
+  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+  return static_cast<uint16_t>(sign | (rounded - 0x38000000) >> 13);
+}
+
+float widen_half(uint16_t half) {
+  const uint32_t magnitude = uint32_t{half & 0x7fffu} << 13;
+  float value;
+  std::memcpy(&value, &magnitude, sizeof value);
+  return (half & 0x8000 ? -0x1p112f : 0x1p112f) * value;
+}
+
+bool is_infinite_half(uint16_t half) { return (half & 0x7c00) == 0x7c00; }
+
+Error refuse_block(size_t row, const char* what) {
+  return Error{Code::kUnsupported, "kernels.pack_blocks",
+               "output " + std::to_string(row) + " has " + what +
+                   ": repair the checkpoint, or choose another format",
+               "blocks"};
+}
+
+// What makes codes of a kind those of the panel's format.
+struct Recoding {
+  uint8_t added;        // To each code.
+  float centre;         // Where minima are made here: the code of weight 0, else 0.
+};
+
+Recoding plan_recoding(const WeightFormat& format, const BlockType& type) {
+  if (type.has_minimum) return {0, 0};
+  const int own_centre = type.format.has_minimum ? type.offset : 1 << (type.format.bits - 1);
+  if (format.has_minimum)
+    return {static_cast<uint8_t>(own_centre - type.offset), static_cast<float>(own_centre)};
+  return {static_cast<uint8_t>((1 << (format.bits - 1)) - type.offset), 0};
+}
+
+// Takes `num_weights` of a row, whole blocks, apart. False where a scale is beyond fp16.
+bool take_integers(const WeightFormat& format, const BlockType& type, const uint8_t* blocks,
+                   size_t num_weights, ChunkCodes* out) {
+  const Recoding recoding = plan_recoding(format, type);
+  const size_t num_groups = type.weights / type.group_size;
+  const auto times = type.group_size / static_cast<size_t>(format.group_size);
+  BlockCodes block;
+  size_t group = 0;
+  bool is_finite = true;
+  for (size_t k = 0; k < num_weights; k += type.weights, blocks += type.bytes) {
+    split_block(type.kind, blocks, &block);
+    for (size_t i = 0; i < type.weights; ++i)
+      out->codes[k + i] = static_cast<uint8_t>(block.codes[i] + recoding.added);
+    for (size_t g = 0; g < num_groups; ++g) {
+      const uint16_t scale = narrow_to_half(block.scales[g]);
+      uint16_t minimum = 0;
+      if (type.has_minimum) minimum = narrow_to_half(block.minima[g]);
+      else if (format.has_minimum) minimum = narrow_to_half(widen_half(scale) * -recoding.centre);
+      is_finite &= !is_infinite_half(scale) && !is_infinite_half(minimum);
+      for (size_t i = 0; i < times; ++i, ++group) {
+        out->scales[group] = scale;
+        out->minima[group] = minimum;
+      }
+    }
+  }
+  return is_finite;
+}
+
+// The same of MXFP4; scales are e8m0. Our kernels have no 2^-127: twice that, and halved codes.
+bool take_floats(const BlockType& type, const uint8_t* blocks, size_t num_weights,
+                 ChunkCodes* out) {
+  BlockCodes block;
+  bool is_finite = true;
+  for (size_t k = 0; k < num_weights; k += type.weights, blocks += type.bytes) {
+    split_block(type.kind, blocks, &block);
+    is_finite &= block.exponent != 255;
+    out->scales[k / type.weights] = std::max<uint8_t>(block.exponent, 1);
+    for (size_t i = 0; i < type.weights; ++i) {
+      const uint8_t code = block.codes[i];
+      out->codes[k + i] =
+          block.exponent == 0 ? static_cast<uint8_t>(kHalvedE2m1[code & 7] | (code & 8)) : code;
+    }
+  }
+  return is_finite;
+}
+
+void write_codes(const WeightFormat& format, const uint8_t* codes, uint8_t* to) {
+  const auto size = static_cast<size_t>(format.group_size);
+  if (format.bits == 8) {
+    for (size_t k = 0; k < size; k += 4, to += kPieceBytes) std::memcpy(to, codes + k, 4);
+    return;
+  }
+  for (size_t k = 0; k < size; k += 8, to += kPieceBytes) {
+    uint32_t low, high;
+    std::memcpy(&low, codes + k, 4);
+    std::memcpy(&high, codes + k + 4, 4);
+    uint32_t packed = low | high << 4;
+    if (format.is_float) {
+      // Of eight, the even ones are in the lower half: 0 2, 4 6, 1 3, 5 7.
+      const uint8_t* c = codes + k;
+      packed = uint32_t{c[0]} | uint32_t{c[2]} << 4 | uint32_t{c[4]} << 8 | uint32_t{c[6]} << 12 |
+               uint32_t{c[1]} << 16 | uint32_t{c[3]} << 20 | uint32_t{c[5]} << 24 |
+               uint32_t{c[7]} << 28;
+    }
+    std::memcpy(to, &packed, 4);
+  }
+}
+
+}  // namespace
+
+Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uint8_t* panel) {
+  const MatrixView& matrix = *source.matrix;
+  const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
+  if (num_columns < kPanelColumns)
+    std::memset(panel, 0, panel_bytes(format, source.last_k - source.first_k));
+  const auto size = static_cast<size_t>(format.group_size);
+  const size_t piece = group_bytes(format, size);
+  const size_t code_bytes = kPanelColumns * size * static_cast<size_t>(format.bits) / 8;
+  ChunkCodes chunk;
+  // A part may begin within a block.
+  for (size_t first = source.first_k / kChunkInputs * kChunkInputs; first < source.last_k;
+       first += kChunkInputs) {
+    const size_t count = std::min(kChunkInputs, matrix.columns - first);
+    const size_t begin = std::max(first, source.first_k);
+    const size_t end = std::min(first + count, source.last_k);
+    for (size_t c = 0; c < num_columns; ++c) {
+      const BlockRow& row = matrix.block_rows[source.first_row + c];
+      const BlockType& type = block_type(row.kind);
+      const uint8_t* blocks = row.data + first / type.weights * type.bytes;
+      // Of the next chunk, which the hardware does not see coming among so many rows.
+      const size_t chunk_bytes = kChunkInputs / type.weights * type.bytes;
+      if (end < source.last_k)
+        for (size_t i = 0; i < chunk_bytes; i += kCacheLineBytes)
+          __builtin_prefetch(blocks + chunk_bytes + i);
+      const bool is_finite = format.is_float
+                                 ? take_floats(type, blocks, count, &chunk)
+                                 : take_integers(format, type, blocks, count, &chunk);
+      if (!is_finite)
+        return refuse_block(source.first_row + c, "a scale or minimum that is not finite");
+      for (size_t k = begin; k < end; k += size) {
+        uint8_t* body = panel + (k - source.first_k) / size * piece;
+        const size_t group = (k - first) / size;
+        if (format.is_float) {
+          body[c] = static_cast<uint8_t>(chunk.scales[group]);
+        } else {
+          std::memcpy(body + c * 2, &chunk.scales[group], 2);
+          if (format.has_minimum)
+            std::memcpy(body + kPanelColumns * 2 + c * 2, &chunk.minima[group], 2);
+        }
+        write_codes(format, chunk.codes + (k - first), body + (piece - code_bytes) + c * 4);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace tandem

@@ -1,0 +1,138 @@
+#include "kernels/weights/packing.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/threads/thread_annotations.h"
+#include "kernels/weights/weight_memory.h"
+
+namespace tandem {
+namespace {
+
+// Tasks of a thread at least, for balance, before several pieces are put together.
+constexpr size_t kPackTasksPerThread = 6;
+constexpr size_t kMaxTaskPieces = 4;
+// An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
+constexpr size_t kMaxIntSize = 65536;
+
+// Of a group, or of a panel with one scale a row.
+size_t header_bytes(const WeightFormat& format) {
+  if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
+  return kPanelColumns * 2 * (format.has_minimum ? 2 : 1);
+}
+
+}  // namespace
+
+bool has_codes(const WeightFormat& format) { return format.bits < 16 && !format.is_float; }
+
+size_t unit_size(const WeightFormat& format) {
+  if (format.bits == 16) return 2;
+  return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
+}
+
+Status check_format(const WeightFormat& format) {
+  const int g = format.group_size;
+  const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
+  if (format.bits == 16 && g == 0 && !format.has_minimum) return {};
+  if (format.is_float && !format.has_minimum) {
+    if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
+  } else if (!format.is_float) {
+    if ((format.bits == 8 || format.bits == 4) && is_group) return {};
+    if (format.bits == 8 && g == 0 && !format.has_minimum) return {};
+  }
+  return Error{Code::kUnsupported, "kernels.check_format",
+               std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
+                   ": there are kernels for bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
+                   "bits in groups of 16 to 128 or in rows, and 4 bits in groups of 32 to 128",
+               "format"};
+}
+
+Status check_size(const WeightFormat& format, size_t size, const char* name) {
+  const bool wants_groups = has_codes(format) && format.group_size != 0;
+  const bool is_whole = !wants_groups || size % static_cast<size_t>(format.group_size) == 0;
+  if (size > 0 && is_whole && (!has_codes(format) || size <= kMaxIntSize)) return {};
+  if (size > kMaxIntSize)
+    return Error{Code::kShape, "kernels.check_size",
+                 std::string(name) + " " + std::to_string(size) + " is beyond " +
+                     std::to_string(kMaxIntSize) + ", what integer formats take: choose bf16 or fp8",
+                 name};
+  return Error{Code::kShape, "kernels.check_size",
+               std::string(name) + " " + std::to_string(size) +
+                   " is not a multiple of the group of " + std::to_string(format.group_size) +
+                   " weights: choose a smaller group, or bf16",
+               name};
+}
+
+Status check_matrix(const MatrixView& matrix, size_t rows, size_t columns, const char* name) {
+  if (matrix.rows == rows && matrix.columns == columns) return {};
+  return Error{Code::kShape, "kernels.pack",
+               std::string(name) + " is [" + std::to_string(matrix.rows) + ", " +
+                   std::to_string(matrix.columns) + "], wanted [" + std::to_string(rows) + ", " +
+                   std::to_string(columns) + "]",
+               name};
+}
+
+size_t padded_size(const WeightFormat& format, size_t size) {
+  return round_up(size, unit_size(format));
+}
+
+size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
+  const size_t codes = kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8;
+  if (format.bits == 16 || format.group_size == 0) return codes;
+  return codes + num_inputs / static_cast<size_t>(format.group_size) * header_bytes(format);
+}
+
+size_t panel_bytes(const WeightFormat& format, size_t size) {
+  const bool is_row = format.bits < 16 && format.group_size == 0;
+  return group_bytes(format, padded_size(format, size)) + (is_row ? header_bytes(format) : 0);
+}
+
+size_t pieces_per_task(const ThreadPool& pool, size_t count) {
+  const size_t wanted = kPackTasksPerThread * static_cast<size_t>(pool.num_threads());
+  return std::clamp<size_t>(count / wanted, 1, kMaxTaskPieces);
+}
+
+Status check_storage(const WeightStorage& storage, size_t size_bytes, const char* where) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(storage.data) % kPackedAlignment == 0;
+  if (storage.size_bytes == size_bytes && is_aligned) return {};
+  return Error{Code::kShape, where,
+               "storage of " + std::to_string(storage.size_bytes) +
+                   (is_aligned ? " bytes" : " bytes, not 64-byte aligned") + ": give " +
+                   std::to_string(size_bytes) + " aligned bytes",
+               "storage"};
+}
+
+Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
+                  const PanelSource& source, uint8_t* panel) {
+  const MatrixView& matrix = *source.matrix;
+  if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
+  if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
+  const int64_t refused = kernels.pack(
+      {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,
+       source.first_k, source.last_k, padded_size(format, source.last_k - source.first_k), panel});
+  if (refused < 0) return {};
+  const char* what = format.bits == 16 ? "a weight that is not finite in bf16"
+                     : format.is_float ? "a weight that is not finite, itself or in its block"
+                                       : "a weight that is not finite or beyond fp16 scales";
+  return Error{Code::kUnsupported, "kernels.pack",
+               "output " + std::to_string(refused) + " of a matrix holds " + what +
+                   ": repair the checkpoint, or choose another format",
+               "weights"};
+}
+
+Status pack_panels(ThreadPool& pool, size_t num_panels, FunctionRef<Status(size_t)> pack_one) {
+  Mutex mutex;
+  Status status;
+  const Status ran = pool.parallel_for(num_panels, 1, [&](size_t begin, size_t end, int) {
+    for (size_t i = begin; i < end; ++i) {
+      Status packed = pack_one(i);
+      if (packed.is_ok()) continue;
+      const MutexLock lock(mutex);
+      if (status.is_ok()) status = std::move(packed);
+    }
+  });
+  return ran.is_ok() ? status : ran;
+}
+
+}  // namespace tandem

@@ -1,0 +1,222 @@
+#include "kernels/weights/stored_blocks.h"
+
+#include <cstring>
+#include <iterator>
+#include <string>
+
+namespace tandem {
+namespace {
+
+// Rows that one task decodes: enough that a task is no overhead, few enough for every thread.
+constexpr size_t kDecodeRows = 16;
+
+constexpr BlockType kBlockTypes[] = {
+    {BlockKind::kQ4_0, "Q4_0", 32, 18, 32, 8, false, {4, 32, true}},
+    {BlockKind::kQ4_1, "Q4_1", 32, 20, 32, 0, true, {4, 32, true}},
+    {BlockKind::kQ4K, "Q4_K", 256, 144, 32, 0, true, {4, 32, true}},
+    {BlockKind::kQ5_0, "Q5_0", 32, 22, 32, 16, false, {8, 32, false}},
+    {BlockKind::kQ5_1, "Q5_1", 32, 24, 32, 0, true, {8, 32, true}},
+    {BlockKind::kQ5K, "Q5_K", 256, 176, 32, 0, true, {8, 32, true}},
+    {BlockKind::kQ6K, "Q6_K", 256, 210, 16, 32, false, {8, 16, false}},
+    {BlockKind::kQ8_0, "Q8_0", 32, 34, 32, 128, false, {8, 32, false}},
+    {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {8, 32, false}},
+    {BlockKind::kMxfp4, "MXFP4", 32, 17, 32, 0, false, {4, 32, false, true}},
+};
+
+// What IQ4_NL's codes stand for, plus 128.
+constexpr uint8_t kIq4Codes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                   129, 141, 153, 166, 181, 197, 217, 241};
+// Twice what the codes of e2m1 stand for.
+constexpr float kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+float read_half(const uint8_t* at) {
+  uint16_t half;
+  std::memcpy(&half, at, sizeof half);
+  const uint32_t sign = uint32_t{half & 0x8000u} << 16;
+  const uint32_t magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00) return float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // 2^112 brings the exponent from fp16's bias to fp32's, of subnormal numbers too.
+  const float value = float_of_bits(magnitude << 13) * 0x1p112f;
+  return sign == 0 ? value : -value;
+}
+
+// Of each `width` bytes the low halves, then the high ones; `count` bytes in all.
+template <size_t width>
+void split_nibbles(const uint8_t* from, size_t count, uint8_t* codes) {
+  for (size_t at = 0; at < count; at += width, from += width, codes += 2 * width) {
+    for (size_t i = 0; i < width; ++i) codes[i] = from[i] & 15;
+    for (size_t i = 0; i < width; ++i) codes[width + i] = from[i] >> 4;
+  }
+}
+
+void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
+  for (size_t i = 0; i < 32; ++i)
+    codes[i] |= static_cast<uint8_t>((from[i / 8] >> (i % 8) & 1) << 4);
+}
+
+// The first 16 bytes of Q4_K and Q5_K: two fp16 numbers, then 6 bits each of 8 scales and 8 minima.
+// Of the first four these are whole in a byte each, whose upper two bits belong to the last four.
+void split_k_scales(const uint8_t* block, BlockCodes* out) {
+  const float scale = read_half(block), minimum = read_half(block + 2);
+  const uint8_t* s = block + 4;
+  for (size_t i = 0; i < 4; ++i) {
+    out->scales[i] = scale * static_cast<float>(s[i] & 63);
+    out->minima[i] = -(minimum * static_cast<float>(s[i + 4] & 63));
+    out->scales[i + 4] = scale * static_cast<float>((s[i + 8] & 15) | (s[i] >> 2 & 48));
+    out->minima[i + 4] = -(minimum * static_cast<float>((s[i + 8] >> 4) | (s[i + 4] >> 2 & 48)));
+  }
+}
+
+void split_q5_k(const uint8_t* block, BlockCodes* out) {
+  split_k_scales(block, out);
+  split_nibbles<32>(block + 48, 128, out->codes);
+  for (size_t group = 0; group < 8; ++group)
+    for (size_t i = 0; i < 32; ++i)
+      out->codes[group * 32 + i] |= static_cast<uint8_t>((block[16 + i] >> group & 1) << 4);
+}
+
+void split_q6_k(const uint8_t* block, BlockCodes* out) {
+  split_nibbles<64>(block, 128, out->codes);
+  for (size_t half = 0; half < 2; ++half)
+    for (size_t part = 0; part < 4; ++part)
+      for (size_t i = 0; i < 32; ++i)
+        out->codes[half * 128 + part * 32 + i] |=
+            static_cast<uint8_t>((block[128 + half * 32 + i] >> (2 * part) & 3) << 4);
+  const float scale = read_half(block + 208);
+  for (size_t i = 0; i < 16; ++i)
+    out->scales[i] = scale * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+}
+
+void split_mxfp4(const uint8_t* block, BlockCodes* out) {
+  split_nibbles<16>(block + 1, 16, out->codes);
+  out->exponent = block[0];
+  // 2^(e - 128): half of what e8m0 says.
+  const uint32_t e = block[0];
+  out->scales[0] = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+}
+
+uint16_t round_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// `codes` counts from 0 where the block has minima. Operations are separate: no fused multiply-add.
+void compute_values(const BlockType& type, const BlockCodes& block, float* out) {
+  if (type.kind == BlockKind::kMxfp4) {
+    for (size_t i = 0; i < type.weights; ++i)
+      out[i] = block.scales[0] * kE2m1Doubled[block.codes[i]];
+    return;
+  }
+  const auto offset = static_cast<float>(type.offset);
+  for (size_t group = 0; group * type.group_size < type.weights; ++group) {
+    const uint8_t* codes = block.codes + group * type.group_size;
+    float* values = out + group * type.group_size;
+    const float scale = block.scales[group];
+    for (size_t i = 0; i < type.group_size; ++i)
+      values[i] = (static_cast<float>(codes[i]) - offset) * scale;
+    if (!type.has_minimum) continue;
+    const float minimum = block.minima[group];
+    for (size_t i = 0; i < type.group_size; ++i) values[i] += minimum;
+  }
+}
+
+void decode_row(const BlockRow& row, size_t columns, void* out, bool is_bf16) {
+  const BlockType& type = block_type(row.kind);
+  BlockCodes block;
+  float values[kMaxBlockWeights];
+  for (size_t k = 0; k < columns; k += type.weights) {
+    split_block(row.kind, row.data + k / type.weights * type.bytes, &block);
+    if (is_bf16) {
+      compute_values(type, block, values);
+      auto* to = static_cast<uint16_t*>(out) + k;
+      for (size_t i = 0; i < type.weights; ++i) to[i] = round_to_bf16(values[i]);
+    } else {
+      compute_values(type, block, static_cast<float*>(out) + k);
+    }
+  }
+}
+
+}  // namespace
+
+const BlockType& block_type(BlockKind kind) { return kBlockTypes[static_cast<size_t>(kind)]; }
+
+Result<BlockKind> find_block_kind(std::string_view name) {
+  std::string known;
+  for (const BlockType& type : kBlockTypes) {
+    if (name == type.name) return type.kind;
+    known += (known.empty() ? "" : ", ") + std::string(type.name);
+  }
+  return Error{Code::kUnsupported, "kernels.find_block_kind",
+               "blocks of " + std::string(name) + ": known are " + known, "kind"};
+}
+
+bool holds_blocks(const WeightFormat& format, BlockKind kind) {
+  const WeightFormat& own = block_type(kind).format;
+  if (format.is_float || own.is_float)
+    return format.is_float && own.is_float && format.bits == own.bits;
+  return format.bits < 16 && format.bits >= own.bits && format.has_minimum >= own.has_minimum &&
+         format.group_size > 0 && own.group_size % format.group_size == 0;
+}
+
+void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
+  switch (kind) {
+    case BlockKind::kQ4_0:
+      split_nibbles<16>(block + 2, 16, out->codes);
+      out->scales[0] = read_half(block);
+      return;
+    case BlockKind::kQ4_1:
+      split_nibbles<16>(block + 4, 16, out->codes);
+      out->scales[0] = read_half(block);
+      out->minima[0] = read_half(block + 2);
+      return;
+    case BlockKind::kQ4K:
+      split_k_scales(block, out);
+      split_nibbles<32>(block + 16, 128, out->codes);
+      return;
+    case BlockKind::kQ5_0:
+      split_nibbles<16>(block + 6, 16, out->codes);
+      add_fifth_bits(block + 2, out->codes);
+      out->scales[0] = read_half(block);
+      return;
+    case BlockKind::kQ5_1:
+      split_nibbles<16>(block + 8, 16, out->codes);
+      add_fifth_bits(block + 4, out->codes);
+      out->scales[0] = read_half(block);
+      out->minima[0] = read_half(block + 2);
+      return;
+    case BlockKind::kQ5K: return split_q5_k(block, out);
+    case BlockKind::kQ6K: return split_q6_k(block, out);
+    case BlockKind::kQ8_0:
+      for (size_t i = 0; i < 32; ++i) out->codes[i] = block[2 + i] ^ 128;
+      out->scales[0] = read_half(block);
+      return;
+    case BlockKind::kIq4Nl:
+      split_nibbles<16>(block + 2, 16, out->codes);
+      for (size_t i = 0; i < 32; ++i) out->codes[i] = kIq4Codes[out->codes[i]];
+      out->scales[0] = read_half(block);
+      return;
+    case BlockKind::kMxfp4: return split_mxfp4(block, out);
+  }
+}
+
+Status decode_blocks(ThreadPool* pool, const BlockRow* rows, size_t num_rows, size_t columns,
+                     void* out, bool is_bf16) {
+  const size_t row_bytes = columns * (is_bf16 ? 2 : 4);
+  const auto body = [&](size_t begin, size_t end, int) {
+    for (size_t row = begin; row < end; ++row)
+      decode_row(rows[row], columns, static_cast<uint8_t*>(out) + row * row_bytes, is_bf16);
+  };
+  if (pool != nullptr) return pool->parallel_for(num_rows, kDecodeRows, body);
+  body(0, num_rows, 0);
+  return {};
+}
+
+}  // namespace tandem

@@ -1,0 +1,42 @@
+// Rows of gradients times a packed matrix, dX = dY W: one panel of 64 inputs at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/packed/packed_kernels.h"
+#include "kernels/weights/weight_format.h"
+
+namespace tandem {
+
+// What gradients are rounded to, and turned panels consist of.
+inline constexpr WeightFormat kBf16Format{16, 0, false};
+
+inline float widen_bf16(uint16_t value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+struct TurnedProduct {
+  WeightFormat format;
+  const uint8_t* panels;   // Of the matrix, 64 outputs each.
+  size_t panel_stride;     // Bytes.
+  size_t num_panels;
+  size_t first_k;          // A multiple of kPanelColumns.
+  size_t num_k;            // At most kPanelColumns, whole steps of the format.
+  Operand d_y;             // bf16 rows, readable over all panels; finite beyond the outputs.
+  const int32_t* row_ids;  // Of d_y; null: consecutive ones.
+  size_t num_rows;
+  float* out;              // [num_rows][out_stride]
+  size_t out_stride;
+  size_t num_columns;
+  bool is_added = false;   // To what is there.
+};
+
+// Takes kTurnedOutputs at a time, in ascending order, so the sums do not depend on the rows.
+void multiply_turned(const PackedKernels& kernels, const TurnedProduct& product);
+
+}  // namespace tandem

@@ -1,0 +1,152 @@
+// One TCP connection: frames out, frames in. What frames mean is the business of the two kinds,
+// ServerConnection and ClientConnection.
+//
+// Bytes of slices go straight between the socket and the memory that the derived class names; the
+// class can take that memory back at any time (`drop_sink`, `drop_output`), after which not one byte
+// of it is touched. That is what cancellation, deadlines and unregister stand on.
+//
+// Threads: any. Lock order: (1) read_mutex_, held while frames are read and acted on, so that they
+// are acted on in order; (2) the owner's mutex; (3) mutex_, held for one bounded system call.
+// on_frame and on_closed are called under (1) or nothing, on_slice_begin and on_slice_end under (3).
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/threads/thread_annotations.h"
+#include "transfer/loop/event_loop.h"
+#include "transfer/engine/registry.h"
+#include "transfer/rails/socket_address.h"
+#include "transfer/wire/wire.h"
+
+namespace tandem::transfer {
+
+class Connection : public EventHandler, public std::enable_shared_from_this<Connection> {
+ public:
+  ~Connection() override;
+
+  // Puts the socket into the loop. A connecting one begins when it is writable.
+  Status attach();
+  void on_events(uint32_t events) override;
+
+  // Queues a frame; `flush` sends it. Nothing happens on a closed connection.
+  void send(Frame frame, std::string payload = {});
+  void flush();
+
+  // Closes for good, once; true for the caller that did. After it returns no byte of borrowed
+  // memory is touched. Does not call on_closed.
+  bool shut(Error reason);
+  bool is_shut() const { return is_shut_.load(std::memory_order_acquire); }
+  // REQUIRES: is_shut().
+  const Error& reason() const { return reason_; }
+  // Nobody listens there, said the other host.
+  bool was_refused() const { return was_refused_.load(std::memory_order_relaxed); }
+  // Of our end; empty once it is shut.
+  SocketAddress local_address() const;
+  // When a byte was last moved in either direction.
+  int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
+  // Owes nothing once it is shut.
+  HostLife host_life(int64_t now_ns) const;
+  // When a byte last came in: the peer lives.
+  int64_t heard_ns() const { return heard_ns_.load(std::memory_order_relaxed); }
+
+ protected:
+  // Where the bytes of a slice go; nullptr: read and thrown away.
+  struct Sink {
+    uint8_t* data = nullptr;
+  };
+  struct Output {
+    std::array<uint8_t, kHeaderBytes> header;
+    std::string owned;
+    const uint8_t* borrowed = nullptr;
+    uint64_t size = 0;  // Of the payload.
+    uint64_t sent = 0;  // Header included.
+    size_t owned_bytes = 0;  // As counted when it was queued.
+    uint64_t id = 0;
+    Registry::Pin pin;  // Of borrowed memory of ours that a peer reads.
+  };
+
+  static void set_payload(Output& output, Frame& frame, std::string payload);
+
+  // One of ours brings answers, one that connected to us requests.
+  Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting);
+
+  virtual void on_connected() {}
+  // Refuses a frame before its payload is read. Under mutex_.
+  virtual Status check_header(const Frame& frame) REQUIRES(mutex_) = 0;
+  // Whether what was not read when the peer hung up is dropped instead of acted on.
+  virtual bool is_void_once_hung_up() const { return false; }
+  // The connection is shut: give back what is pinned. Under mutex_.
+  virtual void on_shut() REQUIRES(mutex_) {}
+  // A slice begins to arrive.
+  virtual Sink on_slice_begin(const Frame& frame) REQUIRES(mutex_) = 0;
+  // All its bytes came; `is_intact` is the verdict of its check sum.
+  virtual void on_slice_end(const Frame& frame, bool is_intact) REQUIRES(mutex_) = 0;
+  // After on_slice_end for a slice, without mutex_; with the payload for any other frame. What it
+  // queues here is flushed after it, or after the frames behind it. An error closes the connection.
+  virtual Status on_frame(const Frame& frame, std::string payload) = 0;
+  virtual void on_closed(const Error& reason) = 0;
+
+  void enqueue(Output output, Frame frame) REQUIRES(mutex_);
+  // The output is erased, or given other bytes: they are counted no longer.
+  void uncount(const Output& output) REQUIRES(mutex_);
+  // Sends another frame instead. REQUIRES: not begun.
+  void replace(Output& output, Frame frame, std::string payload) REQUIRES(mutex_);
+  bool is_begun(const Output& output) const { return output.sent > 0; }
+
+  EventLoop* const loop_;
+  const EventLoop::Kind kind_;
+  mutable Mutex mutex_;
+  Mutex read_mutex_;
+  int fd_ GUARDED_BY(mutex_);
+  std::deque<Output> outputs_ GUARDED_BY(mutex_);
+  size_t owned_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
+  size_t borrowed_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
+  // The slice that is being read.
+  std::optional<Frame> incoming_ GUARDED_BY(mutex_);
+  Sink sink_ GUARDED_BY(mutex_);
+
+ private:
+  enum class ReadStep { kAgain, kFrame, kWait, kFailed };
+
+  void do_read();
+  ReadStep read_step(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
+  ReadStep read_payload(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
+  ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0) REQUIRES(mutex_);
+  bool has_whole_frame() const REQUIRES(mutex_);
+  bool flush_locked(Error* error) REQUIRES(mutex_);
+  void encode(Output& output, Frame frame) REQUIRES(mutex_);
+  void want_output(bool is_wanted) REQUIRES(mutex_);
+  // What epoll is to tell of.
+  uint32_t wanted_events() const REQUIRES(mutex_);
+  bool has_hung_up() const REQUIRES(mutex_);
+  void fail(Error error);
+
+  std::atomic<bool> is_shut_{false};
+  std::atomic<bool> was_refused_{false};
+  std::atomic<int64_t> progress_ns_;
+  std::atomic<int64_t> heard_ns_{0};
+  Error reason_;
+  bool is_connecting_ GUARDED_BY(mutex_);
+  uint64_t loop_key_ GUARDED_BY(mutex_) = 0;
+  bool wants_output_ GUARDED_BY(mutex_) = false;
+  bool is_write_broken_ GUARDED_BY(mutex_) = false;
+  std::vector<uint8_t> input_ GUARDED_BY(mutex_);
+  bool is_drained_ = false;  // The last call left nothing in the socket; more may have come since.
+  size_t input_begin_ = 0;
+  size_t input_end_ = 0;
+  uint64_t incoming_done_ = 0;
+  uint32_t incoming_crc_ = 0;
+  std::string incoming_payload_;
+};
+
+}  // namespace tandem::transfer

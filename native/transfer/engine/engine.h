@@ -1,0 +1,224 @@
+// The transfer engine of a process: its buffers, its listener, the segments it has opened, and the
+// threads that move bytes. Everything public may be called from any thread.
+//
+// In a forked child the threads do not exist: every call fails with kConflict there, and the engine
+// must be leaked instead of destroyed (see `is_forked`).
+#pragma once
+
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/threads/thread_annotations.h"
+#include "transfer/loop/adaptive_spin.h"
+#include "transfer/engine/batch.h"
+#include "transfer/engine/copier.h"
+#include "transfer/loop/event_loop.h"
+#include "transfer/wire/fault_plan.h"
+#include "transfer/files/file_io.h"
+#include "transfer/rails/link_watch.h"
+#include "transfer/connections/peer.h"
+#include "transfer/engine/registry.h"
+#include "transfer/connections/server.h"
+
+namespace tandem::transfer {
+
+struct EngineOptions {
+  ServerOptions server;
+  PeerOptions peer;
+  int io_threads = 1;
+  int copy_threads = 1;
+  int64_t spin_ns = 200'000;
+  FileBackend file_backend = FileBackend::kAuto;
+  // P of the prediction by location of memory: of each local address.
+  std::map<std::string, std::vector<double>> penalties;
+  // Boards on which this process shares the NICs of its local addresses; empty: it does not.
+  std::vector<std::string> quota_boards;
+  double quota_weight = 1;
+};
+
+struct TransferRequest {
+  Op op = Op::kRead;
+  uint64_t buffer = 0;  // Base of a registered buffer.
+  uint64_t local_offset = 0;
+  uint64_t segment = 0;  // As given by open or open_file; 0 = our own.
+  uint64_t offset = 0;
+  uint64_t length = 0;
+};
+
+struct BatchCounters {
+  uint64_t num_running = 0;
+  uint64_t num_done = 0;
+  std::array<uint64_t, kCodeNames.size()> num_failed{};  // By code.
+  LatencyHistogram latencies;                            // Of those done, submit to end.
+};
+
+class Engine {
+ public:
+  static Result<std::shared_ptr<Engine>> create(EngineOptions options);
+  // REQUIRES: not in a forked child.
+  ~Engine();
+
+  bool is_forked() const;
+  // Ends every batch, takes all buffers back, closes all connections; then, or with the last call that
+  // still runs in another thread, its threads end and its descriptors are closed. Later calls fail
+  // with kConflict; a second close does nothing. Errors: kDeadline (a peer on this host did not let go
+  // of a buffer: its memory must stay where it is until that process has ended).
+  Status close(int64_t deadline_ns);
+
+  Result<uint64_t> register_buffer(BufferSpec spec);
+  // Returns when no transfer and no peer touches the buffer. Errors: kNotFound, kDeadline.
+  Status unregister(uint64_t base, int64_t deadline_ns);
+
+  Result<uint64_t> open(const std::string& address, int64_t deadline_ns);
+  // A file as a segment; its only buffer begins at 0. Errors: see File::open; kUnsupported (io_uring
+  // is demanded, and refused).
+  Result<uint64_t> open_file(const FileOptions& file);
+  // Batches of it that still run end with kCancelled.
+  Status close_segment(uint64_t segment);
+  Result<Description> describe(uint64_t segment, int64_t deadline_ns);
+  Result<std::shared_ptr<Peer>> find_peer(uint64_t segment);
+  Result<std::shared_ptr<File>> find_file(uint64_t segment);
+  // The segments that are open, own one and files excluded.
+  std::map<uint64_t, std::shared_ptr<Peer>> peers() const;
+  // Bytes per second that the NICs of the local addresses give us now; infinity: not held.
+  std::vector<double> quota_rates() const;
+
+  // Errors: those of the first request that is wrong (bounds, rights, segment); nothing is moved
+  // then. What goes wrong later is in the batch's status.
+  Result<std::shared_ptr<Batch>> submit(const std::vector<TransferRequest>& requests,
+                                        int64_t deadline_ns, std::optional<TransportKind> only);
+  // Until the batch has ended or the deadline has passed, which ends it with kDeadline. When it
+  // returns no byte of a local buffer is touched any more.
+  Status wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns);
+  // Readable when the batch has ended; the batch owns it.
+  Result<int> completion_fd(const std::shared_ptr<Batch>& batch);
+  // Ends the batch with kCancelled, unless it has ended.
+  void cancel(const std::shared_ptr<Batch>& batch);
+
+  // Sends a small request to the peer's handler and waits for its answer. Errors: those of
+  // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
+  Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
+  // Begins a call without waiting; errors of Peer::begin_call.
+  struct BegunCall {
+    std::shared_ptr<Peer> peer;
+    std::shared_ptr<PendingCall> call;
+  };
+  Result<BegunCall> begin_call(uint64_t segment, std::string payload,
+                               std::shared_ptr<CallInbox> inbox, uint64_t tag);
+  // Waits for a call that was begun without an inbox; errors as of `call`.
+  Result<std::string> await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
+                                 int64_t deadline_ns);
+  // Peers' calls are taken with `wait_calls` from now on. Errors: kConflict (they are already).
+  Status serve_calls();
+  // Calls of peers, at most `max`; polls, then sleeps, until there is one. nullopt: the engine is
+  // closed.
+  std::optional<std::vector<std::shared_ptr<IncomingCall>>> wait_calls(size_t max);
+  // Where an event loop serves instead: see CallQueue.
+  const std::shared_ptr<CallQueue>& call_queue() const { return server_->calls(); }
+  // Handles what peers of these engines ask until `fd` is readable, for as long as polling pays, and
+  // at most for `limit_ns`. For an event loop that is about to sleep. True: it is readable.
+  static bool poll_requests(const std::vector<std::shared_ptr<Engine>>& engines, int fd,
+                            int64_t limit_ns);
+
+  Status notify(uint64_t segment, const std::string& name, const std::string& payload,
+                int64_t deadline_ns);
+  Result<std::vector<Notification>> take_notifications(int64_t deadline_ns);
+
+  const std::vector<std::string>& addresses() const;
+  uint64_t epoch() const { return options_.server.epoch; }
+  uint64_t bytes_copied(TransportKind kind) const { return copier_->bytes_moved(kind); }
+  // What moved inside this process and to files.
+  TransferCounters& counters() { return counters_; }
+  BatchCounters batch_counters() const;
+  // From now on what local, shm, cma or file move goes wrong as planned; none: no more. Returns the
+  // plan until now, or none.
+  std::shared_ptr<FaultPlan> set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
+  // "io_uring" or "threads", and why not the former; empty before the first file.
+  std::pair<std::string, std::string> file_backend() const;
+
+ private:
+  // A call in progress that needs the threads: they stay until it is over.
+  class Use {
+   public:
+    explicit Use(Engine& engine) : engine_(engine.enter() ? &engine : nullptr) {}
+    ~Use() {
+      if (engine_ != nullptr) engine_->leave();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    // False: they are gone, and so is everything that could be waited for.
+    explicit operator bool() const { return engine_ != nullptr; }
+
+   private:
+    Engine* const engine_;
+  };
+  bool enter();
+  void leave();
+  // Ends all threads and closes the descriptors of the loops.
+  void retire();
+
+  explicit Engine(EngineOptions options) : options_(std::move(options)) {}
+  Status start();
+  Status check_open() const;
+  AdaptiveSpin& spin_of_thread() const;
+  // False at the deadline. This thread does the work of the I/O threads meanwhile, so that nobody has
+  // to wake it.
+  bool await(Completion& completion, int64_t deadline_ns);
+  bool await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& spin);
+  Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
+                                            int64_t deadline_ns,
+                                            std::optional<TransportKind> only);
+  struct Target;
+  Result<Target> find_target(uint64_t segment);
+  Status check_remote(const TransferRequest& request, const Target& target);
+  void on_batch_end(const Batch& batch, const Status& status);
+  void abort(const std::shared_ptr<Batch>& batch, Error error);
+  // False: the engine was closed.
+  bool watch(const std::shared_ptr<Batch>& batch);
+  void unwatch(const Batch& batch);
+  void schedule(int64_t due_ns);
+  void run_timer();
+  int64_t tick(int64_t now_ns, int64_t late_ns);
+  std::shared_ptr<FaultPlan> faults(TransportKind kind) const;
+  void fence_own();
+  void copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping);
+
+  const EngineOptions options_;
+  TransferCounters counters_;
+  mutable Mutex counters_mutex_;  // Leaf.
+  BatchCounters batch_counters_ GUARDED_BY(counters_mutex_);
+  const int owner_pid_ = static_cast<int>(::getpid());
+  std::atomic<int> num_uses_{1};  // One is the engine's own, until it is closed.
+  Registry registry_;
+  std::shared_ptr<Mapping> own_segment_;
+  std::vector<std::unique_ptr<EventLoop>> loops_;
+  std::vector<EventLoop*> loop_pointers_;
+  std::unique_ptr<Copier> copier_;
+  std::shared_ptr<Server> server_;
+  std::shared_ptr<LinkWatch> link_watch_;
+  std::map<std::string, size_t> locations_;
+
+  mutable Mutex mutex_;
+  bool is_closed_ GUARDED_BY(mutex_) = false;
+  std::map<uint64_t, std::shared_ptr<Peer>> peers_ GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(mutex_);
+  std::atomic<bool> has_faults_{false};
+  std::map<TransportKind, std::shared_ptr<FaultPlan>> faults_ GUARDED_BY(mutex_);
+  std::unique_ptr<FileIo> file_io_;  // Made with the first file; written under mutex_.
+  uint64_t next_segment_ GUARDED_BY(mutex_) = 1;
+  std::multimap<int64_t, std::shared_ptr<Batch>> watched_ GUARDED_BY(mutex_);
+  size_t sweep_size_ GUARDED_BY(mutex_) = 1024;
+
+  Mutex timer_mutex_;  // Leaf.
+  CondVar timer_changed_;
+  int64_t timer_due_ns_ GUARDED_BY(timer_mutex_) = 0;
+  bool is_timer_stopping_ GUARDED_BY(timer_mutex_) = false;
+  std::thread timer_;
+};
+
+}  // namespace tandem::transfer

@@ -1,0 +1,111 @@
+"""SIGTERM ends the server without ending anybody's answer.
+
+Method: a request in mid-stream while the server drains; and a real process that gets the signal.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import requests
+from serving import WAIT_S, wait_until
+
+BODY = {"prompt": "hello", "max_tokens": 30, "stream": True}
+
+
+def test_running_requests_finish_and_new_ones_are_refused(serve_text):
+    live = serve_text(drain_timeout_s=WAIT_S)
+    live.engine.step_s = 0.02
+    with requests.post(
+        f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S
+    ) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        live.stop()
+        wait_until(lambda: live.app.state.context.lifecycle.is_draining)
+        refused = live.post("/v1/completions", BODY)
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "draining"
+        ready = live.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        assert live.get("/health").status_code == 503
+        assert live.get("/live").status_code == 200
+        rest = [line for line in lines if line]
+    assert rest[-1] == b"data: [DONE]"
+    assert len(rest) == 30
+    live.join()
+
+
+def test_what_does_not_finish_in_time_is_told_so(serve_text):
+    live = serve_text(drain_timeout_s=0.1)
+    live.engine.step_s = 30.0
+    with requests.post(
+        f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S
+    ) as reply:
+        wait_until(lambda: live.engine.num_held == 1)
+        live.stop()
+        events = [line for line in reply.iter_lines() if line]
+    assert json.loads(events[0][6:])["choices"][0]["finish_reason"] == "abort"
+    assert events[-1] == b"data: [DONE]"
+    live.join()
+    assert live.engine.num_held == 0
+
+
+def test_a_second_signal_does_not_wait(serve_text):
+    live = serve_text(drain_timeout_s=600.0)
+    live.engine.step_s = 600.0
+    with requests.post(f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S):
+        wait_until(lambda: live.engine.num_held == 1)
+        live.stop()
+        wait_until(lambda: live.app.state.context.lifecycle.is_draining)
+        live.stop()
+        live.join()
+
+
+SCRIPT = """
+import asyncio, sys
+sys.path.insert(0, {folder!r})
+from fake_engine import FakeEngine, make_info
+from vocabularies import make_byte_level_tokenizer
+from tandem.server.app import build_app
+from tandem.server.config import ServerConfig
+from tandem.server.run import run_server
+
+tokenizer = make_byte_level_tokenizer()
+engine = FakeEngine(info=make_info(tokenizer.vocab_size), step_s=0.05)
+config = ServerConfig(port=0, drain_timeout_s=20)
+app = build_app(config, engine, tokenizer, "tiny")
+asyncio.run(run_server(config, app, lambda running: print(running.url, flush=True)))
+print("held", engine.num_held, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signalled_process_answers_and_exits_with_0(number):
+    folder = str(Path(__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(folder=folder)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            url = process.stdout.readline().strip()
+            with requests.post(
+                f"{url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S
+            ) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                assert [line for line in lines if line][-1] == b"data: [DONE]"
+            assert process.wait(WAIT_S) == 0
+            assert process.stdout.read() == "held 0\n"
+        finally:
+            process.kill()
+
+
+def test_it_stops_at_once_when_nothing_runs(serve_text):
+    live = serve_text(drain_timeout_s=600.0)
+    live.stop()
+    live.join()  # Which waits for much less than it may drain.

@@ -1,0 +1,113 @@
+"""The metrics page says what happened, and the documentation says what the page says."""
+
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.server.telemetry.metrics import METRICS
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+
+
+def scrape(live) -> dict[tuple, float]:
+    page = live.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+    }
+
+
+def test_the_reference_lists_every_metric_and_no_other():
+    rows = [line for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
+    listed = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+    expected = [
+        [f"`{m.name}`", m.kind, ", ".join(m.labels) if m.labels else "none", m.help]
+        for m in METRICS
+    ]
+    assert listed == expected
+
+
+def test_every_metric_of_the_table_is_on_the_page(serve_text):
+    live = serve_text()
+    # A label without a value has no sample.
+    live.engine.more_stats = {
+        name: {"timeout": 1} for name in ("load_failures", "store_failures", "peer_read_failures")
+    }
+    live.engine.fallbacks = {"prefill_peer_lost": 1}
+    assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+    names = {key[0] for key in scrape(live)}
+    for metric in METRICS:
+        suffix = "_bucket" if metric.kind == "histogram" else ""
+        assert metric.name + suffix in names, metric.name
+
+
+def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
+    live = serve_text()
+    live.engine.more_stats = {
+        "prefix_hit_tokens": 100,
+        "store_hit_tokens": 64,
+        "prefill_hit_tokens": 16,
+        "loaded_bytes": 4096,
+        "num_lookup_timeouts": 3,
+        "load_failures": {"not_found": 2, "corruption": 1},
+        "store_failures": {"queue_full": 5},
+    }
+    found = scrape(live)
+    model = ("model_name", "tiny")
+    for source, tokens in (("device", 20), ("store", 64), ("prefill", 16)):
+        assert found["tandem:cached_tokens_total", ("cache_source", source), model] == tokens
+    assert found["tandem:external_prefix_cache_hits_total", model] == 64
+    assert found["tandem:kv_load_bytes_total", model] == 4096
+    assert found["tandem:kv_lookup_timeouts_total", model] == 3
+    failed = "tandem:kv_load_failed_blocks_total"
+    assert found[failed, model, ("reason", "not_found")] == 2
+    assert found[failed, model, ("reason", "corruption")] == 1
+    assert found["tandem:kv_store_failed_blocks_total", model, ("reason", "queue_full")] == 5
+
+
+def test_a_request_is_counted_once(serve_text):
+    live = serve_text()
+    model = ("model_name", "tiny")
+    reply = live.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 4, "n": 2})
+    assert reply.status_code == 200
+    live.post("/v1/completions", {"prompt": "a", "max_tokens": "x"})
+    live.get("/nowhere")
+    found = scrape(live)
+    assert found["tandem:prompt_tokens_total", model] == 4
+    assert found["tandem:generation_tokens_total", model] == 8
+    assert found["tandem:request_success_total", ("finished_reason", "length"), model] == 2
+    assert found["tandem:time_to_first_token_seconds_count", model] == 2
+    assert found["tandem:inter_token_latency_seconds_count", model] == 6
+    assert found["tandem:e2e_request_latency_seconds_count", model] == 2
+    assert found["tandem:request_generation_tokens_sum", model] == 8
+    assert found["tandem:engine_up", model] == 1
+    routes = ("tandem:http_requests_total", ("route", "/v1/completions"))
+    assert found[*routes, ("status", "200")] == 1
+    assert found[*routes, ("status", "400")] == 1
+    assert found["tandem:http_requests_total", ("route", "other"), ("status", "404")] == 1
+
+
+def test_failures_are_counted_by_reason(serve_text, tokenizer):
+    live = serve_text()
+    model = ("model_name", "tiny")
+    live.engine.die_after = 1
+    assert live.post("/v1/completions", {"prompt": "a"}).status_code == 503
+    live.engine.die_after = None
+    live.engine.answer = tokenizer.encode("the cat sat on the mat")
+    assert live.post("/v1/completions", {"prompt": "a", "stop": "cat"}).status_code == 200
+    found = scrape(live)
+    assert found["tandem:request_success_total", ("finished_reason", "error"), model] == 1
+    assert found["tandem:request_success_total", ("finished_reason", "stop"), model] == 1
+
+
+def test_the_page_outlives_the_engine(serve_text):
+    live = serve_text()
+    live.engine.info = None
+    found = scrape(live)
+    assert found["tandem:engine_up", ("model_name", "tiny")] == 0
+
+
+def test_metrics_can_be_switched_off(serve_text):
+    assert serve_text(metrics=False).get("/metrics").status_code == 404
