@@ -1,6 +1,9 @@
 """Goal: a rival in a process of its own answers, or ends in an error that says what happened."""
 
+import contextlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,21 @@ def test_a_failed_installation_says_why(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match="cannot be installed"):
         peers.install_peer("nothing", ["./no-such-folder-here"])
     assert not list(Path(tmp_path).glob("*/installed"))
+
+
+def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
+    """The second waits for the first: a venv that is cleared under pip would be half installed."""
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
+    installed, together = [], threading.Barrier(2)
+
+    def install(name, _python, _arguments):
+        installed.append(name)
+        # Time for the other to come into it as well, if nothing kept it out.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+
+    monkeypatch.setattr(peers, "_pip_install", install)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: peers.install_peer("llama", ["x"]), range(2)))
+    assert installed == ["llama"]

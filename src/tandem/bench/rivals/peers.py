@@ -6,6 +6,7 @@ What its libraries print goes to standard error and into a log in its venv's fol
 """
 
 import contextlib
+import fcntl
 import json
 import selectors
 import signal
@@ -58,12 +59,18 @@ def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] 
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists():
         return python
-    sys.stderr.write(f"installing {name} into {folder}: {' '.join([*requirements, *bare])}\n")
-    venv.create(folder, with_pip=True, clear=True)
-    for wish in (requirements, ["--no-deps", *bare] if bare else []):
-        if wish:
-            _pip_install(name, python, wish)
-    stamp.touch()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Another benchmark may be installing the same one; whoever is second finds it done.
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists():
+            return python
+        sys.stderr.write(f"installing {name} into {folder}: {' '.join([*requirements, *bare])}\n")
+        venv.create(folder, with_pip=True, clear=True)
+        for wish in (requirements, ["--no-deps", *bare] if bare else []):
+            if wish:
+                _pip_install(name, python, wish)
+        stamp.touch()
     return python
 
 

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.server.api.answers import answer_stream, answer_whole, make_events
 from tandem.server.api.options import (
     REFUSED_FIELDS,
     TokenLimit,
@@ -17,10 +18,9 @@ from tandem.server.api.options import (
     plan_choices,
     read_options,
 )
-from tandem.server.api.usage import count_piece_usage, count_usage, make_chat_logprobs
+from tandem.server.api.usage import count_usage, make_chat_logprobs
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import limit_time, read_body, run_while_connected
-from tandem.server.edge.sse import DONE, EventStream, encode_event
+from tandem.server.edge.connection import limit_time, read_body
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.protocol.openai import (
@@ -37,7 +37,6 @@ from tandem.server.protocol.openai import (
 __all__ = ["answer_chat"]
 
 _decoder = msgspec.json.Decoder(ChatRequest)
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +98,8 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
         n,
     )
     if request.stream is True:
-        return EventStream(group, _events(answer, group), context.config.send_timeout_s)
-    try:
-        work = _collect(answer, group)
-        completion = await run_while_connected(http.receive, work)
-    finally:
-        await group.close()
-    return Response(_encode(completion), media_type="application/json")
+        return answer_stream(context, group, _events(answer, group))
+    return await answer_whole(http, group, _collect(answer, group))
 
 
 def _check(request: ChatRequest) -> None:
@@ -189,29 +183,18 @@ async def _collect(answer: _Answer, group: GenerationGroup) -> ChatCompletion:
     )
 
 
-async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
-    options = answer.request.stream_options
-    has_usage = options is not None and options.include_usage is True
-    is_continuous = options is not None and options.continuous_usage_stats is True
+def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
     has_role = [False for _ in group.generations]
-    async with aclosing(group.pieces()) as pieces:
-        async for generation, piece in pieces:
-            if not has_role[generation.index]:
-                has_role[generation.index] = True
-                first = ChatChunkChoice(generation.index, ChatDelta("", "assistant"))
-                yield encode_event(_encode(answer.make_chunk([first])))
-            chunk = answer.make_chunk([_make_choice(answer, generation, piece)])
-            if is_continuous:
-                chunk.usage = count_piece_usage(generation, piece)
-            elif has_usage:
-                # OpenAI sends null until the last event.
-                chunk.usage = None
-            yield encode_event(_encode(chunk))
-    if has_usage:
-        last = answer.make_chunk([])
-        last.usage = count_usage(group.generations, answer.n)
-        yield encode_event(_encode(last))
-    yield DONE
+
+    def make_chunks(generation: Generation, piece: Piece) -> Iterator[ChatChunk]:
+        if not has_role[generation.index]:
+            has_role[generation.index] = True
+            first = ChatChunkChoice(generation.index, ChatDelta("", "assistant"))
+            yield answer.make_chunk([first])
+        yield answer.make_chunk([_make_choice(answer, generation, piece)])
+
+    options = answer.request.stream_options
+    return make_events(group, answer.n, options, make_chunks, lambda: answer.make_chunk([]))
 
 
 def _make_choice(answer: _Answer, generation: Generation, piece: Piece) -> ChatChunkChoice:

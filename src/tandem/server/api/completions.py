@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.server.api.answers import answer_stream, answer_whole, make_events
 from tandem.server.api.options import (
     REFUSED_FIELDS,
     TokenLimit,
@@ -17,10 +18,9 @@ from tandem.server.api.options import (
     read_options,
 )
 from tandem.server.api.prompts import read_prompts
-from tandem.server.api.usage import add_completion_logprobs, count_piece_usage, count_usage
+from tandem.server.api.usage import add_completion_logprobs, count_usage
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import limit_time, read_body, run_while_connected
-from tandem.server.edge.sse import DONE, EventStream, encode_event
+from tandem.server.edge.connection import limit_time, read_body
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.protocol.openai import (
@@ -36,7 +36,6 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of this endpoint."""
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -132,13 +131,8 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         [0 for _ in plans],
     )
     if request.stream is True:
-        return EventStream(group, _events(answer, group), context.config.send_timeout_s)
-    try:
-        work = _collect(answer, group)
-        completion = await run_while_connected(http.receive, work)
-    finally:
-        await group.close()
-    return Response(_encode(completion), media_type="application/json")
+        return answer_stream(context, group, _events(answer, group))
+    return await answer_whole(http, group, _collect(answer, group))
 
 
 async def encode_prompts(
@@ -199,31 +193,20 @@ def _extend(choice: CompletionChoice, more: CompletionLogprobs | None) -> None:
     choice.logprobs.text_offset += more.text_offset
 
 
-async def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
-    options = answer.request.stream_options
-    has_usage = options is not None and options.include_usage is True
-    is_continuous = options is not None and options.continuous_usage_stats is True
+def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
     is_first = [True for _ in group.generations]
-    async with aclosing(group.pieces()) as pieces:
-        async for generation, piece in pieces:
-            first, is_first[generation.index] = is_first[generation.index], False
-            choice = CompletionChoice(
-                generation.index,
-                answer.make_text(generation, piece, is_first=first),
-                piece.finish_reason,
-                answer.make_logprobs(generation, piece, is_first=first),
-            )
-            if piece.finish_reason is not None and generation.stop_reason is not None:
-                choice.stop_reason = generation.stop_reason
-            chunk = answer.make_completion([choice])
-            if is_continuous:
-                chunk.usage = count_piece_usage(generation, piece)
-            elif has_usage:
-                # OpenAI sends null until the last event.
-                chunk.usage = None
-            yield encode_event(_encode(chunk))
-    if has_usage:
-        last = answer.make_completion([])
-        last.usage = count_usage(group.generations, answer.n)
-        yield encode_event(_encode(last))
-    yield DONE
+
+    def make_chunks(generation: Generation, piece: Piece) -> tuple[Completion]:
+        first, is_first[generation.index] = is_first[generation.index], False
+        choice = CompletionChoice(
+            generation.index,
+            answer.make_text(generation, piece, is_first=first),
+            piece.finish_reason,
+            answer.make_logprobs(generation, piece, is_first=first),
+        )
+        if piece.finish_reason is not None and generation.stop_reason is not None:
+            choice.stop_reason = generation.stop_reason
+        return (answer.make_completion([choice]),)
+
+    options = answer.request.stream_options
+    return make_events(group, answer.n, options, make_chunks, lambda: answer.make_completion([]))

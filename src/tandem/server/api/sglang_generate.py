@@ -17,6 +17,7 @@ from starlette.responses import Response
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
+from tandem.server.api.answers import answer_stream, answer_whole
 from tandem.server.api.completions import encode_prompts
 from tandem.server.api.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.api.prompts import fit_max_tokens, read_prompts
@@ -28,8 +29,8 @@ from tandem.server.context import (
     ServerContext,
     TextOptions,
 )
-from tandem.server.edge.connection import limit_time, read_body, run_while_connected
-from tandem.server.edge.sse import DONE, EventStream, encode_event
+from tandem.server.edge.connection import limit_time, read_body
+from tandem.server.edge.sse import DONE, encode_event
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.protocol.sglang import (
@@ -106,16 +107,12 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
     )
     group = await context.start(plans, options, origin, http.receive)
     if request.stream is True:
-        events = _events(context, group, progress)
-        return EventStream(group, events, context.config.send_timeout_s)
-    try:
-        work = _collect(context, group, progress)
-        responses = await run_while_connected(http.receive, work)
-    finally:
-        await group.close()
-    is_list = is_list or len(responses) > 1
-    document = _encode(responses if is_list else responses[0])
-    return Response(document, media_type="application/json")
+        return answer_stream(context, group, _events(context, group, progress))
+
+    def shape(responses: list[GenerateResponse]) -> object:
+        return responses if is_list or len(responses) > 1 else responses[0]
+
+    return await answer_whole(http, group, _collect(context, group, progress), shape)
 
 
 def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
