@@ -15,7 +15,14 @@ from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import list_fields
 from tandem.core.errors import ERROR_CODES
 from tandem.core.spec import DTYPE_BYTES
-from tandem.finetune.recipes.recipe import DataKeys, MethodKeys, ModelKeys, OutputKeys, TrainKeys
+from tandem.finetune.recipes.recipe import (
+    DataKeys,
+    MethodKeys,
+    ModelKeys,
+    OutputKeys,
+    PreferenceKeys,
+    TrainKeys,
+)
 from tandem.finetune.recipes.recipe_keys import IGNORED, REFUSED
 from tandem.models.families import FAMILIES
 from tandem.models.families.gate import ACTIVATIONS, LAYER_TYPES, ROPE_TYPES
@@ -66,7 +73,7 @@ def render_finetune() -> str:
         "| key | default | meaning |",
         "|---|---|---|",
     ]
-    for group in (ModelKeys, MethodKeys, DataKeys, OutputKeys, TrainKeys):
+    for group in (ModelKeys, MethodKeys, PreferenceKeys, DataKeys, OutputKeys, TrainKeys):
         for field in cast("msgspec.inspect.StructType", inspect.type_info(group)).fields:
             has_default = field.default is not msgspec.NODEFAULT
             default = f"`{msgspec.json.encode(field.default).decode()}`" if has_default else ""

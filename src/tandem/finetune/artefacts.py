@@ -93,6 +93,7 @@ def write_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
     """Write README.md: what the adapter is, and how it was made."""
     model, keys = recipe.model.model_name_or_path, recipe.flatten()
     shown = [
+        *(("pref_loss", "pref_beta", "pref_ftx") if recipe.method.stage == "dpo" else ()),
         "lora_rank",
         "lora_alpha",
         "lora_dropout",
@@ -118,7 +119,7 @@ base_model: {json.dumps(model)}
 library_name: peft
 tags:
 - lora
-- sft
+- {recipe.method.stage}
 ---
 
 # LoRA adapter of {model}

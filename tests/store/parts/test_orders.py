@@ -7,8 +7,10 @@ import pytest
 
 from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
 from tandem.store import HostService, MasterService, StoreConfig
+from tandem.store.host.host import StoreHost
+from tandem.store.host.segment import Segment
 from tandem.store.master.state.orders import OrderLine
-from tandem.store.messages import Ack, WipeExtents
+from tandem.store.messages import Ack, Joined, WipeExtents
 from tandem.transfer import PollingLoop
 
 
@@ -28,6 +30,30 @@ class Host:
     async def answer(self):
         await self.gate.wait()
         return Ack()
+
+
+class Port:
+    """The data path of a host that nobody writes to."""
+
+    address, read_base = "nowhere", 0
+
+    def former_writers(self) -> set[int]:
+        return set()
+
+
+class ForgetfulMaster:
+    """Joins a host, but its last answer is lost; answers no second attempt."""
+
+    def __init__(self) -> None:
+        self.is_asked_again = asyncio.Event()
+
+    async def call(self, method, request, response_type, *, timeout_s):
+        if method == "inventory_done":
+            raise DeadlineError("test.call", "the answer was lost")
+        if request.attempt > 1:
+            self.is_asked_again.set()
+            await asyncio.get_running_loop().create_future()
+        return Joined(epoch=1, host=0, session=7)
 
 
 def run(main) -> None:
@@ -121,3 +147,19 @@ def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
             runner.run(asyncio.wait_for(main(), 30))
     else:
         run(main())
+
+
+def test_a_host_that_joins_again_obeys_nothing_of_the_attempt_before():
+    """That master may have joined it; its pull would end in space that the next inventory frees."""
+
+    async def main() -> None:
+        master = ForgetfulMaster()
+        host = StoreHost("h", "m", Segment.make_anonymous(1 << 20), Port())
+        wipe = {name: handler for name, handler, *_ in host.methods()}["wipe"]
+        host.on_master(master)
+        await master.is_asked_again.wait()
+        with pytest.raises(ConflictError, match="session"):
+            wipe(master, WipeExtents(epoch=1, session=7, number=0, offsets=[]))
+        await host.aclose()
+
+    run(main())

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.finetune.data.records import Conversation
+from tandem.finetune.data.records import Conversation, Pair
 
 __all__ = [
     "IGNORED_LABEL",
     "TEMPLATES",
     "Example",
+    "PairExample",
     "Template",
     "collate",
     "encode",
+    "encode_pair",
     "make_template",
     "pack",
 ]
@@ -95,6 +97,21 @@ class Example:
     labels: tuple[int, ...]
     lengths: tuple[int, ...] = ()
     """Of the examples that were packed into this row; empty for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairExample:
+    """Two answers to one prompt, in token ids; the answers are learned."""
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt with the chosen and with the rejected answer."""
+        prompt = len(self.prompt_ids)
+        return prompt + len(self.chosen_ids), prompt + len(self.rejected_ids)
 
 
 class Template:
@@ -207,10 +224,9 @@ def encode(
     labels: list[int] = []
     turns = template.render(conversation)
     for i, (prompt, answer) in enumerate(turns):
-        # White space behind the answer's end belongs to the next turn.
-        kept = answer.rstrip() or answer
         is_learned = not mask_history or i == len(turns) - 1
-        pieces = [(prompt, train_on_prompt), (kept, is_learned), (answer[len(kept) :], False)]
+        kept, rest = _split_answer(answer)
+        pieces = [(prompt, train_on_prompt), (kept, is_learned), (rest, False)]
         for text, is_target in pieces:
             piece = template.tokenize(text) if text else []
             ids += piece
@@ -220,6 +236,33 @@ def encode(
     if all(label == IGNORED_LABEL for label in labels[1:]):
         return None
     return Example(tuple(ids), tuple(labels))
+
+
+def _split_answer(answer: str) -> tuple[str, str]:
+    """White space behind the answer's end belongs to the next turn."""
+    kept = answer.rstrip() or answer
+    return kept, answer[len(kept) :]
+
+
+def encode_pair(pair: Pair, template: Template, *, cutoff_len: int) -> PairExample | None:
+    """Return the example of a pair; None if the cutoff leaves no two answers that differ.
+
+    Args:
+        pair: two answers to one prompt.
+        template: renders it; earlier answers belong to the prompt.
+        cutoff_len: tokens at most of the prompt with either answer; the rest is cut off.
+    """
+    *earlier, (prompt, chosen) = template.render(pair.chosen)
+    texts = [text for turn, answer in earlier for text in (turn, *_split_answer(answer))]
+    prompt_ids = [i for text in (*texts, prompt) if text for i in template.tokenize(text)]
+    rejected = template.render(pair.rejected)[-1][1]
+    room = max(cutoff_len - len(prompt_ids), 0)
+    answers = [
+        tuple(template.tokenize(_split_answer(text)[0])[:room]) for text in (chosen, rejected)
+    ]
+    if not prompt_ids or not all(answers) or answers[0] == answers[1]:
+        return None
+    return PairExample(tuple(prompt_ids), *answers)
 
 
 def pack(examples: Sequence[Example], size: int) -> list[Example]:

@@ -5,9 +5,10 @@ out and remembered with its line; a bad file or description is an error. Nothing
 """
 
 import os.path
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,11 +16,12 @@ from msgspec import Meta
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.finetune.data.data_files import NotARow, parse_json, read_rows
 
-__all__ = ["BadRow", "Conversation", "Message", "Records", "load_dataset"]
+__all__ = ["BadRow", "Conversation", "Message", "Pair", "Records", "load_dataset", "load_pairs"]
 
 WHERE = "finetune.load_dataset"
 INFO_NAME = "dataset_info.json"
 Role = Literal["system", "user", "assistant"]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,14 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two conversations that differ in the last answer alone."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+@dataclass(frozen=True, slots=True)
 class BadRow:
     """A row that was left out."""
 
@@ -57,6 +67,7 @@ class Records:
     """The good rows of a dataset, in order, and the bad ones."""
 
     conversations: list[Conversation] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     bad_rows: list[BadRow] = field(default_factory=list)
 
 
@@ -124,23 +135,23 @@ def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Rec
         CorruptionError: the file does not parse.
         UnsupportedError: the dataset lies on a hub, or is not text to learn from.
     """
-    path = Path(name)
-    if path.suffix and path.is_file():
-        records = _convert_rows(path, None, max_samples)
-    else:
-        info = _find_info(name, folder)
-        records = _convert_rows(folder / info.file_name, info, max_samples)
-    if not records.conversations:
-        first = (
-            f"; line {records.bad_rows[0].line}: {records.bad_rows[0].why}"
-            if records.bad_rows
-            else ": the file is empty"
-        )
-        raise ConfigError(WHERE, f"dataset {name!r} has no usable row{first}", field="dataset")
+    records, rows = _convert_rows(name, folder, max_samples, _convert_row, is_ranking=False)
+    records.conversations = rows
     return records
 
 
-def _find_info(name: str, folder: Path) -> DatasetInfo:
+def load_pairs(name: str, folder: Path, max_samples: int | None = None) -> Records:
+    """Load a dataset of preferences; as ``load_dataset``, but its description has ``ranking``.
+
+    A row has a chosen and a rejected answer, which are texts in alpaca's format and turns in the
+    others.
+    """
+    records, rows = _convert_rows(name, folder, max_samples, _convert_pair, is_ranking=True)
+    records.pairs = rows
+    return records
+
+
+def _find_info(name: str, folder: Path, *, is_ranking: bool) -> DatasetInfo:
     path = folder / INFO_NAME
     try:
         table = parse_json(path.read_bytes().decode("utf-8-sig"))
@@ -159,8 +170,11 @@ def _find_info(name: str, folder: Path) -> DatasetInfo:
         msgspec.convert(info.tags, Tags)
     except msgspec.ValidationError as error:
         raise ConfigError(WHERE, f"{path}: {name}: {error}", field="dataset") from error
-    if info.ranking:
-        what = f"dataset {name!r} holds preferences: choose one of answers"
+    if info.ranking and not is_ranking:
+        what = f"dataset {name!r} holds preferences: choose one of answers, or stage: dpo"
+        raise UnsupportedError(WHERE, what, field="dataset")
+    if is_ranking and not info.ranking:
+        what = f"dataset {name!r} holds no preferences: set ranking: true in {path}, or stage: sft"
         raise UnsupportedError(WHERE, what, field="dataset")
     if not info.file_name:
         what = f"dataset {name!r} names no file_name: download it and name the file"
@@ -173,17 +187,35 @@ def _find_info(name: str, folder: Path) -> DatasetInfo:
     return info
 
 
-def _convert_rows(path: Path, info: DatasetInfo | None, max_samples: int | None) -> Records:
-    records = Records()
+def _convert_rows(
+    name: str,
+    folder: Path,
+    max_samples: int | None,
+    convert: Callable[[Any, DatasetInfo | None], Row],
+    *,
+    is_ranking: bool,
+) -> tuple[Records, list[Row]]:
+    path, info = Path(name), None
+    if not (path.suffix and path.is_file()):
+        info = _find_info(name, folder, is_ranking=is_ranking)
+        path = folder / info.file_name
+    records, rows = Records(), []
     limits = [n for n in (max_samples, info and info.num_samples) if n is not None]
     for line, row in read_rows(path):
-        if limits and len(records.conversations) >= min(limits):
+        if limits and len(rows) >= min(limits):
             break
         try:
-            records.conversations.append(_convert_row(row, info))
+            rows.append(convert(row, info))
         except _BadRowError as error:
             records.bad_rows.append(BadRow(path.name, line, str(error)))
-    return records
+    if not rows:
+        first = (
+            f"; line {records.bad_rows[0].line}: {records.bad_rows[0].why}"
+            if records.bad_rows
+            else ": the file is empty"
+        )
+        raise ConfigError(WHERE, f"dataset {name!r} has no usable row{first}", field="dataset")
+    return records, rows
 
 
 class _BadRowError(Exception):
@@ -191,18 +223,47 @@ class _BadRowError(Exception):
 
 
 def _convert_row(row: Any, info: DatasetInfo | None) -> Conversation:
-    if isinstance(row, NotARow):
-        raise _BadRowError(row.why)
-    if not isinstance(row, dict):
-        raise _BadRowError(f"a {type(row).__name__}, not an object")
-    if info is None:
-        info = _guess_info(row)
+    row, info = _check_row(row, info)
     if info.formatting == "alpaca":
-        messages = _read_alpaca(row, msgspec.convert(info.columns, Columns))
+        columns = msgspec.convert(info.columns, Columns)
+        messages = _read_alpaca(row, columns)
+        messages.append(Message("assistant", _text(row, columns.response, is_needed=True)))
     else:
         messages = _read_turns(row, info)
     _check_turns(messages)
     return Conversation(tuple(messages))
+
+
+def _convert_pair(row: Any, info: DatasetInfo | None) -> Pair:
+    row, info = _check_row(row, info)
+    columns = msgspec.convert(info.columns, Columns)
+    if info.formatting == "alpaca":
+        messages = _read_alpaca(row, columns)
+    else:
+        messages = _read_turns(row, info)
+    made: list[Conversation] = []
+    for key in (columns.chosen or "chosen", columns.rejected or "rejected"):
+        if info.formatting == "alpaca":
+            answer = Message("assistant", _text(row, key, is_needed=True))
+        elif isinstance(row.get(key), dict):
+            answer = _read_turn(row[key], _find_tags(info))
+        else:
+            raise _BadRowError(f"{key!r} is no turn" if row.get(key) else f"no {key!r}")
+        turns = [*messages, answer]
+        _check_turns(turns)
+        made.append(Conversation(tuple(turns)))
+    chosen, rejected = made
+    if chosen.answer.strip() == rejected.answer.strip():
+        raise _BadRowError("chosen and rejected are equal")
+    return Pair(chosen, rejected)
+
+
+def _check_row(row: Any, info: DatasetInfo | None) -> tuple[dict[str, Any], DatasetInfo]:
+    if isinstance(row, NotARow):
+        raise _BadRowError(row.why)
+    if not isinstance(row, dict):
+        raise _BadRowError(f"a {type(row).__name__}, not an object")
+    return row, _guess_info(row) if info is None else info
 
 
 def _guess_info(row: dict[str, Any]) -> DatasetInfo:
@@ -236,39 +297,43 @@ def _read_alpaca(row: dict[str, Any], columns: Columns) -> list[Message]:
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     parts = [_text(row, columns.prompt, is_needed=True), _text(row, columns.query)]
     messages.append(Message("user", "\n".join(part for part in parts if part)))
-    messages.append(Message("assistant", _text(row, columns.response, is_needed=True)))
     return messages
 
 
 def _read_turns(row: dict[str, Any], info: DatasetInfo) -> list[Message]:
-    columns, tags = msgspec.convert(info.columns, Columns), msgspec.convert(info.tags, Tags)
-    key = columns.messages or "conversations"
-    if info.formatting == "openai":
-        key = columns.messages or "messages"
-        openai = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
-        openai |= {"assistant_tag": "assistant", "observation_tag": "tool"}
-        tags = msgspec.convert({**openai, **info.tags}, Tags)
+    columns, tags = msgspec.convert(info.columns, Columns), _find_tags(info)
+    key = columns.messages or ("messages" if info.formatting == "openai" else "conversations")
     turns = row.get(key)
     if not isinstance(turns, list):
         raise _BadRowError(f"no list {key!r}")
     if columns.tools is not None and row.get(columns.tools):
         raise _BadRowError("it offers tools, which are not learned")
+    messages: list[Message] = []
+    if system := _text(row, columns.system or "system"):
+        messages.append(Message("system", system))
+    return messages + [_read_turn(turn, tags) for turn in turns]
+
+
+def _find_tags(info: DatasetInfo) -> Tags:
+    if info.formatting != "openai":
+        return msgspec.convert(info.tags, Tags)
+    openai = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
+    openai |= {"assistant_tag": "assistant", "observation_tag": "tool"}
+    return msgspec.convert({**openai, **info.tags}, Tags)
+
+
+def _read_turn(turn: Any, tags: Tags) -> Message:
+    if not isinstance(turn, dict):
+        raise _BadRowError(f"a turn is a {type(turn).__name__}, not an object")
     roles: dict[str, Role] = {
         tags.user_tag: "user",
         tags.assistant_tag: "assistant",
         tags.system_tag: "system",
     }
-    messages: list[Message] = []
-    if system := _text(row, columns.system or "system"):
-        messages.append(Message("system", system))
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise _BadRowError(f"a turn is a {type(turn).__name__}, not an object")
-        name = _text(turn, tags.role_tag, is_needed=True)
-        if name not in roles:
-            raise _BadRowError(f"role {name!r}: turns are {', '.join(roles)}")
-        messages.append(Message(roles[name], _text(turn, tags.content_tag, is_needed=True)))
-    return messages
+    name = _text(turn, tags.role_tag, is_needed=True)
+    if name not in roles:
+        raise _BadRowError(f"role {name!r}: turns are {', '.join(roles)}")
+    return Message(roles[name], _text(turn, tags.content_tag, is_needed=True))
 
 
 def _check_turns(messages: list[Message]) -> None:

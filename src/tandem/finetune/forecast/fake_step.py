@@ -47,6 +47,8 @@ class StepShape:
     has_packed_experts: bool
     has_packed_linear: bool
     is_checkpointed: bool
+    has_reference: bool = False
+    """Whether a forward pass without adapters and gradients is made beside it, as in stage dpo."""
 
 
 @dataclass(slots=True)
@@ -376,6 +378,9 @@ def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> St
                 # As accelerate does.
                 out.logits = out.logits.float()
             cost.kept_bytes = counter.alive_bytes
+            if shape.has_reference:
+                with rounding, torch.no_grad(), model.disable_adapter():
+                    model(input_ids=ids, logits_to_keep=1)
             out.loss.backward()
     cost.temporary_bytes = max(counter.peak_bytes - cost.kept_bytes, 0)
     return cost

@@ -18,7 +18,7 @@ from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
 from tandem.finetune.training.model import choose_format, load_tokenizer
 from tandem.finetune.training.trainer import (
-    check_reporters,
+    check_packages,
     count_steps,
     make_lora_config,
     prepare_data,
@@ -54,10 +54,11 @@ class DataShape(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows of a run are like."""
 
     num_rows: int
+    """A pair of answers is one."""
     longest: int
     """Tokens of the longest row, after the cutoff and packing."""
     num_tokens: int
-    """Of all rows of an epoch."""
+    """Of all rows of an epoch; of both answers of pairs, with their prompts."""
     num_bad_rows: int = 0
     num_too_short: int = 0
     problem: str = ""
@@ -135,23 +136,30 @@ def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPre
     )
 
 
+def _count_sequences(recipe: Recipe) -> int:
+    """Return how many sequences a row of data is in a batch: a pair is two."""
+    return 2 if recipe.method.stage == "dpo" else 1
+
+
 def _rows_per_step(recipe: Recipe) -> int:
     return recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
 
 
 def _read_data(recipe: Recipe) -> DataShape:
     try:
-        check_reporters(recipe)
+        check_packages(recipe)
         tokenizer = load_tokenizer(open_checkpoint(recipe.model.model_name_or_path))
         data = prepare_data(recipe, tokenizer)
     except TandemError as error:
         rows, tokens = recipe.data.max_samples or 1000, recipe.data.cutoff_len
-        return DataShape(
-            num_rows=rows, longest=tokens, num_tokens=rows * tokens, problem=str(error)
-        )
-    lengths = [len(example.token_ids) for example in data.train]
+        num_tokens = rows * tokens * _count_sequences(recipe)
+        return DataShape(num_rows=rows, longest=tokens, num_tokens=num_tokens, problem=str(error))
+    if recipe.method.stage == "dpo":
+        lengths = [length for example in data.train for length in example.lengths]
+    else:
+        lengths = [len(example.token_ids) for example in data.train]
     return DataShape(
-        num_rows=len(lengths),
+        num_rows=len(data.train),
         longest=max(lengths),
         num_tokens=sum(lengths),
         num_bad_rows=len(data.bad_rows),
@@ -178,6 +186,7 @@ def _count_memory(
     whole = build_skeleton(checkpoint.config, None)
     trainable = sum(p.numel() for p in adapt(whole).parameters() if p.requires_grad)
     batch = min(recipe.train.per_device_train_batch_size, data.num_rows)
+    batch *= _count_sequences(recipe)
     width = min(data.longest, recipe.data.cutoff_len)
     is_bf16 = recipe.train.bf16
     shape = StepShape(
@@ -187,6 +196,7 @@ def _count_memory(
         has_packed_experts=choose_format(recipe.model.expert_format, is_bf16=is_bf16) is not None,
         has_packed_linear=choose_format(recipe.model.linear_format, is_bf16=is_bf16) is not None,
         is_checkpointed=recipe.train.gradient_checkpointing,
+        has_reference=recipe.method.stage == "dpo",
     )
     key = (shape, recipe.method)
     if key not in costs:
@@ -200,6 +210,7 @@ def _count_memory(
     trained = f"{trainable:,} weights of rank {recipe.method.lora_rank}"
     kept = "kept for the backward pass: "
     kept += "inputs of layers" if recipe.train.gradient_checkpointing else "all layers"
+    rows_name = "rows" if not shape.has_reference else "chosen and rejected answers"
     rows = (
         ("libraries", _count_resident(), "this process now"),
         ("routed experts", experts, f"frozen, {_name_format(recipe, recipe.model.expert_format)}"),
@@ -211,7 +222,7 @@ def _count_memory(
         ("adapters", trainable * WEIGHT_BYTES, f"{trained}, float32"),
         ("gradients", trainable * GRADIENT_BYTES, "float32"),
         ("optimizer", trainable * OPTIMIZER_BYTES, "two moments, float32"),
-        ("activations", cost.kept_bytes, f"{kept}, {batch} rows of {width} tokens"),
+        ("activations", cost.kept_bytes, f"{kept}, {batch} {rows_name} of {width} tokens"),
         ("temporaries", cost.temporary_bytes, "of the loss and the backward pass"),
     )
     parts = tuple(
@@ -260,7 +271,7 @@ def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
     spec = open_checkpoint(recipe.model.model_name_or_path).spec
     threads = recipe.model.cpu_infer or recommend_threads(read_topology()).threads
     batch = min(recipe.train.per_device_train_batch_size, data.num_rows)
-    tokens = batch * min(data.longest, recipe.data.cutoff_len)
+    tokens = batch * _count_sequences(recipe) * min(data.longest, recipe.data.cutoff_len)
     speed = measure_speed(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.moe_intermediate_size if spec.num_experts else 0,
@@ -271,7 +282,7 @@ def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
         num_threads=threads,
     )
     # A batch is as wide as its longest row; most are narrower than the longest of all.
-    mean = data.num_tokens / data.num_rows
+    mean = data.num_tokens / (data.num_rows * _count_sequences(recipe))
     share = (mean + min(data.longest, recipe.data.cutoff_len)) / 2 / max(data.longest, 1)
     return speed.predict_s(cost) * recipe.train.gradient_accumulation_steps * min(share, 1.0)
 

@@ -19,6 +19,7 @@ __all__ = [
     "MethodKeys",
     "ModelKeys",
     "OutputKeys",
+    "PreferenceKeys",
     "Recipe",
     "TrainKeys",
     "read_recipe",
@@ -53,7 +54,9 @@ class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is trained."""
 
-    stage: Annotated[Literal["sft"], Meta(description="Supervised tuning; nothing else.")] = "sft"
+    stage: Annotated[
+        Literal["sft", "dpo"], Meta(description="sft = answers; dpo = pairs of answers.")
+    ] = "sft"
     finetuning_type: Annotated[Literal["lora"], Meta(description="Adapters; nothing else.")] = (
         "lora"
     )
@@ -71,6 +74,25 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "all"
     use_rslora: Annotated[bool, Meta(description="Scale by alpha / sqrt(rank).")] = False
+
+
+class PreferenceKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How pairs of answers are learned; the reference is the model without its adapter."""
+
+    pref_loss: Annotated[Literal["sigmoid", "hinge", "ipo"], Meta(description="Of stage dpo.")] = (
+        "sigmoid"
+    )
+    pref_beta: Annotated[
+        float, Meta(gt=0, description="How much leaving the reference costs (ipo: its tau).")
+    ] = 0.1
+    pref_ftx: Annotated[
+        float,
+        Meta(ge=0, description="Weight of the loss of the chosen answers' tokens, which is added."),
+    ] = 0.0
+    dpo_label_smoothing: Annotated[
+        float,
+        Meta(ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round; sigmoid."),
+    ] = 0.0
 
 
 class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,6 +174,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelKeys
     method: MethodKeys
+    preference: PreferenceKeys
     data: DataKeys
     output: OutputKeys
     train: TrainKeys
@@ -168,6 +191,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 _GROUPS: dict[str, Any] = {
     "model": ModelKeys,
     "method": MethodKeys,
+    "preference": PreferenceKeys,
     "data": DataKeys,
     "output": OutputKeys,
     "train": TrainKeys,
@@ -213,7 +237,26 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
             text = str(error)
             field = text.rpartition("$.")[2].rstrip("`") if "$." in text else None
             raise ConfigError(WHERE, f"{text}: correct the recipe", field=field) from error
-    return Recipe(**built, notes=tuple(notes))
+    recipe = Recipe(**built, notes=tuple(notes))
+    return _check_preferences(recipe) if recipe.method.stage == "dpo" else recipe
+
+
+def _check_preferences(recipe: Recipe) -> Recipe:
+    """Refuse keys that pairs of answers have no place for; note those without effect."""
+    for key, why in (
+        ("packing", "rows of pairs are not packed"),
+        ("train_on_prompt", "a pair has one prompt, which both answers share"),
+    ):
+        if getattr(recipe.data, key):
+            raise ConfigError(WHERE, f"{key} with stage dpo: {why}: remove it", field=key)
+    preference = recipe.preference
+    if preference.dpo_label_smoothing and preference.pref_loss != "sigmoid":
+        what = f"dpo_label_smoothing with pref_loss {preference.pref_loss}: use sigmoid"
+        raise ConfigError(WHERE, what, field="dpo_label_smoothing")
+    if recipe.method.lora_dropout:
+        note = "lora_dropout: no effect here, stage dpo compares with the reference without dropout"
+        return msgspec.structs.replace(recipe, notes=(*recipe.notes, note))
+    return recipe
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

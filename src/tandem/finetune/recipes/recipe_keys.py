@@ -53,8 +53,14 @@ REFUSED = {
     "additional_target": ("full copies of modules are not trained", "lora_target"),
     "use_unsloth": ("the model is transformers' own", "expert_format"),
     "fp16": ("float16 overflows without loss scaling", "bf16: true"),
-    "pref_beta": ("preference learning is not built", "stage: sft"),
-    "pref_loss": ("preference learning is not built", "stage: sft"),
+    "ref_model": ("the reference is the model without its adapter", "model_name_or_path"),
+    "ref_model_adapters": ("the reference is the model without its adapter", "stage: dpo"),
+    "ref_model_quantization_bit": ("the reference shares the frozen weights", "expert_format"),
+    "pref_bco_weight": ("losses of pairs are pref_loss's", "pref_loss: sigmoid"),
+    "ld_alpha": ("tokens of an answer weigh alike", "pref_loss: ipo"),
+    "simpo_gamma": ("SimPO has no reference", "pref_loss: sigmoid"),
+    "kto_chosen_weight": ("KTO is not built", "stage: dpo"),
+    "kto_rejected_weight": ("KTO is not built", "stage: dpo"),
     "predict_with_generate": ("training does not generate", "`tandem eval --adapter`"),
     "do_predict": ("training does not generate", "`tandem eval --adapter`"),
     "compute_accuracy": ("training does not measure answers", "`tandem eval --adapter`"),
@@ -64,6 +70,10 @@ REFUSED = {
     "rope_scaling": ("RoPE is the checkpoint's", "cutoff_len"),
 }
 """Keys that would change the result: (reason, nearest right key). False or null is no wish."""
+
+PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
+"""Those of LLaMA-Factory that compare with a reference; orpo and simpo have none, and kto_pair is
+no longer in trl."""
 
 _KT_FORMATS = {
     "amxbf16": "bf16",
@@ -128,8 +138,10 @@ def _unnest(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(key: str, value: Any) -> None:
-    if key == "stage" and value not in ("sft", None):
-        what = f"stage {value!r} is not built: use sft"
+    if key == "stage" and value not in ("sft", "dpo", None):
+        what = f"stage {value!r} is not built: use sft or dpo"
+    elif key == "pref_loss" and value not in (*PREFERENCE_LOSSES, None):
+        what = f"pref_loss {value!r} is not built: use {', '.join(PREFERENCE_LOSSES)}"
     elif key == "finetuning_type" and value not in ("lora", None):
         what = f"finetuning_type {value!r} would change frozen weights: use lora"
     else:

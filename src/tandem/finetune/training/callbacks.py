@@ -157,6 +157,9 @@ class LogCallback(TrainerCallback):
             "total_steps": total,
             "loss": logs.get("loss"),
             "eval_loss": logs.get("eval_loss"),
+            # LLaMA-Factory's name of the first of the rewards, which trl logs.
+            "accuracy": logs.get("rewards/accuracies"),
+            **{key: value for key, value in logs.items() if "rewards/" in key},
             "lr": logs.get("learning_rate"),
             "epoch": logs.get("epoch", state.epoch),
             "percentage": round(100 * done / total, 2),

@@ -59,6 +59,10 @@ class NativeWrapper(ParamWrapper):
         return inner.run_adapted(x, *args, factors=_collect(inner, wrappers), **kwargs)
 
 
+# PEFT knows by this name that another adapter may be added to a wrapper.
+NativeWrapper.__name__ = ParamWrapper.__name__
+
+
 def _collect(experts: Any, wrappers: dict[str, ParamWrapper]) -> ExpertFactors:
     parts: dict[str, tuple[Tensor, Tensor]] = {}
     scale = 1.0

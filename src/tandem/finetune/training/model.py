@@ -87,6 +87,7 @@ def load_frozen(
     linear_format: str = "none",
     pool: ThreadPool | None = None,
     num_threads: int | None = None,
+    is_head_packed: bool = True,
     progress: Progress | None = None,
 ) -> FrozenModel:
     """Load a checkpoint to train adapters on it.
@@ -99,6 +100,7 @@ def load_frozen(
             embedding's matrix.
         pool: runs the native kernels, kept; None = one of ``num_threads``.
         num_threads: of that pool; None = as many as the machine allows.
+        is_head_packed: whether ``linear_format`` is the head's as well.
         progress: called after each tensor.
 
     Raises: as ``load_model``.
@@ -113,7 +115,8 @@ def load_frozen(
     settings = WeightSettings(pool=pool, experts=experts, linear=linear)
     replaced = {} if experts is None else _replace_experts(model, checkpoint, settings)
     if linear is not None:
-        for name in [*find_targets(model, "all"), *_find_own_head(model)]:
+        heads = _find_own_head(model) if is_head_packed else []
+        for name in [*find_targets(model, "all"), *heads]:
             old = model.get_submodule(name)
             model.set_submodule(name, FrozenLinear.of_shape(old, linear, pool))
     dtype = torch.bfloat16 if is_bf16 else torch.float32

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,13 +13,30 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch.utils.data import DataLoader, Sampler
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
 from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
-from tandem.finetune.data.examples import Example, collate, encode, make_template, pack
-from tandem.finetune.data.records import BadRow, Conversation, load_dataset
+from tandem.finetune.data.examples import (
+    Example,
+    PairExample,
+    collate,
+    encode,
+    encode_pair,
+    make_template,
+    pack,
+)
+from tandem.finetune.data.records import (
+    BadRow,
+    load_dataset,
+    load_pairs,
+)
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
 from tandem.finetune.training.callbacks import (
@@ -31,6 +47,7 @@ from tandem.finetune.training.callbacks import (
     LogCallback,
 )
 from tandem.finetune.training.checkpoints import find_last_checkpoint, list_checkpoints
+from tandem.finetune.training.epochs import EpochTrainer
 from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
 from tandem.finetune.training.loss import Head, compute_loss, find_head
 from tandem.finetune.training.model import load_frozen, load_tokenizer
@@ -39,7 +56,7 @@ from tandem.models.families import open_checkpoint
 __all__ = [
     "Dataset",
     "RunReport",
-    "check_reporters",
+    "check_packages",
     "count_steps",
     "finetune",
     "make_lora_config",
@@ -74,47 +91,16 @@ class RunReport:
 class Dataset:
     """Examples to learn from and to validate with, and what was left out."""
 
-    train: list[Example]
-    validation: list[Example]
+    train: list[Any]
+    """``Example``, or ``PairExample`` in stage dpo."""
+    validation: list[Any]
     bad_rows: list[BadRow]
     num_unlearnable: int
-    """Conversations of which the cutoff left no answer."""
+    """Rows of which the cutoff left no answer, or no two that differ."""
 
 
-class EpochSampler(Sampler[int]):
-    """A new order for every epoch that depends on the seed and the epoch alone."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._seed = seed
-        self._epoch = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        return iter(torch.randperm(self._size, generator=generator).tolist())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
-        self._epoch = epoch
-
-
-class EpochLoader(DataLoader[Example]):
-    """Batches in the order of an ``EpochSampler``; draws nothing from the global random stream."""
-
-    def __init__(self, sampler: EpochSampler, **options: Any) -> None:
-        super().__init__(sampler=sampler, generator=torch.Generator(), **options)
-        self._epochs = sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer before each epoch."""
-        self._epochs.set_epoch(epoch)
-
-
-class LoraTrainer(Trainer):
-    """transformers' Trainer with an order of data that a resumed run repeats.
+class LoraTrainer(EpochTrainer):
+    """Supervised tuning.
 
     The loss is taken piece by piece where it is the plain one (``tandem.finetune.training.loss``).
 
@@ -126,8 +112,6 @@ class LoraTrainer(Trainer):
     def __init__(self, *, head: Head | None, **options: Any) -> None:
         super().__init__(**options)
         self._head = head
-        self.num_tokens = 0
-        """Learned from so far, without padding."""
 
     def compute_loss(
         self,
@@ -146,17 +130,6 @@ class LoraTrainer(Trainer):
         with self.accelerator.autocast():
             return compute_loss(model.get_base_model(), self._head, inputs, num_items)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the training examples."""
-        dataset: Any = self.train_dataset
-        return EpochLoader(
-            EpochSampler(len(dataset), self.args.seed),
-            dataset=dataset,
-            batch_size=self.args.per_device_train_batch_size,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-        )
-
 
 def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     """Load and encode the datasets of a recipe.
@@ -165,39 +138,42 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     """
     data = recipe.data
     template = make_template(tokenizer, data.template, system=data.default_system)
+    is_paired = recipe.method.stage == "dpo"
     bad_rows: list[BadRow] = []
 
-    def load(names: str) -> list[Conversation]:
-        found: list[Conversation] = []
+    def load(names: str) -> list[Any]:
+        found: list[Any] = []
         for name in (part.strip() for part in names.split(",") if part.strip()):
-            records = load_dataset(name, Path(data.dataset_dir), data.max_samples)
+            read = load_pairs if is_paired else load_dataset
+            records = read(name, Path(data.dataset_dir), data.max_samples)
             bad_rows.extend(records.bad_rows)
-            found += records.conversations
+            found += records.pairs if is_paired else records.conversations
         return found
 
-    conversations = load(data.dataset)
-    if not conversations:
+    rows = load(data.dataset)
+    if not rows:
         raise ConfigError(WHERE, "no dataset: name one of dataset_info.json", field="dataset")
     held_out = load(data.eval_dataset)
     if data.val_size > 0:
-        conversations, split = _split(conversations, data.val_size, recipe.train.seed)
+        rows, split = _split(rows, data.val_size, recipe.train.seed)
         held_out += split
 
-    def encode_all(items: list[Conversation]) -> list[Example]:
-        encoded = [
-            encode(
-                item,
-                template,
-                cutoff_len=data.cutoff_len,
-                train_on_prompt=data.train_on_prompt,
-                mask_history=data.mask_history,
-            )
-            for item in items
-        ]
-        return [example for example in encoded if example is not None]
+    def encode_one(row: Any) -> Example | PairExample | None:
+        if is_paired:
+            return encode_pair(row, template, cutoff_len=data.cutoff_len)
+        return encode(
+            row,
+            template,
+            cutoff_len=data.cutoff_len,
+            train_on_prompt=data.train_on_prompt,
+            mask_history=data.mask_history,
+        )
 
-    train, validation = encode_all(conversations), encode_all(held_out)
-    num_lost = len(conversations) + len(held_out) - len(train) - len(validation)
+    def encode_all(items: list[Any]) -> list[Any]:
+        return [example for example in map(encode_one, items) if example is not None]
+
+    train, validation = encode_all(rows), encode_all(held_out)
+    num_lost = len(rows) + len(held_out) - len(train) - len(validation)
     if not train:
         what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
         raise ConfigError(WHERE, what, field="cutoff_len")
@@ -206,9 +182,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     return Dataset(train, validation, bad_rows, num_lost)
 
 
-def _split(
-    items: list[Conversation], size: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
+def _split(items: list[Any], size: float, seed: int) -> tuple[list[Any], list[Any]]:
     count = round(len(items) * size) if size < 1 else int(size)
     count = max(count, 1)
     if count >= len(items):
@@ -239,7 +213,7 @@ def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
 
 def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     folder = Path(recipe.output.output_dir)
-    check_reporters(recipe)
+    check_packages(recipe)
     resume_from = _prepare_folder(recipe, folder)
     set_seed(recipe.train.seed)
     checkpoint = open_checkpoint(recipe.model.model_name_or_path)
@@ -251,24 +225,17 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     arguments = _make_arguments(recipe, folder, has_bar=has_bar)
     model = _make_model(recipe)
     set_seed(recipe.train.seed)
-    trainer = LoraTrainer(
-        head=find_head(model.get_base_model()),
-        model=model,
-        args=arguments,
-        train_dataset=data.train,  # type: ignore[arg-type]
-        eval_dataset=data.validation or None,  # type: ignore[arg-type]
-        data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
-        callbacks=[
-            CheckpointCallback(
-                folder,
-                recipe.output.save_steps,
-                limit=recipe.output.save_total_limit,
-                has_run_state=not recipe.output.save_only_model,
-                resume_from=resume_from,
-            ),
-            LogCallback(folder),
-        ],
-    )
+    callbacks = [
+        CheckpointCallback(
+            folder,
+            recipe.output.save_steps,
+            limit=recipe.output.save_total_limit,
+            has_run_state=not recipe.output.save_only_model,
+            resume_from=resume_from,
+        ),
+        LogCallback(folder),
+    ]
+    trainer = _make_trainer(recipe, model, arguments, tokenizer, data, callbacks)
     # It writes to standard output, which is the command's own.
     trainer.remove_callback(PrinterCallback)
     if has_bar:
@@ -289,7 +256,9 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     if recipe.output.plot_loss:
         if not plot_losses(trainer.state.log_history, folder / "training_loss.png"):
             logger.warning("event=no_plot why=%r", "no loss was logged: lower logging_steps")
-        plot_losses(trainer.state.log_history, folder / "training_eval_loss.png", "eval_loss")
+        for key in ("eval_loss", "rewards/accuracies"):
+            name = f"training_{key.replace('/', '_')}.png"
+            plot_losses(trainer.state.log_history, folder / name, key)
     write_card(folder, recipe, results)
     return RunReport(
         output_dir=str(folder),
@@ -298,6 +267,39 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
         num_bad_rows=len(data.bad_rows),
         num_too_short=data.num_unlearnable,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
+
+
+def _make_trainer(
+    recipe: Recipe,
+    model: Any,
+    arguments: Any,
+    tokenizer: Any,
+    data: Dataset,
+    callbacks: list[TrainerCallback],
+) -> EpochTrainer:
+    if recipe.method.stage == "dpo":
+        from tandem.finetune.training.preferences import make_pair_trainer
+
+        trainer = make_pair_trainer(
+            model,
+            arguments,
+            tokenizer=tokenizer,
+            train=data.train,
+            validation=data.validation,
+            callbacks=callbacks,
+        )
+        # Making it drew random numbers.
+        set_seed(recipe.train.seed)
+        return trainer
+    return LoraTrainer(
+        head=find_head(model.get_base_model()),
+        model=model,
+        args=arguments,
+        train_dataset=data.train,  # type: ignore[arg-type]
+        eval_dataset=data.validation or None,  # type: ignore[arg-type]
+        data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
+        callbacks=callbacks,
     )
 
 
@@ -327,6 +329,7 @@ def _make_model(recipe: Recipe) -> Any:
         expert_format=recipe.model.expert_format,
         linear_format=recipe.model.linear_format,
         num_threads=recipe.model.cpu_infer,
+        is_head_packed=recipe.method.stage == "sft",
     )
     if recipe.model.adapter_name_or_path is not None:
         folder = Path(recipe.model.adapter_name_or_path)
@@ -379,8 +382,13 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
     options: dict[str, Any] = {"gradient_checkpointing": True}
     if not train.gradient_checkpointing:
         options = {}
+    make: Any = TrainingArguments
+    if recipe.method.stage == "dpo":
+        from tandem.finetune.training.preferences import make_pair_arguments
+
+        make = partial(make_pair_arguments, recipe.preference)
     try:
-        return TrainingArguments(
+        return make(
             output_dir=str(folder),
             per_device_train_batch_size=train.per_device_train_batch_size,
             per_device_eval_batch_size=train.per_device_eval_batch_size,
@@ -418,11 +426,14 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
         raise ConfigError(WHERE, f"transformers refuses the recipe: {error}") from error
 
 
-def check_reporters(recipe: Recipe) -> None:
-    """Refuse a ``report_to`` whose package is not installed.
+def check_packages(recipe: Recipe) -> None:
+    """Refuse a ``stage`` or a ``report_to`` whose package is not installed.
 
     Raises: UnsupportedError: names the package; ConfigError: transformers reports to no such thing.
     """
+    if recipe.method.stage == "dpo" and not find_spec("trl"):
+        what = "stage dpo: trl is not installed: pip install 'tandem-llm[dpo]'"
+        raise UnsupportedError(WHERE, what, field="stage")
     for name in (part.strip() for part in recipe.output.report_to.split(",")):
         if name in ("", "none", "all"):
             continue
