@@ -1,14 +1,20 @@
 // Goal: blocks of a file are read and laid out within their bytes, whatever these are.
 //
-// Method: random blocks of every kind in memory of exactly their size, for the sanitizers to watch,
-// in every format that holds them, whole and beginning within a block; values of one kind that are
-// known. What they mean is tested against numpy and the gguf package, in tests/models.
+// Method: random and extreme blocks of every kind in memory of exactly their size, for the sanitizers
+// to watch, in every format that holds them, whole and beginning within a block, in sizes that fill
+// no panel and no chunk; values of one kind that are known. What they mean is tested against numpy and the gguf package, in tests/models.
 #include "kernels/weights/stored_blocks.h"
 
 #include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/test.h"
+#include "kernels/linear/linear.h"
+#include "kernels/vectors/test_isas.h"
 #include "kernels/weights/packing.h"
 
 namespace tandem {
@@ -65,6 +71,108 @@ void check_kind(const BlockType& type, uint32_t seed) {
 TEST(blocks_of_every_kind_are_read_within_their_bytes) {
   for (uint32_t seed = 1; seed < 4; ++seed)
     for (const BlockKind kind : kKinds) check_kind(block_type(kind), seed);
+}
+
+// Rows, each in memory of its own, which ends where their blocks end.
+struct StoredRows {
+  std::vector<std::unique_ptr<uint8_t[]>> memory;
+  std::vector<BlockRow> rows;
+
+  void add(const BlockType& type, size_t columns, const std::vector<uint8_t>& bytes) {
+    const size_t size = columns / type.weights * type.bytes;
+    memory.push_back(std::make_unique<uint8_t[]>(size));
+    for (size_t i = 0; i < size; ++i) memory.back()[i] = bytes[i % bytes.size()];
+    rows.push_back({memory.back().get(), type.kind});
+  }
+};
+
+// Decodes and packs rows as they are read from a file; whether they were packed. A product of what
+// was packed reads all of it.
+bool decode_and_pack(ThreadPool& pool, const StoredRows& stored, size_t columns,
+                     const WeightFormat& format) {
+  const size_t outputs = stored.rows.size();
+  const auto values = std::make_unique<float[]>(outputs * columns);
+  const auto halves = std::make_unique<uint16_t[]>(outputs * columns);
+  CHECK(decode_blocks(&pool, stored.rows.data(), outputs, columns, values.get(), false).is_ok());
+  CHECK(decode_blocks(&pool, stored.rows.data(), outputs, columns, halves.get(), true).is_ok());
+  PackedMatrix::Config config;
+  config.format = format;
+  config.in_features = columns;
+  config.out_features = outputs;
+  Result<PackedMatrix> matrix = PackedMatrix::create(config);
+  CHECK(matrix.is_ok());
+  MatrixView view;
+  view.rows = outputs;
+  view.columns = columns;
+  view.block_rows = stored.rows.data();
+  if (!matrix.value().pack(pool, 0, view).is_ok()) return false;
+  const std::vector<float> x(columns, 1.0f);
+  std::vector<float> out(outputs);
+  PackedMatrix::Batch batch;
+  batch.x = x.data();
+  batch.num_rows = 1;
+  batch.out = out.data();
+  CHECK(matrix.value().forward(pool, batch).is_ok());
+  return true;
+}
+
+TEST(blocks_of_odd_sizes_are_read_within_their_bytes) {
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  for (const BlockKind kind : kKinds) {
+    const BlockType& type = block_type(kind);
+    for (const size_t num_blocks : {1, 3, 9, 11}) {
+      const size_t columns = num_blocks * type.weights;
+      for (const size_t outputs : {1, 63, 65, 129}) {
+        StoredRows stored;
+        for (size_t i = 0; i < outputs; ++i)
+          stored.add(type, columns, draw_bytes(257, static_cast<uint32_t>(columns + i)));
+        for (const WeightFormat& format : kFormats)
+          if (holds_blocks(format, kind)) (void)decode_and_pack(*pool, stored, columns, format);
+      }
+    }
+  }
+}
+
+TEST(blocks_of_extreme_bytes_are_taken_or_refused) {
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  for (const BlockKind kind : kKinds) {
+    const BlockType& type = block_type(kind);
+    const size_t columns = 5 * type.weights;
+    // All halves of 0, subnormal, the largest, infinite of either sign, not a number; bytes of 255.
+    const std::pair<uint16_t, bool> fills[] = {{0x0000, true},  {0x0001, true},  {0x8001, true},
+                                               {0x7bff, false}, {0x7c00, false}, {0xfc00, false},
+                                               {0x7e01, false}, {0xffff, false}};
+    for (const auto& [half, is_harmless] : fills) {
+      std::vector<uint8_t> bytes(2);
+      std::memcpy(bytes.data(), &half, 2);
+      for (const size_t outputs : {1, 66}) {
+        StoredRows stored;
+        for (size_t i = 0; i < outputs; ++i) stored.add(type, columns, bytes);
+        for (const WeightFormat& format : kFormats) {
+          if (!holds_blocks(format, kind)) continue;
+          const bool is_packed = decode_and_pack(*pool, stored, columns, format);
+          if (is_harmless) CHECK(is_packed);
+          // A scale that is not finite, or e8m0's 255, never gets into a panel.
+          if (half == 0xffff) CHECK(!is_packed);
+        }
+      }
+    }
+  }
+}
+
+TEST(rows_of_different_kinds_lie_in_one_matrix) {
+  const std::unique_ptr<ThreadPool> pool = make_test_pool();
+  const WeightFormat format = {8, 16, true};  // Holds all but MXFP4.
+  StoredRows stored;
+  size_t num_kinds = 0;
+  for (size_t i = 0; i < 150; ++i) {
+    const BlockType& type = block_type(kKinds[i % std::size(kKinds)]);
+    if (!holds_blocks(format, type.kind)) continue;
+    num_kinds += i < std::size(kKinds);
+    stored.add(type, 768, draw_bytes(331, static_cast<uint32_t>(i)));
+  }
+  CHECK_EQ(num_kinds, std::size(kKinds) - 1);
+  (void)decode_and_pack(*pool, stored, 768, format);
 }
 
 TEST(names_of_kinds_are_found) {

@@ -1,20 +1,22 @@
 """Writing a checkpoint anew in another stored format: ``tandem convert --to``.
 
 Values go to bfloat16; codes to what others read too: integers to compressed-tensors, fp8 to
-DeepSeek's blocks. One matrix is in memory at a time. Everything is written beside the target, which
-appears under its name when all of it is on the disk.
+DeepSeek's blocks. One matrix is in memory at a time. Everything is written to a folder beside the
+target (``_Draft``), which appears under its name when all of it is on the disk; ``config.json``,
+without which a folder is no model, is written last.
 """
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +29,17 @@ from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.safetensors import SafetensorsSource
 from tandem.models.sources.source import Progress
 
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = ["ExportReport", "export_checkpoint"]
 
 SHARD_BYTES = 4 << 30
 MARKER = ".tandem-convert"
-"""In a folder that a conversion writes to: the next one may remove it."""
+"""In a folder that a conversion writes to. Who has it locked is at work there; what else is in a
+folder whose marker nobody has locked was left by one that was killed."""
+LOCK_ATTEMPTS = 100
+"""Each that fails means that another conversion has ended, or given up, in this moment."""
 COPIED = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
 """Endings of files beside the weights that go along; code does not."""
 INDEX = "model.safetensors.index.json"
@@ -90,12 +98,12 @@ def export_checkpoint(
         path_or_id: a folder, or a hub id that was pulled before.
         to: ``bf16``, ``fp8`` or an integer format; embeddings, heads, routers and vectors stay as
             values, in bfloat16 where they have two dimensions.
-        out: the folder to make; it must not be there.
+        out: the folder to make; it must not be there, nor be made by another conversion now.
         progress: called after each tensor of the source.
 
     Raises:
         NotFoundError, CorruptionError: of the source.
-        ConfigError: ``out`` is there, or an unknown format.
+        ConfigError: ``out`` is there or being written, or an unknown format.
         UnsupportedError: a format that no layout stores, weights that are not matrices, or GGUF.
         CapacityError: the disk has no room.
     """
@@ -104,10 +112,7 @@ def export_checkpoint(
         weight_format = find_format(to)
     except NotFoundError as error:
         raise ConfigError("models.export", f"to {to!r}: {error.what}", field="to") from None
-    if out.exists() or out.is_symlink():
-        raise ConfigError(
-            "models.export", f"{out} is there already: name a new folder", field="out"
-        )
+    _check_absent(out)
     if find_gguf(checkpoint.folder) is not None:
         what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
         raise UnsupportedError("models.export", what)
@@ -123,18 +128,14 @@ def export_checkpoint(
         weights = _list_weights(source)
         _check_matrices(weights, encoder)
         planned = list(_plan(weights, source, encoder))
-        folder = _begin(out, sum(tensor.size_bytes for tensor in planned))
         try:
-            _write_shards(folder, planned, _Maker(source, weights, encoder))
-            _write_rest(folder, checkpoint, encoder, planned)
-            _sync(folder)
-            folder.rename(out)
+            with _Draft(out) as draft:
+                _check_room(out, sum(tensor.size_bytes for tensor in planned))
+                _write_shards(draft.folder, planned, _Maker(source, weights, encoder))
+                _write_rest(draft.folder, checkpoint, encoder, planned)
+                draft.publish()
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
             raise _explain(error, out) from error
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
     return ExportReport(
         folder=str(out),
         weight_format=weight_format.name,
@@ -229,28 +230,108 @@ class _Maker:
         return tensor.contiguous()
 
 
-def _begin(out: Path, size_bytes: int) -> Path:
-    """Make the folder to write to, beside ``out``."""
-    folder = out.with_name(out.name + ".partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            if not (folder / MARKER).exists():
-                what = f"{folder} is in the way, and no conversion made it: remove it"
-                raise ConfigError("models.export", what, field="out")
-            shutil.rmtree(folder)
-        free = shutil.disk_usage(out.parent).free
-        if size_bytes > free:
-            raise CapacityError(
-                "models.export",
-                f"{out} takes {size_bytes >> 20} MiB and its disk has {free >> 20} free: free "
-                "space there, or name a folder elsewhere",
-            )
-        folder.mkdir()
-        (folder / MARKER).touch()
-    except OSError as error:
-        raise _explain(error, out) from error
-    return folder
+def _check_absent(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise ConfigError(
+            "models.export", f"{out} is there already: name a new folder", field="out"
+        )
+
+
+def _check_room(out: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if size_bytes > free:
+        raise CapacityError(
+            "models.export",
+            f"{out} takes {size_bytes >> 20} MiB and its disk has {free >> 20} free: free "
+            "space there, or name a folder elsewhere",
+        )
+
+
+class _Draft:
+    """The folder beside ``out`` that a conversion writes to: its own from entry to exit.
+
+    At the exit nothing is left of one that was not published. One that was killed leaves the
+    folder with its marker: the lock goes with the process, the next conversion takes the folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.folder = out.with_name(out.name + ".partial")
+        self._marker = self.folder / MARKER
+        self._lock: int | None = None
+
+    def __enter__(self) -> "Self":
+        """Raises: ConfigError (another is at work, or the folder is none of ours); OSError."""
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(LOCK_ATTEMPTS):
+            if self._lock is None:
+                self._try_lock()
+        if self._lock is None:
+            raise self._refuse_second()
+        try:
+            # Who had the lock before may have published.
+            _check_absent(self._out)
+            self._empty()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def publish(self) -> None:
+        """Give the folder its name, all of it on the disk."""
+        for path in (*self.folder.iterdir(), self.folder):
+            _sync(path)
+        self.folder.rename(self._out)
+        # Only now: a draft without marker would be in the next conversion's way.
+        self._marker = self._out / MARKER
+        _sync(self._out.parent)
+
+    def _try_lock(self) -> None:
+        """Lock the marker; nothing if the folder was renamed or removed meanwhile."""
+        self.folder.mkdir(exist_ok=True)
+        if any(self.folder.iterdir()) and not self._marker.exists():
+            if not self.folder.exists():
+                return
+            what = f"{self.folder} is in the way, and no conversion made it: remove it"
+            raise ConfigError("models.export", what, field="out")
+        with ExitStack() as stack:
+            try:
+                lock = os.open(self._marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_same = os.path.samestat(os.fstat(lock), self._marker.stat())
+            except FileNotFoundError:
+                return
+            except BlockingIOError:
+                raise self._refuse_second() from None
+            if is_same:
+                self._lock = lock
+                stack.pop_all()
+
+    def _refuse_second(self) -> ConfigError:
+        what = f"another conversion writes {self._out} now: wait for it, or name another folder"
+        return ConfigError("models.export", what, field="out")
+
+    def _empty(self) -> None:
+        """Remove all but the marker, which says until the end whose the rest is."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != MARKER:
+                path.unlink()
+
+    def _leave(self) -> None:
+        assert self._lock is not None
+        with suppress(OSError):
+            if self._marker.parent == self.folder:
+                self._empty()
+            self._marker.unlink()
+            if self._marker.parent == self.folder:
+                self.folder.rmdir()
+        os.close(self._lock)
 
 
 def _split(planned: list[_Planned]) -> list[list[_Planned]]:
@@ -330,9 +411,8 @@ def _write_rest(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _sync(folder: Path) -> None:
-    (folder / MARKER).unlink()
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -31,6 +31,7 @@ ROOT = Path("~/.cache/tandem/peers")
 INSTALL_TIMEOUT_S = 3600.0
 """Some build from source: llama.cpp takes ten minutes on two cores."""
 CLOSE_TIMEOUT_S = 10.0
+READ_BYTES = 1 << 20
 
 
 def find_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
@@ -166,15 +167,18 @@ class PeerProcess:
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._pending:
+            parts = [self._pending]
+            # A line may have tens of megabytes: each part is looked at once.
+            while b"\n" not in parts[-1]:
                 if not selector.select(timeout_s):
+                    self._pending = b"".join(parts)
                     what = f"{self._name} {name}: no answer in {timeout_s:.0f} s"
                     raise DeadlineError("bench.call_peer", what)
-                data = self._process.stdout.read1()  # type: ignore[attr-defined]
+                data = self._process.stdout.read1(READ_BYTES)  # type: ignore[attr-defined]
                 if not data:
                     raise self._report_end(name)
-                self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
+                parts.append(data)
+        line, _, self._pending = b"".join(parts).partition(b"\n")
         return line
 
     def _report_end(self, name: str) -> PeerLostError:

@@ -39,6 +39,7 @@ class EngineDriver:
         expert_format: of its routed experts.
         linear_format: of its other matrices.
         num_adapters: that it takes; 0 is none.
+        rules: a file that goes before the built-in ones.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineDriver:
         expert_format: str = "auto",
         linear_format: str = "auto",
         num_adapters: int = 0,
+        rules: Path | None = None,
     ) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(
@@ -56,6 +58,7 @@ class EngineDriver:
             expert_format=expert_format,
             linear_format=linear_format,
             packed_cache="off",
+            rules="" if rules is None else str(rules),
         )
         built = build_engine(model, config, MonotonicClock())
         self.engine: Engine = built.engine

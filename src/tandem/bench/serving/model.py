@@ -44,21 +44,28 @@ __all__ = [
     "write_random_weights",
 ]
 
-FORMATS = ("int8g128", "int4g32", "bf16")
 LINEAR_FORMATS = {
     "qwen3_moe": {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"},
-    "deepseek_v2": {"int8g128": "int8g64", "int4g32": "int8g64", "bf16": "bf16"},
+    "deepseek_v2": {"int8g128": "int8g64", "int4g32sym": "int4g32sym", "bf16": "bf16"},
 }
-"""Of the other matrices, by model; llama.cpp's quantiser gives some of them more bits as well.
-V2-Lite's dense layer has 10,944 columns, which are no whole groups of 128."""
-LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "bf16": 0.06}
+"""By model, the cases' formats of experts, and of the other matrices. V2-Lite's dense layer has
+10,944 columns, which are no whole groups of 128. Most of its weights in a step are no routed
+experts': there all have the four bits, and the one scale, of the peers' files."""
+HEAD_RULES = """\
+- match: {name: "^lm_head$"}
+  replace: {class: LmHead, kwargs: {format: int8g128}}
+"""
+"""The head has eight bits in all files of peers, so it has in ours."""
+LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "int4g32sym": 0.5, "bf16": 0.06}
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else, on both sides: 0.03 is seen between two that are right."""
-PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6}
+PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6, "int4g32sym": 0.6}
 """The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
 0.080 off in q8_0, with AVX-512."""
-LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0"}
+NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30}
+"""Of two models in bfloat16, 7 and 4 GB each, and what is made of them."""
+LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
 PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
@@ -155,18 +162,33 @@ class _LlamaCpp:
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
-    def __init__(self, folder: Path, model_type: str, shape: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, model_type: str, shape: Mapping[str, int], needed_bytes: int
+    ) -> None:
         self._folder = folder
         self._model_type = model_type
         self._shape = shape
+        self._needed_bytes = needed_bytes
         self._linear_formats = LINEAR_FORMATS[model_type]
+        self.formats = tuple(self._linear_formats)
         self._ours: tuple[str, EngineDriver] | None = None
         self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
+        _check_memory(self._needed_bytes)
         write_random_model(self._folder, self._shape, model_type=self._model_type)
         return self._folder
+
+    @cached_property
+    def rules(self) -> Path:
+        path = self._folder / "head.yaml"
+        path.write_text(HEAD_RULES)
+        return path
+
+    def find_rules(self, weight_format: str) -> Path | None:
+        """Return the rules for the head where the other matrices have fewer bits."""
+        return self.rules if self._linear_formats[weight_format].startswith("int4") else None
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -189,7 +211,11 @@ class _Bench:
         if self._ours is None or self._ours[0] != weight_format:
             self._ours = None  # Two formats at once may not fit.
             driver = EngineDriver(
-                self.folder, "bfloat16", weight_format, self._linear_formats[weight_format]
+                self.folder,
+                "bfloat16",
+                weight_format,
+                self._linear_formats[weight_format],
+                rules=self.find_rules(weight_format),
             )
             self._ours = (weight_format, driver)
         return self._ours[1]
@@ -270,7 +296,12 @@ class _Bench:
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec = self.spec
         linear = self._linear_formats[weight_format]
-        plan = plan_model(self.folder, expert_format=weight_format, linear_format=linear)
+        plan = plan_model(
+            self.folder,
+            expert_format=weight_format,
+            linear_format=linear,
+            rules=self.find_rules(weight_format),
+        )
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
         others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
         return (plan.expert_bytes * share + others) * seconds_per_byte * 1e3
@@ -285,8 +316,6 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             if need be, each with cases of its own.
     """
     disable_progress_bar()
-    if not quick:
-        _check_memory()
     shapes: dict[str, Mapping[str, int]] = {
         "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
         "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
@@ -294,13 +323,14 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     for model_type, shape in shapes.items():
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
-            bench = _Bench(Path(scratch), model_type, shape)
+            needed = 0 if quick else NEEDED_BYTES[model_type]
+            bench = _Bench(Path(scratch), model_type, shape, needed)
             stack.callback(bench.close)
             yield from _list_cases(bench, quick=quick, with_peers=with_peers)
 
 
 def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:
-    for weight_format in FORMATS:
+    for weight_format in bench.formats:
         has_peers = with_peers and weight_format in LLAMA_TYPES
         for peer in PEERS if has_peers else [None]:
             for batch in BATCHES[::2] if quick else BATCHES:
@@ -314,9 +344,9 @@ def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 
-def _check_memory() -> None:
-    """Refuse where both models, 7 GB in bfloat16 each, would not fit."""
-    needed, free = 17 << 30, _native.read_topology().memory_available_bytes
+def _check_memory(needed: int) -> None:
+    """Refuse where both models would not fit."""
+    free = _native.read_topology().memory_available_bytes
     if free < needed:
         raise CapacityError(
             "bench.model", f"{free >> 20} MiB of memory free: two models need {needed >> 20}"

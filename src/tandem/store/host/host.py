@@ -225,9 +225,10 @@ class StoreHost:
 
     async def _join_once(self, master: Caller) -> None:
         # What the last master granted is unknown to this one, so no writer of then may be left
-        # when free space is given out; and no order of then may still be under way. An attempt whose
-        # last answer was lost may have joined for the master, whose orders then come until the next
-        # session begins: a pull among them would end in space that the inventory calls free.
+        # when free space is given out; and no order of then may still be under way. An attempt
+        # whose last answer was lost may have joined for the master, whose orders then come until
+        # the next session begins: a pull among them would end in space that the inventory calls
+        # free.
         self._session = -1
         self.is_joined.clear()
         self._stop_reporting()
