@@ -6,11 +6,13 @@ get it as their first argument; of HTTP it knows the caller's key alone.
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -30,10 +32,11 @@ from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
-from tandem.server.edge.connection import run_while_connected
+from tandem.server.edge.connection import read_body, run_while_connected
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
+from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.telemetry.metrics import RequestTimer, ServerMetrics
 from tandem.server.telemetry.timelines import (
     ChoiceRecord,
@@ -49,7 +52,7 @@ from tandem.server.text.stop_strings import StopMatcher, StopStrings
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
-
+_T = TypeVar("_T")
 _STATS_TIMEOUT_S = 2.0
 """A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
@@ -183,6 +186,38 @@ class ServerContext:
             path=http.url.path,
             traceparent=http.headers.get("traceparent", ""),
         )
+
+    async def read_body(self, http: Request) -> bytes:
+        """Read the body of a request within the bounds of its size and time.
+
+        Raises:
+            HttpError: 413 or 408; see ``connection.read_body``.
+        """
+        return await read_body(http, self.config.max_body_bytes, self.config.body_timeout_s)
+
+    async def read_request(
+        self,
+        http: Request,
+        decoder: msgspec.json.Decoder[_T],
+        refused: Mapping[str, str] | None = None,
+    ) -> _T:
+        """Read and decode a body.
+
+        Args:
+            http: whose body has not been read.
+            decoder: of the struct that is returned.
+            refused: fields that are not supported, each with the reason.
+
+        Raises:
+            HttpError: the body is too long or too late.
+            ConfigError: it is not what the decoder takes.
+            UnsupportedError: it asks for a field of ``refused``.
+        """
+        body = await self.read_body(http)
+        request = decode_body(body, decoder)
+        if refused is not None:
+            refuse_unsupported(body, refused)
+        return request
 
     def now_unix_s(self) -> int:
         """Return the wall clock, for ``created`` fields."""

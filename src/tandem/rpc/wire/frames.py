@@ -84,28 +84,24 @@ class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
     """Names this session there; known to its two sides alone."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """What each side says of itself when a session begins."""
+
+    protocol: Version
+    min_protocol: Version
+    epoch: Unsigned
+    """Sessions the client object has opened, this one included; a welcome repeats its hello's."""
+    identity: Identity
+    limits: Limits
+    lane: LaneOffer | None = None
+
+
+class Hello(Greeting, frozen=True, array_like=True, tag=0):
     """Client to server, first on a connection."""
 
-    protocol: Version
-    min_protocol: Version
-    epoch: Unsigned
-    """Sessions this client object has opened, this one included."""
-    identity: Identity
-    limits: Limits
-    lane: LaneOffer | None = None
 
-
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Welcome(Greeting, frozen=True, array_like=True, tag=1):
     """Server to client: the session begins."""
-
-    protocol: Version
-    min_protocol: Version
-    epoch: Unsigned
-    """That of the hello it answers."""
-    identity: Identity
-    limits: Limits
-    lane: LaneOffer | None = None
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=2):

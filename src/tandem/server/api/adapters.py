@@ -12,9 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from tandem.core.adapter import AdapterSource
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import read_body
 from tandem.server.protocol.adapters import AdapterReply, LoadAdapterRequest, UnloadAdapterRequest
-from tandem.server.protocol.decode import decode_body
 
 __all__ = ["load_adapter", "load_adapter_sglang", "unload_adapter", "unload_adapter_sglang"]
 
@@ -54,8 +52,7 @@ def _answer(context: ServerContext) -> Response:
 
 
 async def _load(context: ServerContext, http: Request) -> str:
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _load_decoder)
+    request = await context.read_request(http, _load_decoder)
     context.models.check_adapter_name(request.lora_name)
     folder = _find_folder(context.adapter_folder, request.lora_path)
     await context.engine.load_adapter(AdapterSource(name=request.lora_name, folder=str(folder)))
@@ -63,8 +60,7 @@ async def _load(context: ServerContext, http: Request) -> str:
 
 
 async def _unload(context: ServerContext, http: Request) -> str:
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _unload_decoder)
+    request = await context.read_request(http, _unload_decoder)
     await context.engine.unload_adapter(request.lora_name)
     return request.lora_name
 

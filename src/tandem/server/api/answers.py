@@ -2,7 +2,8 @@
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UnsetType
@@ -10,15 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.server.api.usage import count_piece_usage, count_usage
-from tandem.server.context import ServerContext
+from tandem.server.context import ServedModel, ServerContext
 from tandem.server.edge.connection import run_while_connected
 from tandem.server.edge.sse import DONE, EventStream, encode_event
 from tandem.server.generation import Generation, GenerationGroup, Piece
-from tandem.server.protocol.openai import StreamOptions, Usage
+from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
 
-__all__ = ["answer_stream", "answer_whole", "make_events"]
+__all__ = ["OpenAIAnswer", "answer_stream", "answer_whole", "make_events"]
 
 T = TypeVar("T")
+R = TypeVar("R", ChatRequest, CompletionRequest)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -26,6 +28,35 @@ class Chunk(Protocol):
     """An event of an OpenAI stream."""
 
     usage: Usage | UnsetType | None
+
+
+@dataclass(slots=True)
+class OpenAIAnswer(Generic[R]):
+    """What every part of one answer in OpenAI's form repeats."""
+
+    context: ServerContext
+    request: R
+    id: str
+    model: ServedModel
+    n: int
+    """Choices of each prompt."""
+    created: int = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.created = self.context.now_unix_s()
+        self.fingerprint = self.context.find_fingerprint(self.model)
+
+    def make(self, kind: Callable[..., T], choices: list[Any], **more: object) -> T:
+        """Return a whole answer or a chunk of one, of the struct ``kind``, with these choices."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model.name,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
+            **more,
+        )
 
 
 def answer_stream(
@@ -53,21 +84,20 @@ async def answer_whole(
 
 
 async def make_events(
+    answer: OpenAIAnswer[R],
     group: GenerationGroup,
-    n: int,
-    options: StreamOptions | None,
+    kind: Callable[..., Chunk],
     make_chunks: Callable[[Generation, Piece], Iterable[Chunk]],
-    make_last: Callable[[], Chunk],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an OpenAI stream, usage and end included.
 
     Args:
+        answer: what the events repeat; its request says what the client wants beside the text.
         group: what generates; not closed here.
-        n: choices of each prompt.
-        options: what the client wants beside the text.
+        kind: struct of a chunk.
         make_chunks: of a piece; the last one carries its usage.
-        make_last: the chunk without choices that carries the usage of all.
     """
+    options = answer.request.stream_options
     has_usage = options is not None and options.include_usage is True
     is_continuous = options is not None and options.continuous_usage_stats is True
     async with aclosing(group.pieces()) as pieces:
@@ -82,7 +112,7 @@ async def make_events(
                 chunk.usage = None
             yield encode_event(_encode(chunk))
     if has_usage:
-        last = make_last()
-        last.usage = count_usage(group.generations, n)
+        last = answer.make(kind, [])
+        last.usage = count_usage(group.generations, answer.n)
         yield encode_event(_encode(last))
     yield DONE

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.server.api.answers import answer_stream, answer_whole, make_events
+from tandem.server.api.answers import OpenAIAnswer, answer_stream, answer_whole, make_events
 from tandem.server.api.options import (
     REFUSED_FIELDS,
     TokenLimit,
@@ -20,9 +19,8 @@ from tandem.server.api.options import (
 )
 from tandem.server.api.usage import count_usage, make_chat_logprobs
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import limit_time, read_body
+from tandem.server.edge.connection import limit_time
 from tandem.server.generation import Generation, GenerationGroup, Piece
-from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.protocol.openai import (
     ChatChoice,
     ChatChunk,
@@ -39,39 +37,19 @@ __all__ = ["answer_chat"]
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What every part of one answer repeats."""
-
-    context: ServerContext
-    request: ChatRequest
-    id: str
-    model: str
-    fingerprint: str
-    created: int
-    n: int
+class _Answer(OpenAIAnswer[ChatRequest]):
+    """An answer of chat completions."""
 
     def make_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if self.request.logprobs is not True:
             return None
         return make_chat_logprobs(self.context.encoder.tokenizer, piece.logprobs)
 
-    def make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.fingerprint,
-        )
-
 
 async def answer_chat(context: ServerContext, http: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     origin = context.note_arrival(http)
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _decoder)
-    refuse_unsupported(body, REFUSED_FIELDS)
+    request = await context.read_request(http, _decoder, REFUSED_FIELDS)
     _check(request)
     model = context.find_model(request.model)
     info = context.ready_info()
@@ -88,15 +66,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     )
     options = read_options(request, "chatcmpl", model.adapter)
     group = await context.start(plans, options, origin, http.receive)
-    answer = _Answer(
-        context,
-        request,
-        options.name,
-        model.name,
-        context.find_fingerprint(model),
-        context.now_unix_s(),
-        n,
-    )
+    answer = _Answer(context, request, options.name, model, n)
     if request.stream is True:
         return answer_stream(context, group, _events(answer, group))
     return await answer_whole(http, group, _collect(answer, group))
@@ -173,14 +143,8 @@ async def _collect(answer: _Answer, group: GenerationGroup) -> ChatCompletion:
         )
         for generation in group.generations
     ]
-    return ChatCompletion(
-        id=answer.id,
-        created=answer.created,
-        model=answer.model,
-        choices=choices,
-        usage=count_usage(group.generations, answer.n),
-        system_fingerprint=answer.fingerprint,
-    )
+    usage = count_usage(group.generations, answer.n)
+    return answer.make(ChatCompletion, choices, usage=usage)
 
 
 def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, None]:
@@ -190,11 +154,10 @@ def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, No
         if not has_role[generation.index]:
             has_role[generation.index] = True
             first = ChatChunkChoice(generation.index, ChatDelta("", "assistant"))
-            yield answer.make_chunk([first])
-        yield answer.make_chunk([_make_choice(answer, generation, piece)])
+            yield answer.make(ChatChunk, [first])
+        yield answer.make(ChatChunk, [_make_choice(answer, generation, piece)])
 
-    options = answer.request.stream_options
-    return make_events(group, answer.n, options, make_chunks, lambda: answer.make_chunk([]))
+    return make_events(answer, group, ChatChunk, make_chunks)
 
 
 def _make_choice(answer: _Answer, generation: Generation, piece: Piece) -> ChatChunkChoice:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.server.api.answers import answer_stream, answer_whole, make_events
+from tandem.server.api.answers import OpenAIAnswer, answer_stream, answer_whole, make_events
 from tandem.server.api.options import (
     REFUSED_FIELDS,
     TokenLimit,
@@ -20,9 +20,8 @@ from tandem.server.api.options import (
 from tandem.server.api.prompts import read_prompts
 from tandem.server.api.usage import add_completion_logprobs, count_usage
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import limit_time, read_body
+from tandem.server.edge.connection import limit_time
 from tandem.server.generation import Generation, GenerationGroup, Piece
-from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.protocol.openai import (
     Completion,
     CompletionChoice,
@@ -39,19 +38,12 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 @dataclass(slots=True)
-class _Answer:
-    """What every part of one answer repeats, and how far the text of each choice has come."""
+class _Answer(OpenAIAnswer[CompletionRequest]):
+    """An answer of completions, and how far the text of each choice has come."""
 
-    context: ServerContext
-    request: CompletionRequest
-    id: str
-    model: str
-    fingerprint: str
-    created: int
-    n: int
     echoes: list[str] | None
     """Texts of the prompts, if they are to be repeated."""
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[int]
 
     def make_text(self, generation: Generation, piece: Piece, *, is_first: bool) -> str:
         if is_first and self.echoes is not None:
@@ -79,22 +71,11 @@ class _Answer:
         self.offsets[generation.index] = offset
         return lists
 
-    def make_completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.fingerprint,
-        )
-
 
 async def answer_completion(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
     origin = context.note_arrival(http)
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _decoder)
-    refuse_unsupported(body, REFUSED_FIELDS)
+    request = await context.read_request(http, _decoder, REFUSED_FIELDS)
     check_format(request)
     model = context.find_model(request.model)
     info = context.ready_info()
@@ -123,9 +104,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         context,
         request,
         options.name,
-        model.name,
-        context.find_fingerprint(model),
-        context.now_unix_s(),
+        model,
         n,
         _make_echoes(context, prompts) if request.echo is True else None,
         [0 for _ in plans],
@@ -176,9 +155,8 @@ async def _collect(answer: _Answer, group: GenerationGroup) -> Completion:
     for choice, generation in zip(choices, group.generations, strict=True):
         if generation.stop_reason is not None:
             choice.stop_reason = generation.stop_reason
-    completion = answer.make_completion(choices)
-    completion.usage = count_usage(group.generations, answer.n)
-    return completion
+    usage = count_usage(group.generations, answer.n)
+    return answer.make(Completion, choices, usage=usage)
 
 
 def _extend(choice: CompletionChoice, more: CompletionLogprobs | None) -> None:
@@ -206,7 +184,6 @@ def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, No
         )
         if piece.finish_reason is not None and generation.stop_reason is not None:
             choice.stop_reason = generation.stop_reason
-        return (answer.make_completion([choice]),)
+        return (answer.make(Completion, [choice]),)
 
-    options = answer.request.stream_options
-    return make_events(group, answer.n, options, make_chunks, lambda: answer.make_completion([]))
+    return make_events(answer, group, Completion, make_chunks)

@@ -29,7 +29,7 @@ from tandem.server.context import (
     ServerContext,
     TextOptions,
 )
-from tandem.server.edge.connection import limit_time, read_body
+from tandem.server.edge.connection import limit_time
 from tandem.server.edge.sse import DONE, encode_event
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
@@ -80,7 +80,7 @@ class _Progress:
 async def answer_generate(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
     origin = context.note_arrival(http)
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
+    body = await context.read_body(http)
     request = decode_body(body, _decoder)
     _refuse_unsupported(body)
     model = _find_model(context, request)

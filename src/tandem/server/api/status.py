@@ -9,9 +9,7 @@ import tandem
 from tandem.core.errors import ConfigError
 from tandem.core.wire import InstanceStage
 from tandem.server.context import ServedModel, ServerContext
-from tandem.server.edge.connection import read_body
 from tandem.server.edge.http_errors import RETRY_LATER_S
-from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.openai import ModelCard, ModelList
 from tandem.server.protocol.sglang import AbortRequest
 from tandem.server.protocol.status import (
@@ -164,8 +162,7 @@ async def flush_cache(context: ServerContext, _: Request) -> Response:
 
 async def abort_request(context: ServerContext, http: Request) -> Response:
     """End a request by the id its client gave it, or all requests."""
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _abort_decoder)
+    request = await context.read_request(http, _abort_decoder)
     if request.rid is None and not request.abort_all:
         raise ConfigError("server.abort_request", "rid is missing, and abort_all", field="rid")
     name = None if request.abort_all else request.rid

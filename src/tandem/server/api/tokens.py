@@ -8,8 +8,6 @@ from tandem.core.errors import ConfigError
 from tandem.server.api.completions import encode_prompts
 from tandem.server.api.prompts import read_prompts
 from tandem.server.context import ServerContext
-from tandem.server.edge.connection import read_body
-from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.openai import DetokenizeRequest, TokenizeRequest
 from tandem.server.protocol.status import DetokenizeReply, TokenizeReply
 
@@ -22,8 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 async def tokenize(context: ServerContext, http: Request) -> Response:
     """Return the token ids of a text, of several, or of a conversation."""
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _tokenize_decoder)
+    request = await context.read_request(http, _tokenize_decoder)
     context.find_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ConfigError(
@@ -61,8 +58,7 @@ async def tokenize(context: ServerContext, http: Request) -> Response:
 
 async def detokenize(context: ServerContext, http: Request) -> Response:
     """Return the text of token ids, or of several lists of them."""
-    body = await read_body(http, context.config.max_body_bytes, context.config.body_timeout_s)
-    request = decode_body(body, _detokenize_decoder)
+    request = await context.read_request(http, _detokenize_decoder)
     context.find_model(request.model)
     tokenizer = context.encoder.tokenizer
     if not request.tokens:
