@@ -36,13 +36,19 @@ def make_value(number: int, size: int) -> bytes:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8).tobytes()
 
 
-def test_reads_go_on_when_a_host_is_killed(cluster):
-    """Two replicas, a reader without pause, SIGKILL: every get succeeds."""
+def start_two_hosts(cluster):
+    """Return a process of one of two hosts and a client."""
     cluster.start("master")
-    doomed = cluster.start("host", name="h1")
+    first = cluster.start("host", name="h1")
     cluster.start("host", name="h2")
     client = cluster.client()
     cluster.wait_hosts(client, 2)
+    return first, client
+
+
+def test_reads_go_on_when_a_host_is_killed(cluster):
+    """Two replicas, a reader without pause, SIGKILL: every get succeeds."""
+    doomed, client = start_two_hosts(cluster)
     values = {f"k{i}": make_value(i, 300_000) for i in range(20)}
     for key, value in values.items():
         assert client.put(key, value, PutOptions(replicas=2)) is PutResult.CREATED
@@ -61,11 +67,7 @@ def test_reads_go_on_when_a_host_is_killed(cluster):
 
 
 def test_lost_replicas_are_made_again(cluster):
-    cluster.start("master")
-    doomed = cluster.start("host", name="h1")
-    cluster.start("host", name="h2")
-    client = cluster.client()
-    cluster.wait_hosts(client, 2)
+    doomed, client = start_two_hosts(cluster)
     values = {f"k{i}": make_value(i, 100_000) for i in range(10)}
     for key, value in values.items():
         client.put(key, value, PutOptions(replicas=2))

@@ -430,6 +430,22 @@ def test_direct_path_that_is_forced_and_refused_is_an_error(world):
         move(taker, taker.open(giver.address), Op.READ, local, remote.offset, 1, transport="shm")
 
 
+def move_between_canaries(world, taker, segment, op, remote):
+    """Move random bytes to or from ``remote`` but for its 64 first and last, which stay."""
+    size = remote.array.size - 128
+    expected = world.random(size)
+    remote.array[:] = 7
+    target = np.full(size + 128, 7, np.uint8)
+    (target if op == Op.WRITE else remote.array)[64:-64] = expected
+    local = taker.register(target)
+    move(taker, segment, op, local, remote.offset + 64, size, local_offset=64)
+    for memory in (target, remote.array):
+        assert np.array_equal(memory[64:-64], expected)
+        assert (memory[:64] == 7).all()
+        assert (memory[-64:] == 7).all()
+    taker.unregister(local)
+
+
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
 @pytest.mark.parametrize("fault", ["drop_frames", "duplicate", "reorder"])
 def test_frames_that_go_astray_cost_no_byte(world, fault, op):
@@ -445,17 +461,7 @@ def test_frames_that_go_astray_cost_no_byte(world, fault, op):
         for proxy in proxies:
             setattr(proxy, fault, 0.03)
         for _ in range(6):
-            expected = world.random(size)
-            remote.array[:] = 7
-            target = np.full(size + 128, 7, np.uint8)
-            (target if op == Op.WRITE else remote.array)[64:-64] = expected
-            local = taker.register(target)
-            move(taker, segment, op, local, remote.offset + 64, size, local_offset=64)
-            for memory in (target, remote.array):
-                assert np.array_equal(memory[64:-64], expected)
-                assert (memory[:64] == 7).all()
-                assert (memory[-64:] == 7).all()
-            taker.unregister(local)
+            move_between_canaries(world, taker, segment, op, remote)
         assert sum(proxy.num_faults for proxy in proxies) > 3
 
 
@@ -483,17 +489,7 @@ def test_faults_inside_the_host_cost_no_byte(world, transport, faults, op):
     segment = taker.open(giver.address)
     with inject_faults(taker, transport, seed=9, **faults) as count:
         for _ in range(3):
-            expected = world.random(size)
-            remote.array[:] = 7
-            target = np.full(size + 128, 7, np.uint8)
-            (target if op == Op.WRITE else remote.array)[64:-64] = expected
-            local = taker.register(target)
-            move(taker, segment, op, local, remote.offset + 64, size, local_offset=64)
-            for memory in (target, remote.array):
-                assert np.array_equal(memory[64:-64], expected)
-                assert (memory[:64] == 7).all()
-                assert (memory[-64:] == 7).all()
-            taker.unregister(local)
+            move_between_canaries(world, taker, segment, op, remote)
     assert count.num_faults > 0
     counters = taker.core.counters(segment.id)
     if "is_dead" in faults:
