@@ -182,7 +182,7 @@ inline Slope differentiate(const Activation& activation, F32 g) {
   if (activation.kind == ActivationKind::kGeluErf) {
     g = at_least(g, set_f32(-20.0f));
     const F32 half = set_f32(0.5f);
-    const F32 part = fma(half, erf_f32(g * set_f32(0.707106781187f)), half);
+    const F32 part = fma(half, erf_f32(g * set_f32(0.707106781187f), exp_f32), half);
     const F32 density = exp_f32(at_least(zero_f32() - half * g * g, lowest));
     return {g * part, fma(g * set_f32(0.398942280401f), density, part)};
   }

@@ -16,6 +16,8 @@ namespace {
 
 #include "kernels/linear/operand-inl.h"
 
+#include "kernels/row_ops/erf-inl.h"
+
 #include "kernels/row_ops/activation-inl.h"
 
 #include "kernels/weights/pack-inl.h"

@@ -17,6 +17,8 @@ namespace {
 
 #include "kernels/vectors/vec_float-inl.h"
 
+#include "kernels/row_ops/erf-inl.h"
+
 #include "kernels/row_ops/gelu-inl.h"
 
 constexpr size_t kBlock = 64;
