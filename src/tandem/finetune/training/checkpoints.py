@@ -24,6 +24,7 @@ from torch import Tensor
 from tandem.core.errors import ConflictError, CorruptionError, NotFoundError
 
 __all__ = [
+    "check_checkpoint",
     "find_last_checkpoint",
     "list_checkpoints",
     "load_run_state",
@@ -61,6 +62,17 @@ def find_last_checkpoint(folder: Path) -> Path:
         what = f"no checkpoint in {folder}: leave resume_from_checkpoint out to begin"
         raise NotFoundError(WHERE, what, field="resume_from_checkpoint")
     return found[-1]
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Refuse a folder that no run can go on from, before a model is loaded for it.
+
+    Raises: NotFoundError: something is missing; CorruptionError: the state does not parse.
+    """
+    if not all((folder / name).is_file() for name in ("adapter_config.json", "trainer_state.json")):
+        what = f"{folder} is no checkpoint: name a folder checkpoint-N, or true for the last one"
+        raise NotFoundError(WHERE, what, field="resume_from_checkpoint")
+    _read_state(folder)
 
 
 def publish_folder(partial: Path, final: Path) -> None:
