@@ -131,3 +131,12 @@ def test_what_is_not_there_to_go_on_from_is_told_before_the_model(
             finetune(recipe)
         assert caught.value.field == key
         assert str(path) in predict_run(recipe).problems[0]
+
+
+def test_validation_of_which_the_cutoff_leaves_nothing_is_refused(make_values, tmp_path):
+    """With eval_strategy transformers would end with an error of its own, after the model."""
+    rows = [{"instruction": "q " * 100, "output": "a"}]
+    (tmp_path / "long.json").write_text(json.dumps(rows))
+    values = make_values(tmp_path / "out", eval_dataset=str(tmp_path / "long.json"))
+    with pytest.raises(ConfigError, match="no answer in any record of validation"):
+        finetune(make_recipe(values))

@@ -176,6 +176,9 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     if not train:
         what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
         raise ConfigError(WHERE, what, field="cutoff_len")
+    if held_out and not validation:
+        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record of validation"
+        raise ConfigError(WHERE, f"{what}: raise it", field="cutoff_len")
     if data.packing:
         train = pack(train, data.cutoff_len)
     return Dataset(train, validation, bad_rows, num_lost)
