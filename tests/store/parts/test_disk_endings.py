@@ -255,7 +255,7 @@ def test_a_disk_is_condemned_without_descriptors(tmp_path):
 
 
 def test_a_copy_that_is_cancelled_again_has_ended_all_the_same(monkeypatch):
-    """The end of a session cancels a load, and so does the next join, which then frees its space."""
+    """Whoever ended a load cancels it, and so does the next join, which then frees its space."""
     begun, may_end = threading.Event(), threading.Event()
 
     def copy(target, source):
