@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tandem.core.errors import ConfigError, ConflictError, NotFoundError
 from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training import checkpoints
 from tandem.finetune.training.trainer import finetune
 
 
@@ -140,3 +141,22 @@ def test_validation_of_which_the_cutoff_leaves_nothing_is_refused(make_values, t
     values = make_values(tmp_path / "out", eval_dataset=str(tmp_path / "long.json"))
     with pytest.raises(ConfigError, match="no answer in any record of validation"):
         finetune(make_recipe(values))
+
+
+def test_a_checkpoint_that_replaces_another_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """As when a run goes on from an earlier one than the last, and is killed."""
+    written, final = tmp_path / ".checkpoint-4.partial", tmp_path / "checkpoint-4"
+    for folder in (written, final):
+        folder.mkdir()
+        for name in "abc":
+            (folder / name).write_text(folder.name)
+
+    def killed(folder, **_):
+        next(iter(folder.iterdir())).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.publish_folder(written, final)
+    assert checkpoints.list_checkpoints(tmp_path) == [final]
+    assert [path.read_text() for path in final.iterdir()] == [written.name] * 3

@@ -83,14 +83,20 @@ def publish_folder(partial: Path, final: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    replaced = final.with_name(f".{final.name}.replaced.partial")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    # Not removed under its name, where a part of it would be taken for a checkpoint.
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
