@@ -97,6 +97,12 @@ def test_convert_writes_a_checkpoint_that_the_next_command_reads(run, tmp_path):
     plan = run("plan", str(out))[1]
     assert "as the checkpoint stores it: int4 in groups of 32, with zero points" in plan
     assert run("convert", "demo", "--to", "int8")[0] == 2
+    # Of experts that are packed ahead: with --to they would be passed over.
+    other = ("convert", "demo", "--to", "int8", "--out", str(tmp_path / "other"))
+    for more in (["--verify"], ["--rules", "r.yaml"], ["--packed-cache", "p"]):
+        status, _, errors = run(*other, *more)
+        assert (status, more[0] in errors) == (2, True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_convert_packs_once_and_says_what(run, tmp_path):

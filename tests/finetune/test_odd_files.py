@@ -123,6 +123,9 @@ def test_text_that_no_encoding_has(tmp_path):
     rows, bad = read(tmp_path, "rows.jsonl", b"\n".join([LINE, broken]))
     assert len(rows) == 1
     assert bad[0] == (2, "'instruction' is not Unicode text")
+    for pair in (["\ud800", "a"], ["q", "\udfff"]):
+        content = json.dumps([GOOD, {**GOOD, "history": [["q", "a"], pair]}]).encode()
+        assert read(tmp_path, "rows.json", content)[1] == [(1, "history is not Unicode text")]
 
 
 def test_keys_that_are_there_twice(tmp_path):

@@ -1,5 +1,7 @@
 """Recipes: the tutorial's runs unchanged, and what is wrong in one is named."""
 
+import math
+
 import pytest
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
@@ -45,6 +47,14 @@ def test_todays_kt_keys():
         ({"kt_config": 3}, ConfigError, "mapping"),
         ({"kt_optimize_rule": "absent.yaml"}, NotFoundError, "expert_format"),
         ({"warmup_ratio": 1.5}, ConfigError, "warmup_ratio"),
+        ({"warmup_ratio": "high"}, ConfigError, "warmup_ratio 'high'"),
+        ({"warmup_ratio": [0.1]}, ConfigError, "warmup_ratio"),
+        ({"num_train_epochs": math.inf}, ConfigError, "num_train_epochs is inf"),
+        ({"val_size": math.inf}, ConfigError, "val_size is inf"),
+        ({"warmup_steps": math.inf}, ConfigError, "warmup_steps is inf"),
+        ({"seed": -1}, ConfigError, "seed"),
+        ({"seed": 2**32}, ConfigError, "seed"),
+        ({"default_system": "\ud83d\ude00"}, ConfigError, "default_system is not Unicode"),
         ({"eval_strategy": "sometimes"}, ConfigError, "eval_strategy"),
         ({"output_dir": ""}, ConfigError, "output_dir"),
     ],

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.core.errors import ConflictError
+from tandem.core.errors import ConfigError, ConflictError, NotFoundError
+from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training import checkpoints
 from tandem.finetune.training.trainer import finetune
 
 
@@ -67,3 +69,94 @@ def test_a_run_is_not_trained_over(run):
     values, _, _ = run
     with pytest.raises(ConflictError, match="overwrite_output_dir"):
         finetune(make_recipe(values))
+
+
+@pytest.fixture
+def earlier(run, tmp_path):
+    """A copy of the run's folder, and the keys of a run over it."""
+    values, folder, _ = run
+    shutil.copytree(folder, tmp_path / "out")
+    changes = {"output_dir": str(tmp_path / "out"), "overwrite_output_dir": True}
+    return tmp_path / "out", {**values, **changes}
+
+
+def list_files(folder) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint-2", "../link"])
+def test_a_folder_is_not_emptied_of_what_training_goes_on_from(earlier, name):
+    """The adapter was removed before it was read."""
+    folder, values = earlier
+    (folder.parent / "link").symlink_to(folder)
+    files = list_files(folder)
+    recipe = make_recipe({**values, "adapter_name_or_path": str(folder / name)})
+    assert "another output_dir" in predict_run(recipe).problems[0]
+    with pytest.raises(ConflictError, match="name another output_dir"):
+        finetune(recipe)
+    assert list_files(folder) == files
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dataset": "absent"}, {"lr_scheduler_type": "odd"}, {"lora_target": "absent"}]
+)
+def test_a_run_that_cannot_begin_leaves_the_one_before(earlier, changes):
+    """A slip in a recipe costs nothing."""
+    folder, values = earlier
+    files = list_files(folder)
+    with pytest.raises((ConfigError, NotFoundError)):
+        finetune(make_recipe({**values, **changes}))
+    assert list_files(folder) == files
+
+
+def test_a_page_that_no_run_has_left_is_kept(make_values, tmp_path):
+    """As of a project in whose folder a recipe is tried."""
+    (tmp_path / "README.md").write_text("mine")
+    recipe = make_recipe(make_values(tmp_path))
+    with pytest.raises(ConflictError, match=r"README\.md"):
+        finetune(recipe)
+    assert "README.md" in predict_run(recipe).problems[0]
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("key", ["resume_from_checkpoint", "adapter_name_or_path"])
+def test_what_is_not_there_to_go_on_from_is_told_before_the_model(
+    key, make_values, tmp_path, monkeypatch
+):
+    """Loading takes minutes; transformers would end with an error of its own."""
+    monkeypatch.setattr("tandem.finetune.training.trainer.load_frozen", None)
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "absent", tmp_path / "empty", "false"):
+        recipe = make_recipe(make_values(tmp_path / "out", **{key: str(path)}))
+        with pytest.raises(NotFoundError) as caught:
+            finetune(recipe)
+        assert caught.value.field == key
+        assert str(path) in predict_run(recipe).problems[0]
+
+
+def test_validation_of_which_the_cutoff_leaves_nothing_is_refused(make_values, tmp_path):
+    """With eval_strategy transformers would end with an error of its own, after the model."""
+    rows = [{"instruction": "q " * 100, "output": "a"}]
+    (tmp_path / "long.json").write_text(json.dumps(rows))
+    values = make_values(tmp_path / "out", eval_dataset=str(tmp_path / "long.json"))
+    with pytest.raises(ConfigError, match="no answer in any record of validation"):
+        finetune(make_recipe(values))
+
+
+def test_a_checkpoint_that_replaces_another_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """As when a run goes on from an earlier one than the last, and is killed."""
+    written, final = tmp_path / ".checkpoint-4.partial", tmp_path / "checkpoint-4"
+    for folder in (written, final):
+        folder.mkdir()
+        for name in "abc":
+            (folder / name).write_text(folder.name)
+
+    def killed(folder, **_):
+        next(iter(folder.iterdir())).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.publish_folder(written, final)
+    assert checkpoints.list_checkpoints(tmp_path) == [final]
+    assert [path.read_text() for path in final.iterdir()] == [written.name] * 3

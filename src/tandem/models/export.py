@@ -291,9 +291,11 @@ class _Draft:
 
     def _try_lock(self) -> None:
         """Lock the marker; nothing if the folder was renamed or removed meanwhile."""
-        self.folder.mkdir(exist_ok=True)
-        if any(self.folder.iterdir()) and not self._marker.exists():
-            if not self.folder.exists():
+        is_link = self.folder.is_symlink()
+        if not is_link:
+            self.folder.mkdir(exist_ok=True)
+        if is_link or (any(self.folder.iterdir()) and not self._marker.exists()):
+            if not is_link and not self.folder.exists():
                 return
             what = f"{self.folder} is in the way, and no conversion made it: remove it"
             raise ConfigError("models.export", what, field="out")

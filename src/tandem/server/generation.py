@@ -101,6 +101,10 @@ class Generation:
         try:
             self._stream = await self._submitting
         except asyncio.CancelledError:
+            submitting = self._submitting
+            if submitting.done() and not submitting.cancelled() and not submitting.exception():
+                # Accepted in this very turn of the loop: what ``close`` is to cancel.
+                self._stream = submitting.result()
             task = asyncio.current_task()
             if not self._is_aborted or (task is not None and task.cancelling()):
                 raise

@@ -147,6 +147,20 @@ def test_what_a_killed_conversion_left_is_replaced(moe, tmp_path):
         export_checkpoint(moe, "bf16", tmp_path / "out")
 
 
+def test_a_draft_is_not_written_through_a_link(moe, tmp_path):
+    """What lies behind it is somebody's, also if a conversion once wrote there."""
+    behind = tmp_path / "behind"
+    behind.mkdir()
+    (tmp_path / "out.partial").symlink_to(behind)
+    with pytest.raises(ConfigError, match="no conversion made it"):
+        export_checkpoint(moe, "bf16", tmp_path / "out")
+    (behind / export.MARKER).touch()
+    (behind / "model.safetensors").write_bytes(b"dear")
+    with pytest.raises(ConfigError, match="no conversion made it"):
+        export_checkpoint(moe, "bf16", tmp_path / "out")
+    assert (behind / "model.safetensors").read_bytes() == b"dear"
+
+
 def test_a_full_disk_is_told(moe, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))

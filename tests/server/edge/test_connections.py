@@ -15,10 +15,12 @@ import requests
 from fake_engine import FakeEngine, make_info
 from serving import WAIT_S, wait_until
 
+from tandem.core.clock import MonotonicClock
+from tandem.core.wire import AddRequest, SamplingParams
 from tandem.server.edge.sse import EventStream
-from tandem.server.generation import GenerationGroup
+from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
-from tandem.server.telemetry.metrics import ServerMetrics
+from tandem.server.telemetry.metrics import RequestTimer, ServerMetrics
 
 BODY = {"prompt": "hello", "max_tokens": 200, "stream": True}
 FREE_WITHIN_S = 0.1
@@ -79,6 +81,53 @@ def test_a_client_that_leaves_while_its_request_waits_for_an_instance_is_forgott
         wait_until(lambda: live.engine.num_waiting == 0)
     live.engine.is_down = False
     assert live.post("/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+def test_a_client_that_leaves_while_its_request_is_accepted_leaves_nothing():
+    """At whichever turn of the loop: what the engine has accepted is cancelled."""
+
+    class Engine(FakeEngine):
+        async def submit(self, request):
+            self.num_waiting += 1
+            await self.gate.wait()
+            return await super().submit(request)
+
+    async def leave(num_turns: int, num_choices: int) -> bool:
+        engine, metrics = Engine(step_s=30), ServerMetrics("tiny")
+        engine.gate = asyncio.Event()
+        generations = [
+            Generation(
+                i,
+                AddRequest(request_id=str(i), prompt_ids=[1], sampling=SamplingParams()),
+                None,
+                None,
+                RequestTimer(metrics, MonotonicClock(), 0.0),
+            )
+            for i in range(num_choices)
+        ]
+        group = GenerationGroup("x", generations, Lifecycle(metrics), 10.0)
+        submitting = asyncio.ensure_future(group.submit(engine))
+        while engine.num_waiting < num_choices:
+            await asyncio.sleep(0)
+        engine.gate.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        has_ended = submitting.done()
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
+        if has_ended:
+            await group.close()
+        assert engine.num_held == 0, (num_turns, num_choices)
+        return has_ended
+
+    async def leave_at_every_turn(num_choices: int) -> None:
+        for num_turns in range(50):
+            if await leave(num_turns, num_choices):
+                return
+        pytest.fail("it was never accepted")
+
+    for num_choices in (1, 3):
+        asyncio.run(leave_at_every_turn(num_choices))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

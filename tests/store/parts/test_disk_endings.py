@@ -6,7 +6,9 @@ does. Method: the disk of ``tandem.sim``, with one step of it held up or refused
 
 import asyncio
 import resource
+import threading
 
+import numpy as np
 import pytest
 from test_disk_faults import Bench, run_day
 
@@ -250,3 +252,35 @@ def test_a_disk_is_condemned_without_descriptors(tmp_path):
         for file in marks.iterdir():
             file.unlink()
         marks.rmdir()
+
+
+def test_a_copy_that_is_cancelled_again_has_ended_all_the_same(monkeypatch):
+    """Whoever ended a load cancels it, and so does the next join, which then frees its space."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def copy(target, source):
+        begun.set()
+        assert may_end.wait(20)
+        target[:] = source
+
+    monkeypatch.setattr(disk_io, "OFF_LOOP_BYTES", 0)
+    monkeypatch.setattr(disk_io.np, "copyto", copy)
+    target = np.zeros(8, np.uint8)
+
+    async def main() -> None:
+        copying = asyncio.ensure_future(disk_io.copy_bytes(target, np.ones(8, np.uint8)))
+        assert await asyncio.to_thread(begun.wait, 20)
+        for _ in range(3):
+            copying.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not copying.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await copying
+        assert target.all()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 30))
+    finally:
+        may_end.set()

@@ -3,14 +3,25 @@
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 
-from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
+from tandem.core.errors import CancelledError, ConflictError, DeadlineError, PeerLostError
 from tandem.store import HostService, MasterService, StoreConfig
+from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.formats.headers import ExtentHeader
+from tandem.store.formats.records import append_record
 from tandem.store.host.host import StoreHost
 from tandem.store.host.segment import Segment
 from tandem.store.master.state.orders import OrderLine
-from tandem.store.messages import Ack, Joined, WipeExtents
+from tandem.store.messages import (
+    Ack,
+    Endpoint,
+    ExtentRecords,
+    Joined,
+    PullObject,
+    WipeExtents,
+)
 from tandem.transfer import PollingLoop
 
 
@@ -160,6 +171,80 @@ def test_a_host_that_joins_again_obeys_nothing_of_the_attempt_before():
         await master.is_asked_again.wait()
         with pytest.raises(ConflictError, match="session"):
             wipe(master, WipeExtents(epoch=1, session=7, number=0, offsets=[]))
+        await host.aclose()
+
+    run(main())
+
+
+class PullPort(Port):
+    """The data path of a host whose pulls end when they are told to, also cancelled ones."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, asyncio.Event] = {}
+        self.fill = lambda offset: None
+
+    async def fetch(self, source, source_offset, offset, length, timeout_s):
+        end = self.ends.setdefault(offset // EXTENT, asyncio.Event())
+        try:
+            await end.wait()
+        except asyncio.CancelledError:
+            await end.wait()  # A transfer ends when no byte can come any more.
+            raise
+        self.fill(offset // EXTENT * EXTENT)
+
+
+EXTENT = 4096
+
+
+class Master:
+    """Joins a host, and has no complaints."""
+
+    async def call(self, method, request, response_type, *, timeout_s):
+        return Joined(epoch=1, host=0, session=7) if method == "join" else Ack()
+
+
+def test_a_wipe_ends_all_pulls_of_its_extents():
+    """One that ended while another was waited for left its object in space that was free then."""
+
+    async def main() -> None:
+        segment, port = Segment.make_anonymous(1 << 20), PullPort()
+        value = np.arange(100, dtype=np.uint8)
+        table = make_table([value])
+        header = ExtentHeader("k", 100, 1 << 40, checksum_table(table), 1, False, 0)
+        table_at, end = segment.span(header)
+
+        def fill(offset: int) -> None:
+            data = segment.data[offset : offset + end]
+            data[table_at : table_at + len(table)] = np.frombuffer(table, np.uint8)
+            data[end - 100 :] = value
+
+        port.fill = fill
+        host = StoreHost("h", "m", segment, port)
+        handlers = {name: handler for name, handler, *_ in host.methods()}
+        master = Master()
+        host.on_master(master)
+        await host.is_joined.wait()
+        pulls, source = [], Endpoint(1, "other", "o", "", 0)
+        for number in range(2):
+            records = ExtentRecords()
+            append_record(records, number * EXTENT, header._replace(key="kl"[number]))
+            order = PullObject(epoch=1, session=7, number=number, source=source,
+                               source_offset=0, records=records, timeout_ms=1000)  # fmt: skip
+            pulls.append(asyncio.ensure_future(handlers["pull"](master, order)))
+        while len(port.ends) < 2:
+            await asyncio.sleep(0)
+        wiping = asyncio.ensure_future(handlers["wipe"](
+            master, WipeExtents(epoch=1, session=7, number=2, offsets=[0, EXTENT])
+        ))  # fmt: skip
+        await asyncio.sleep(0)
+        port.ends[1].set()
+        await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
+        port.ends[0].set()
+        assert await wiping == Ack()
+        assert segment.list_offsets() == []
+        for pull in pulls:
+            with pytest.raises(CancelledError):
+                await pull
         await host.aclose()
 
     run(main())

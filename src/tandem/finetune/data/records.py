@@ -280,9 +280,14 @@ def _text(row: dict[str, Any], key: str | None, *, is_needed: bool = False) -> s
         return ""
     if not isinstance(value, str):
         raise _BadRowError(f"{key!r} is a {type(value).__name__}, not text")
-    if any("\ud800" <= sign <= "\udfff" for sign in value):
+    if not _is_unicode(value):
         raise _BadRowError(f"{key!r} is not Unicode text")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which JSON can spell."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def _read_alpaca(row: dict[str, Any], columns: Columns) -> list[Message]:
@@ -294,6 +299,8 @@ def _read_alpaca(row: dict[str, Any], columns: Columns) -> list[Message]:
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
             raise _BadRowError("history is not a list of [question, answer]")
+        if not all(_is_unicode(text) for text in pair):
+            raise _BadRowError("history is not Unicode text")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     parts = [_text(row, columns.prompt, is_needed=True), _text(row, columns.query)]
     messages.append(Message("user", "\n".join(part for part in parts if part)))

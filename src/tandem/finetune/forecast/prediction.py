@@ -17,6 +17,7 @@ from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
 from tandem.finetune.training.model import choose_format, load_tokenizer
+from tandem.finetune.training.output_folder import check_folders
 from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
@@ -107,7 +108,8 @@ def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPre
         recipe: of the run.
         available_bytes: of memory; None = what is free now, plus what this process holds already.
 
-    Raises: as ``plan_model``. Data that cannot be read is a problem of the prediction.
+    Raises: as ``plan_model``. Data that cannot be read, and folders that the run would refuse, are
+        problems of the prediction.
     """
     data = _read_data(recipe)
     if available_bytes is None:
@@ -132,8 +134,16 @@ def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPre
         tokens_per_s=data.num_tokens * epochs / total_s if total_s else 0.0,
         changes=tuple(changes),
         changed_bytes=changed_bytes,
-        problems=(data.problem,) if data.problem else (),
+        problems=tuple(text for text in (data.problem, _check_folders(recipe)) if text),
     )
+
+
+def _check_folders(recipe: Recipe) -> str:
+    try:
+        check_folders(recipe)
+    except TandemError as error:
+        return str(error)
+    return ""
 
 
 def _count_sequences(recipe: Recipe) -> int:

@@ -4,6 +4,7 @@ A recipe file is flat YAML. ``recipe_keys`` translates other spellings and refus
 done; here stand the fields with their bounds, in the groups that LLaMA-Factory's examples use.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -161,7 +162,7 @@ class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_grad_norm: Annotated[float, Meta(ge=0)] = 1.0
     gradient_checkpointing: bool = False
     bf16: Annotated[bool, Meta(description="Frozen tensors and activations in bf16.")] = False
-    seed: int = 42
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 42
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: Annotated[int, Meta(ge=1)] | None = None
     resume_from_checkpoint: Annotated[
@@ -237,8 +238,20 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
             text = str(error)
             field = text.rpartition("$.")[2].rstrip("`") if "$." in text else None
             raise ConfigError(WHERE, f"{text}: correct the recipe", field=field) from error
+        _check_values(built[group])
     recipe = Recipe(**built, notes=tuple(notes))
     return _check_preferences(recipe) if recipe.method.stage == "dpo" else recipe
+
+
+def _check_values(keys: msgspec.Struct) -> None:
+    """Refuse what no bound excludes: infinities, and text that cannot be encoded."""
+    for key, value in msgspec.structs.asdict(keys).items():
+        if isinstance(value, float) and math.isinf(value):
+            raise ConfigError(WHERE, f"{key} is {value}: give a finite number", field=key)
+        if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+            # YAML takes the two halves of JSON's \uD83D\uDE00 for two characters.
+            what = f"{key} is not Unicode text: write the characters themselves"
+            raise ConfigError(WHERE, what, field=key)
 
 
 def _check_preferences(recipe: Recipe) -> Recipe:

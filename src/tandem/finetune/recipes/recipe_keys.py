@@ -5,6 +5,7 @@ would change the result and cannot be obeyed is refused with the reason and the 
 """
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,12 @@ def _translate(
         return
     if key == "warmup_ratio":
         # transformers 5 takes a share as warmup_steps below 1.
-        ratio = float(value)
+        try:
+            ratio = float(value)
+        except (TypeError, ValueError):
+            ratio = math.nan
         if not 0 <= ratio < 1:
-            raise ConfigError(WHERE, f"warmup_ratio {value}: give 0 to 1", field=key)
+            raise ConfigError(WHERE, f"warmup_ratio {value!r}: give 0 to 1", field=key)
         if ratio > 0:
             out["warmup_steps"] = ratio
     elif key == "evaluation_strategy":

@@ -24,6 +24,7 @@ from torch import Tensor
 from tandem.core.errors import ConflictError, CorruptionError, NotFoundError
 
 __all__ = [
+    "check_checkpoint",
     "find_last_checkpoint",
     "list_checkpoints",
     "load_run_state",
@@ -63,6 +64,17 @@ def find_last_checkpoint(folder: Path) -> Path:
     return found[-1]
 
 
+def check_checkpoint(folder: Path) -> None:
+    """Refuse a folder that no run can go on from, before a model is loaded for it.
+
+    Raises: NotFoundError: something is missing; CorruptionError: the state does not parse.
+    """
+    if not all((folder / name).is_file() for name in ("adapter_config.json", "trainer_state.json")):
+        what = f"{folder} is no checkpoint: name a folder checkpoint-N, or true for the last one"
+        raise NotFoundError(WHERE, what, field="resume_from_checkpoint")
+    _read_state(folder)
+
+
 def publish_folder(partial: Path, final: Path) -> None:
     """Make a written folder durable and give it its name at once, replacing what has it."""
     for path in [*partial.rglob("*"), partial]:
@@ -71,14 +83,20 @@ def publish_folder(partial: Path, final: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    replaced = final.with_name(f".{final.name}.replaced.partial")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    # Not removed under its name, where a part of it would be taken for a checkpoint.
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:

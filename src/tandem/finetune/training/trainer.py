@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
 from tandem.finetune.data.examples import (
     Example,
@@ -40,17 +40,16 @@ from tandem.finetune.data.records import (
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
 from tandem.finetune.training.callbacks import (
-    LOG_NAME,
     STATE_NAME,
     BarCallback,
     CheckpointCallback,
     LogCallback,
 )
-from tandem.finetune.training.checkpoints import find_last_checkpoint, list_checkpoints
 from tandem.finetune.training.epochs import EpochTrainer
 from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
 from tandem.finetune.training.loss import Head, compute_loss, find_head
 from tandem.finetune.training.model import load_frozen, load_tokenizer
+from tandem.finetune.training.output_folder import check_folders, clear_folder
 from tandem.models.families import open_checkpoint
 
 __all__ = [
@@ -177,6 +176,9 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     if not train:
         what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
         raise ConfigError(WHERE, what, field="cutoff_len")
+    if held_out and not validation:
+        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record of validation"
+        raise ConfigError(WHERE, f"{what}: raise it", field="cutoff_len")
     if data.packing:
         train = pack(train, data.cutoff_len)
     return Dataset(train, validation, bad_rows, num_lost)
@@ -203,7 +205,7 @@ def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
         recipe: see ``read_recipe``.
         has_bar: show a progress bar with loss and tokens/s on standard error.
 
-    Raises: as ``prepare_data`` and ``load_frozen``; ConflictError: ``output_dir`` holds a run.
+    Raises: as ``check_folders``, ``prepare_data`` and ``load_frozen``.
     """
     with warnings.catch_warnings():
         # transformers and PEFT tell each other of names that will change.
@@ -214,7 +216,8 @@ def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
 def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     folder = Path(recipe.output.output_dir)
     check_packages(recipe)
-    resume_from = _prepare_folder(recipe, folder)
+    resume_from = check_folders(recipe)
+    folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.train.seed)
     checkpoint = open_checkpoint(recipe.model.model_name_or_path)
     tokenizer = load_tokenizer(checkpoint)
@@ -224,6 +227,9 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     # Before the model, whose loading may take minutes.
     arguments = _make_arguments(recipe, folder, has_bar=has_bar)
     model = _make_model(recipe)
+    if resume_from is None:
+        # Not before: a run that cannot begin is to cost nothing.
+        clear_folder(folder)
     set_seed(recipe.train.seed)
     callbacks = [
         CheckpointCallback(
@@ -301,25 +307,6 @@ def _make_trainer(
         data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
         callbacks=callbacks,
     )
-
-
-def _prepare_folder(recipe: Recipe, folder: Path) -> Path | None:
-    """Return the checkpoint to resume from; refuse to train over another run."""
-    wish = recipe.train.resume_from_checkpoint
-    if wish:
-        return find_last_checkpoint(folder) if wish is True else Path(wish)
-    results = [p for p in ("adapter_config.json", LOG_NAME) if (folder / p).exists()]
-    if (results or list_checkpoints(folder)) and not recipe.output.overwrite_output_dir:
-        what = f"{folder} holds a run: set overwrite_output_dir or resume_from_checkpoint: true"
-        raise ConflictError(WHERE, what, field="output_dir")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in list_checkpoints(folder):
-        shutil.rmtree(path)
-    # What a run leaves at its end would seem to be this run's if it is interrupted.
-    for pattern in ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", "README.md"):
-        for path in folder.glob(pattern):
-            path.unlink()
-    return None
 
 
 def _make_model(recipe: Recipe) -> Any:

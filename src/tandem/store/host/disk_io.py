@@ -261,13 +261,18 @@ class RecordWriter:
 
 async def copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
     """Copy memory, much of it in a thread; once this has ended, nothing is written any more."""
-    if target.size > OFF_LOOP_BYTES:
-        # A cancelled caller still waits for the thread, which writes into memory that is reused.
-        task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
-    else:
+    if target.size <= OFF_LOOP_BYTES:
         np.copyto(target, source)
+        return
+    # A cancelled caller still waits for the thread, which writes into memory that is reused. More
+    # than one may cancel it: whoever ends a load, and the next session.
+    task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

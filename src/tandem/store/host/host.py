@@ -430,17 +430,15 @@ class StoreHost:
         self._obey(order)
         for offset in order.offsets:
             self._wipe_object(offset)
-        # Only pulls have to be waited for: they would write into space that is free then.
-        pulled = [offset for offset in order.offsets if offset in self._pulls]
-        return self._end_pulls(pulled) if pulled else Ack()
+        # Only pulls have to be waited for: they would write into space that is free then. All are
+        # cancelled before any is: one that ended meanwhile would leave its object.
+        pulls = [self._pulls[offset] for offset in order.offsets if offset in self._pulls]
+        for pull in pulls:
+            pull.cancel()
+        return self._end_pulls(pulls) if pulls else Ack()
 
-    async def _end_pulls(self, offsets: Sequence[int]) -> Ack:
-        for offset in offsets:
-            pull = self._pulls.get(offset)
-            if pull is not None:
-                pull.cancel()
-                await asyncio.gather(pull, return_exceptions=True)
-                self._wipe_object(offset)
+    async def _end_pulls(self, pulls: Sequence[asyncio.Task[None]]) -> Ack:
+        await asyncio.gather(*pulls, return_exceptions=True)
         return Ack()
 
     def _wipe_object(self, offset: int) -> None:

@@ -1,0 +1,69 @@
+"""The folder of a run: what it goes on from, what may not be lost, and what is removed."""
+
+import shutil
+from pathlib import Path
+
+from tandem.core.errors import ConflictError, NotFoundError
+from tandem.finetune.recipes.recipe import Recipe
+from tandem.finetune.training.callbacks import LOG_NAME, STATE_NAME
+from tandem.finetune.training.checkpoints import (
+    check_checkpoint,
+    find_last_checkpoint,
+    list_checkpoints,
+)
+
+__all__ = ["check_folders", "clear_folder"]
+
+WHERE = "finetune.run"
+ADAPTER_NAME = "adapter_config.json"
+CARD_NAME = "README.md"
+LEFT_AT_END = ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", CARD_NAME)
+"""What a run leaves at its end would seem to be the next one's if that is interrupted."""
+
+
+def check_folders(recipe: Recipe) -> Path | None:
+    """Return the checkpoint to resume from; changes nothing.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, or adapter.
+        ConflictError: the output folder holds what would be lost.
+    """
+    folder, wish = Path(recipe.output.output_dir), recipe.train.resume_from_checkpoint
+    _check_adapter(recipe)
+    if wish:
+        resume_from = find_last_checkpoint(folder) if wish is True else Path(wish)
+        check_checkpoint(resume_from)
+        return resume_from
+    if recipe.output.overwrite_output_dir:
+        return None
+    if list_checkpoints(folder) or any((folder / p).exists() for p in (ADAPTER_NAME, LOG_NAME)):
+        what = f"{folder} holds a run: set overwrite_output_dir or resume_from_checkpoint: true"
+        raise ConflictError(WHERE, what, field="output_dir")
+    if (folder / CARD_NAME).exists():
+        what = f"{folder} holds a {CARD_NAME}, and no run: name another output_dir, or set "
+        raise ConflictError(WHERE, what + "overwrite_output_dir", field="output_dir")
+    return None
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    name, folder = recipe.model.adapter_name_or_path, Path(recipe.output.output_dir)
+    if name is None:
+        return
+    field = "adapter_name_or_path"
+    if not (Path(name) / ADAPTER_NAME).is_file():
+        what = f"{name} is not an adapter: no {ADAPTER_NAME}"
+        raise NotFoundError(WHERE, what, field=field)
+    if not recipe.train.resume_from_checkpoint and recipe.output.overwrite_output_dir:
+        lost = {path.resolve() for path in (folder, *list_checkpoints(folder))}
+        if Path(name).resolve() in lost:
+            what = f"{name} would be removed from {folder} before it is read: name another "
+            raise ConflictError(WHERE, what + "output_dir", field=field)
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove what an earlier run has left."""
+    for path in list_checkpoints(folder):
+        shutil.rmtree(path)
+    for pattern in LEFT_AT_END:
+        for path in folder.glob(pattern):
+            path.unlink()
