@@ -91,6 +91,18 @@ def test_a_restarted_host_brings_its_objects_back(cluster):
     assert client.get_many(list(values)) == list(values.values())
 
 
+def test_a_host_that_comes_back_without_its_memory_joins_when_the_old_one_is_lost(cluster):
+    """Its name is taken until the master has noticed; it may not stay out for that."""
+    cluster.start("master")
+    host = cluster.start("host", name="h1")
+    client = cluster.client()
+    cluster.wait_hosts(client, 1)
+    host.signal(signal.SIGSTOP)  # Its connection stays open until its lease is over.
+    cluster.start("host", name="h1", segment_dir=str(cluster.segments / "new"))
+    assert client.put("key", b"y") is PutResult.CREATED
+    assert client.get("key") == b"y"
+
+
 def test_a_new_master_learns_of_100_000_objects(cluster):
     cluster.config = msgspec.structs.replace(
         cluster.config, put_timeout_ms=30_000, deadline_ms=60_000

@@ -211,6 +211,7 @@ class StoreHost:
     # Joining.
 
     async def _join(self, master: Caller) -> None:
+        reason = ""
         while True:
             try:
                 await self._join_once(master)
@@ -218,7 +219,9 @@ class StoreHost:
                 logger.exception("event=join_refused host=%s", self.name)
                 return
             except TandemError as error:
-                logger.warning("event=join_failed host=%s reason=%s", self.name, error)
+                if str(error) != reason:
+                    reason = str(error)
+                    logger.warning("event=join_failed host=%s reason=%s", self.name, reason)
             else:
                 return
             await asyncio.sleep(RETRY_S)

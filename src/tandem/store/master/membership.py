@@ -288,7 +288,7 @@ class Membership:
         return Ack()
 
     async def join(self, caller: Caller, request: JoinHost) -> Joined:
-        """Begin a session with a host. Raises: ConflictError if its name is taken."""
+        """Begin a session with a host. Raises: CapacityError while another one has its name."""
         await self._awaited.is_loaded.wait()
         check_present(caller)
         host = self._names.get(request.name)
@@ -297,9 +297,9 @@ class Membership:
             return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
-                raise ConflictError(
-                    "store.join", f"a host {request.name!r} is there already", field="name"
-                )
+                # Perhaps the same one without its memory: its old session ends with its lease.
+                what = f"a host {request.name!r} is there already: wait for the end of its lease"
+                raise CapacityError("store.join", what, field="name")
             self.lose_host(host)  # The same one, by a new connection.
         if request.epoch_seen > self._state.versions.epoch:
             self._state.versions.outbid(request.epoch_seen)
