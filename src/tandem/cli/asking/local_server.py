@@ -4,6 +4,7 @@ import contextlib
 import queue
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from tandem.bench.children import start_child
 from tandem.core.config import child_environment
 from tandem.core.errors import ConfigError, InternalError
 
@@ -63,7 +65,7 @@ def connect(
             yield client
         return
     key = secrets.token_urlsafe(24)
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -71,6 +73,10 @@ def connect(
         text=True,
         # A process's environment is readable by its owner only, its arguments by every user.
         env=child_environment({"TANDEM_SERVER__API_KEY": key}),
+        # Ctrl-C in a terminal stops an answer, not the server. This process ends it, and the
+        # kernel does if this one is killed.
+        start_new_session=True,
+        end_signal=signal.SIGTERM,
     )
     try:
         base_url = _wait_for_url(process)
