@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -112,6 +113,21 @@ def test_wrong_inputs_are_answered_in_words(run, tmp_path, monkeypatch):
         assert status != 0 or arguments[0] == "chat", arguments
         assert err.count("tandem: ") <= 1, arguments
         assert "Traceback" not in err, arguments
+
+
+def test_ctrl_c_while_the_commands_load_is_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "tandem", "version"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # A shell has its background commands ignore it, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "tandem.core.errors" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=60)[1]
 
 
 def test_a_reader_that_leaves_early_is_no_error():
