@@ -92,6 +92,8 @@ def make_broken_inputs(tmp_path):
         (["nosuch"], "nosuch"),
         (["bench", "nosuch"], "no benchmark"),
         (["pull", "nosuch"], "not a hub id"),
+        (["pull", "[/bold]"], "not a hub id"),
+        (["convert", "[/bold]", "--format", "int8"], "[/bold]"),
         (["pull", "org/name"], "hub cannot be reached"),
         (["serve", "org/name"], "tandem pull org/name"),
         (["generate"], "--prompt"),

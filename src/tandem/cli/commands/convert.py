@@ -46,7 +46,7 @@ def convert(
         raise typer.BadParameter("give --format or --to")
     if bool(to) != (out is not None):
         raise typer.BadParameter("--to FORMAT and --out FOLDER go together")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, TimeRemainingColumn(), disable=json, transient=True) as bars:
         task = bars.add_task(model, total=None)
 
