@@ -4,6 +4,7 @@ Commands run in this process through their entry point; an exception that it let
 a user would see as a traceback, and fails the test.
 """
 
+import http.server
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -102,6 +104,12 @@ def make_broken_inputs(tmp_path):
         (["store", "put", "k", str(tmp_path / "nothing"), fast], "nothing"),
         (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x"], "refused"),
         (["chat", "--url", "nonsense", "--prompt", "x"], "http"),
+        (["chat", "--url", "http://[::1", "--prompt", "x"], "Invalid port"),
+        (["generate", "--url", "http://[::1", "-p", "x"], "Invalid port"),
+        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x", "--temperature", "nan"], "nan"),
+        (["generate", "--url", "http://127.0.0.1:1", "-p", "x", "--top-p", "inf"], "inf"),
+        (["chat", "--url", "http://h:1", "--prompt", "x", "--api-key", "\u00e9"], "--api-key"),
+        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "\udcff"], "refused"),
         (["serve", "\udcff"], "no folder"),
     ]
 
@@ -130,6 +138,35 @@ def test_ctrl_c_while_the_commands_load_is_no_traceback():
             break
     process.send_signal(signal.SIGINT)
     assert "Traceback" not in process.communicate(timeout=60)[1]
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """A server of another API that answers with events, too."""
+
+    event = b""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"data: " + self.event + b"\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+EVENTS = [b"5", b"[]", b"{}", b"hello", b"\xff", b'{"choices": [5]}', b'{"error": 5}']
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_events_of_another_api_are_told(run, event):
+    handler = type("Handler", (Stranger,), {"event": event})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for arguments in (["chat", "--prompt", "x"], ["generate", "-p", "x"]):
+            assert "[cli.stream]" in run(*arguments, "--url", url)[2]
+        server.shutdown()
 
 
 def test_a_reader_that_leaves_early_is_no_error():
