@@ -38,6 +38,21 @@ def test_config_show_hides_secrets(run):
     assert "***" in out
 
 
+@pytest.mark.parametrize("text", ["[/x]", "[bold]a", ":smile:", "a:b:c", "\\", "long" * 200])
+def test_what_rich_would_take_for_markup_is_text(run, text):
+    status, out, _ = run("config", "show", "--model.revision", text)
+    assert status == 0
+    assert f" {text} " in out
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\x1b[31m", "\udcff", "\u202e"])
+def test_what_a_terminal_would_take_for_a_command_is_escaped(run, text):
+    status, out, _ = run("config", "show", "--model.revision", text)
+    assert status == 0
+    assert text not in out
+    assert ascii(text)[1:-1] in out
+
+
 def test_dry_run_says_what_and_why(run):
     """The table and the JSON document are of one plan; starting Python for each costs seconds."""
     plan = json.loads(run("serve", "demo", "--dry-run", "--json")[1])

@@ -4,12 +4,15 @@ Commands run in this process through their entry point; an exception that it let
 a user would see as a traceback, and fails the test.
 """
 
+import http.server
 import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -79,6 +82,9 @@ def make_broken_inputs(tmp_path):
         (["serve", "demo", "--port", "high"], "server.port"),
         (["serve", "demo", "--engine.kv-dtype", "foo"], "one of auto, bfloat16"),
         (["serve", "demo", "--store.transports", "pigeon"], "one of cma, local"),
+        (["serve", "demo", "--engine.kv-cache-gib", "inf"], "engine.kv_cache_gib"),
+        (["serve", "demo", "--engine.max-passover-s", "inf"], "engine.max_passover_s"),
+        (["serve", "demo", "--dry-run", "--engine.kv-cache-gib", "99999"], "more than the machine"),
         (["serve", "demo", "--no-such-flag", "1"], "--no-such-flag"),
         (["config", "show", "--engine.threads", "-1"], "engine.threads"),
         (["serve", "demo", "--store.memory", "1B"], "from 64 KiB"),
@@ -91,6 +97,8 @@ def make_broken_inputs(tmp_path):
         (["nosuch"], "nosuch"),
         (["bench", "nosuch"], "no benchmark"),
         (["pull", "nosuch"], "not a hub id"),
+        (["pull", "[/bold]"], "not a hub id"),
+        (["convert", "[/bold]", "--format", "int8"], "[/bold]"),
         (["pull", "org/name"], "hub cannot be reached"),
         (["serve", "org/name"], "tandem pull org/name"),
         (["generate"], "--prompt"),
@@ -99,6 +107,12 @@ def make_broken_inputs(tmp_path):
         (["store", "put", "k", str(tmp_path / "nothing"), fast], "nothing"),
         (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x"], "refused"),
         (["chat", "--url", "nonsense", "--prompt", "x"], "http"),
+        (["chat", "--url", "http://[::1", "--prompt", "x"], "Invalid port"),
+        (["generate", "--url", "http://[::1", "-p", "x"], "Invalid port"),
+        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x", "--temperature", "nan"], "nan"),
+        (["generate", "--url", "http://127.0.0.1:1", "-p", "x", "--top-p", "inf"], "inf"),
+        (["chat", "--url", "http://h:1", "--prompt", "x", "--api-key", "\u00e9"], "--api-key"),
+        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "\udcff"], "refused"),
         (["serve", "\udcff"], "no folder"),
     ]
 
@@ -112,6 +126,50 @@ def test_wrong_inputs_are_answered_in_words(run, tmp_path, monkeypatch):
         assert status != 0 or arguments[0] == "chat", arguments
         assert err.count("tandem: ") <= 1, arguments
         assert "Traceback" not in err, arguments
+
+
+def test_ctrl_c_while_the_commands_load_is_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "tandem", "version"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # A shell has its background commands ignore it, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "tandem.core.errors" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """A server of another API that answers with events, too."""
+
+    event = b""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"data: " + self.event + b"\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+EVENTS = [b"5", b"[]", b"{}", b"hello", b"\xff", b'{"choices": [5]}', b'{"error": 5}']
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_events_of_another_api_are_told(run, event):
+    handler = type("Handler", (Stranger,), {"event": event})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for arguments in (["chat", "--prompt", "x"], ["generate", "-p", "x"]):
+            assert "[cli.stream]" in run(*arguments, "--url", url)[2]
+        server.shutdown()
 
 
 def test_a_reader_that_leaves_early_is_no_error():

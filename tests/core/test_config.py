@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+import yaml
 from msgspec import Meta
 
-from tandem.core.config import list_fields, mask_secrets, resolve_config
+from tandem.core.config import list_fields, mask_secrets, parse_yaml, resolve_config
 from tandem.core.errors import ConfigError
 
 
@@ -72,6 +73,38 @@ def test_bad_files_are_refused(tmp_path: Path, text: str):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError):
+        resolve_config(Outer, file=file)
+
+
+NO_VALUES = {
+    "a date of no calendar": ("{v}: 2020-13-45", "timestamp"),
+    "no number": ("{v}: !!int x", "int"),
+    "digits without end": ("{v}: " + "9" * 5000, "int"),
+    "no truth": ("{v}: !!bool x", "bool"),
+    "no time": ("{v}: !!timestamp x", "timestamp"),
+    "brackets": ("{v}: " + "[" * 5000, "too deep"),
+    "itself": ("{v}: &a {{x: *a}}", "levels deep"),
+}
+
+
+@pytest.mark.parametrize("name", NO_VALUES)
+def test_yaml_that_no_constructor_takes_is_refused(tmp_path: Path, name: str):
+    text, what = NO_VALUES[name]
+    file = tmp_path / "c.yaml"
+    file.write_text(text.format(v="inner"))
+    with pytest.raises(ConfigError, match=what) as caught:
+        resolve_config(Outer, file=file)
+    assert "c.yaml is not YAML" in str(caught.value)
+    with pytest.raises(yaml.YAMLError, match=what):
+        parse_yaml(text.format(v="a"))
+
+
+def test_a_section_without_settings_is_none(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("inner:\n  # block_size: 16\nkey: x\n")
+    assert resolve_config(Outer, file=file).config == Outer(key="x")
+    file.write_text("inner:\n  block_size:\n")
+    with pytest.raises(ConfigError, match="block_size"):
         resolve_config(Outer, file=file)
 
 

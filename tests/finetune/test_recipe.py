@@ -71,14 +71,16 @@ def test_wishes_that_are_off_are_no_wishes():
 
 
 def test_files_that_are_no_recipes(tmp_path):
-    """A list, broken YAML and a missing file."""
+    """A list, broken YAML, values that no type has, and a missing file."""
     path = tmp_path / "r.yaml"
     with pytest.raises(NotFoundError):
         read_recipe(path)
-    for text in ("- a\n", "a: [\n"):
+    for text in ("- a\n", "a: [\n", "a: 2020-13-45\n", "a: !!bool x\n", "a: " + "[" * 5000):
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_recipe(path)
     path.write_text("model_name_or_path: demo\n")
     with pytest.raises(ConfigError, match="key=value"):
         read_recipe(path, ["output_dir"])
+    with pytest.raises(ConfigError, match="not YAML"):
+        read_recipe(path, ["output_dir=2020-13-45"])

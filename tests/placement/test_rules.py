@@ -134,6 +134,12 @@ BROKEN = {
         "f:2",
         "not YAML",
     ),
+    "brackets": ("[" * 5000, "f:0", "too deep"),
+    "no value in kwargs": (
+        "- match: {name: a}\n  replace: {kwargs: {x: 2020-13-45}}",
+        "f:2",
+        "is no timestamp",
+    ),
     "big": ("#" * (1 << 20) + "#", "f", "characters"),
 }
 

@@ -23,15 +23,21 @@ __all__ = [
     "ENV_PREFIX",
     "ConfigField",
     "Resolved",
+    "YamlLoader",
     "child_environment",
     "let_idle_threads_sleep",
     "list_fields",
     "mask_secrets",
+    "parse_yaml",
     "read_environment",
     "resolve_config",
 ]
 
 ENV_PREFIX = "TANDEM_"
+MAX_YAML_NODES = 100_000
+"""An alias counts each time it is used: ten lines can stand for a thousand million values."""
+MAX_YAML_DEPTH = 64
+"""A value that contains itself has no end of levels."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -112,6 +118,53 @@ def resolve_config(
     return Resolved(_build(root, "", values, origins), origins)
 
 
+class YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, whose only errors are ``yaml.YAMLError``, with the line.
+
+    PyYAML lets through what its constructors stumble over: a date with month 13 is a
+    ``ValueError``, ``!!bool x`` a ``KeyError``, ten thousand brackets a ``RecursionError``.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root of the only document; None if there is none.
+
+        Raises: yaml.YAMLError.
+        """
+        try:
+            root: yaml.Node | None = super().get_single_node()
+        except RecursionError as error:
+            raise yaml.YAMLError("nested too deep") from error
+        if root is not None:
+            _check_yaml_size(root)
+        return root
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return what a node stands for.
+
+        Raises: yaml.YAMLError.
+        """
+        try:
+            return cast("object", super().construct_object(node, deep))  # pyright: ignore[reportUnknownMemberType]
+        except yaml.YAMLError:
+            raise
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            what = f"{str(node.value)[:100]!r} is no {kind}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a document; None for an empty one.
+
+    Raises: yaml.YAMLError.
+    """
+    loader = YamlLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
+
+
 def read_environment() -> dict[str, str]:
     """Return a copy of the process environment, for ``resolve_config`` and child processes."""
     return dict(os.environ)
@@ -188,9 +241,23 @@ def _type_name(kind: mi.Type) -> str:
     return "none" if isinstance(kind, mi.NoneType) else type(kind).__name__.removesuffix("Type")
 
 
+def _check_yaml_size(root: yaml.Node) -> None:
+    stack, seen = [(root, 0)], 0
+    while stack:
+        node, depth = stack.pop()
+        seen += 1
+        if seen > MAX_YAML_NODES or depth > MAX_YAML_DEPTH:
+            what = f"over {MAX_YAML_NODES} values or {MAX_YAML_DEPTH} levels deep"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            stack += [(child, depth + 1) for child in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            stack += [(child, depth + 1) for pair in node.value for child in pair]
+
+
 def _read_yaml(file: Path) -> Mapping[str, Any]:
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("config.read", f"{file}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -207,6 +274,8 @@ def _flatten(
 ) -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         path = f"{prefix}{key}"
+        if value is None and any(name.startswith(path + ".") for name in fields):
+            continue  # A section all of whose lines are comments.
         if isinstance(value, dict) and path not in fields:
             yield from _flatten(cast("dict[str, Any]", value), fields, path + ".")
         else:

@@ -160,6 +160,7 @@ def plan_engine(
         available_bytes=_share_memory(
             _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
         ),
+        total_bytes=topology.memory_total_bytes,
     )
     return EnginePlan(
         model=model,

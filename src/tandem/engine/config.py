@@ -22,7 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, description="KV blocks of the device; 0 = from kv_cache_gib.")
     ] = 0
     kv_cache_gib: Annotated[
-        float, Meta(ge=0.0, description="Memory for KV, GiB; 0 = a share of what is free.")
+        float,
+        Meta(ge=0.0, le=2.0**20, description="Memory for KV, GiB; 0 = a share of what is free."),
     ] = 0.0
     kv_dtype: Annotated[
         KvDtype,
@@ -67,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             ge=0.0,
+            le=86_400.0,
             description="Seconds that a waiting request may be passed over by ones with a longer "
             "cached prefix, or by decodes under decode_first.",
         ),

@@ -28,7 +28,12 @@ class KvPlan(NamedTuple):
 
 
 def plan_kv_cache(
-    config: EngineConfig, *, block_bytes: int, max_model_len: int, available_bytes: int
+    config: EngineConfig,
+    *,
+    block_bytes: int,
+    max_model_len: int,
+    available_bytes: int,
+    total_bytes: int,
 ) -> KvPlan:
     """Choose the number of blocks.
 
@@ -37,9 +42,10 @@ def plan_kv_cache(
         block_bytes: size of one block over all layers.
         max_model_len: tokens of the longest request; the cache must hold at least one.
         available_bytes: memory free now, after the weights are loaded.
+        total_bytes: all memory of the machine.
 
-    Raises: ConfigError if the cache cannot hold one request of ``max_model_len`` tokens, with
-        what would help.
+    Raises: ConfigError if the cache cannot hold one request of ``max_model_len`` tokens, or is
+        larger than the machine, with what would help.
     """
     needed = -(-max_model_len // config.block_size)
     if config.num_kv_blocks:
@@ -65,5 +71,12 @@ def plan_kv_cache(
             f"hold one request of {max_model_len} tokens, which takes {needed} blocks of "
             f"{block_bytes} bytes: raise engine.kv_cache_gib or lower engine.max_model_len",
             field="engine.max_model_len",
+        )
+    if num_blocks * block_bytes > total_bytes:
+        raise ConfigError(
+            "engine.plan_kv_cache",
+            f"{num_blocks} blocks of {block_bytes} bytes (from {reason}) are more than the "
+            f"machine's {total_bytes / GIB:.1f} GiB: lower {reason}",
+            field=reason,
         )
     return KvPlan(num_blocks, block_bytes, reason)

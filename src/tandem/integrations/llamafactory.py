@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError, TandemError, UnsupportedError
 
 __all__ = ["main", "translate"]
@@ -87,14 +88,14 @@ def _read_values(path: Path, overrides: list[str]) -> Values:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(WHERE, f"{path} has more than {MAX_FILE_BYTES} bytes")
-        values = yaml.safe_load(path.read_text("utf-8"))
+        values = parse_yaml(path.read_text("utf-8"))
         if not isinstance(values, dict):
             raise ConfigError(WHERE, f"{path} is not a mapping of keys")
         for word in overrides:
             key, sign, text = word.partition("=")
             if not sign:
                 raise ConfigError(WHERE, f"{word!r}: write key=value", field=key)
-            values[key] = yaml.safe_load(text)
+            values[key] = parse_yaml(text)
     except OSError as error:
         raise NotFoundError(WHERE, f"cannot read {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import yaml
 
+from tandem.core.config import YamlLoader
 from tandem.core.errors import ConfigError
 
 __all__ = ["Assignment", "ModuleInfo", "Rule", "RuleTable", "assign_rules", "parse_rules"]
@@ -106,7 +107,7 @@ def parse_rules(text: str, source: str) -> tuple[Rule, ...]:
     """
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError("placement.parse_rules", f"{source}: over {MAX_FILE_BYTES} characters")
-    loader = yaml.SafeLoader(text)
+    loader = YamlLoader(text)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -143,7 +144,7 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
             stack += [(child, depth + 1) for pair in node.value for child in pair]
 
 
-def _parse_root(loader: yaml.SafeLoader, root: yaml.Node, source: str) -> tuple[Rule, ...]:
+def _parse_root(loader: YamlLoader, root: yaml.Node, source: str) -> tuple[Rule, ...]:
     if not isinstance(root, yaml.SequenceNode):
         raise _error(source, root, "a rule file is a list of rules, each starting with `- match:`")
     if len(root.value) > MAX_RULES:
@@ -174,14 +175,12 @@ def _parse_text(node: yaml.Node, source: str, field: str) -> str:
     return node.value
 
 
-def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> object:
+def _construct(loader: YamlLoader, node: yaml.Node) -> object:
     # PyYAML's stubs leave this one untyped.
-    return cast("object", loader.construct_object(node, deep=True))  # pyright: ignore[reportUnknownMemberType]
+    return cast("object", loader.construct_object(node, deep=True))
 
 
-def _parse_kwargs(
-    loader: yaml.SafeLoader, node: yaml.Node, source: str, field: str
-) -> dict[str, Any]:
+def _parse_kwargs(loader: YamlLoader, node: yaml.Node, source: str, field: str) -> dict[str, Any]:
     value = _construct(loader, node)
     if value is None:
         return {}
@@ -192,7 +191,7 @@ def _parse_kwargs(
     raise _error(source, node, f"{field} must be a mapping with names as keys", field)
 
 
-def _parse_rule(loader: yaml.SafeLoader, node: yaml.Node, source: str, field: str) -> Rule:
+def _parse_rule(loader: YamlLoader, node: yaml.Node, source: str, field: str) -> Rule:
     fields = _fields(node, source, field, ("match", "replace", "recursive"))
     for required in ("match", "replace"):
         if required not in fields:

@@ -12,7 +12,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import httptools
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +22,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["RunningServer", "run_server"]
 
@@ -40,16 +45,66 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Parser(httptools.HttpRequestParser):
+    """The parser of a connection, which answers in HTTP/1.1 whatever else a client offers.
+
+    llhttp takes all that follows the head of a request with ``Upgrade`` for the other protocol, and
+    the body would be lost. Java's HTTP client offers HTTP/2 so with every request.
+    """
+
+    def __init__(self, connection: "_Connection") -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: "Buffer") -> None:
+        """Parse bytes; raises ``httptools.HttpParserError``."""
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+            except httptools.HttpParserUpgrade as offer:
+                if self.get_method() == b"CONNECT":
+                    what = "no tunnels here"
+                    raise httptools.HttpParserInvalidMethodError(what) from None
+                rest = rest[offer.args[0] :]
+            else:
+                return
+            super().feed_data(self._connection.repeat_head())
+
+
 class _Connection(HttpToolsProtocol):
     """uvicorn's connection, ended at once by a client that ends its side and does not read.
 
     asyncio would close it when all bytes are sent, which that client can put off for ever.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = _Parser(self)
+        # As uvicorn sets its own: what follows "Connection: close" is no reason not to answer.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
     def eof_received(self) -> None:
         """End the connection; asyncio closes it unless told otherwise."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless its head is to be repeated."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the request's body, unless its head is to be repeated."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def repeat_head(self) -> bytes:
+        """Return the head that was parsed last, without the offer of another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class RunningServer:
@@ -101,6 +156,7 @@ async def run_server(
     settings = uvicorn.Config(
         app,
         http=_Connection,
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -6,6 +6,7 @@ import pytest
 
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
+from tandem.core.errors import ConfigError
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine import build as building
 from tandem.engine.build import build_engine, plan_engine
@@ -72,6 +73,16 @@ def test_coded_kv_makes_room_for_more_blocks(kv_dtype):
     assert coded.layout.bytes_per_token == share * plain.layout.bytes_per_token
     assert coded.kv.num_blocks == int(0.25 * 2**30) // coded.layout.bytes_per_block
     assert coded.kv.num_blocks > 1.7 * plain.kv.num_blocks
+
+
+@pytest.mark.parametrize(
+    "wish", [{"kv_cache_gib": 2.0**20}, {"num_kv_blocks": 10**9}, {"num_kv_blocks": 10**40}]
+)
+def test_more_kv_than_the_machine_has_is_refused_before_anything_loads(wish):
+    with pytest.raises(
+        ConfigError, match=f"are more than the machine's .* lower engine.{next(iter(wish))}"
+    ):
+        plan_engine(ModelConfig(path="demo", dtype="bfloat16"), EngineConfig(**wish))
 
 
 @pytest.fixture(scope="module")

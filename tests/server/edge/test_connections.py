@@ -358,3 +358,35 @@ def test_a_client_that_ends_its_side_with_bytes_unread_is_let_go(serve_text, asy
         wait_until(lambda: live.engine.num_held == 0)
     live.stop()
     live.join()
+
+
+def exchange(port: int, *parts: bytes) -> bytes:
+    """Send parts, each in a packet of its own, and return all that is answered until the close."""
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.0"])
+@pytest.mark.parametrize("cut", [0, 40, -20], ids=["whole", "in the head", "in the body"])
+def test_an_offer_of_another_protocol_is_answered_in_http_1_1(serve_text, offer, cut):
+    """Java's HTTP client sends the first with every request to a server that it does not know."""
+    port = serve_text().running.port
+    body = b'{"prompt": "hello", "max_tokens": 2}'
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAA\r\n\r\n%s"
+        % (len(body), offer, body)
+    )
+    last = b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    parts = (request[:cut], request[cut:]) if cut else (request,)
+    answers = exchange(port, *parts, request, last)
+    assert answers.count(b"HTTP/1.1 200 OK") == 3
+    assert answers.count(b'"finish_reason":"length"') == 2
+
+
+def test_a_tunnel_is_refused(serve_text):
+    answer = exchange(serve_text().running.port, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")

@@ -91,13 +91,10 @@ def _answer(
     result = StreamResult()
     try:
         for event in stream_events(client, "/v1/chat/completions", body):
-            result.take(event, time.perf_counter() - begin_s)
-            for choice in event["choices"]:
-                piece = choice["delta"].get("content") or ""
-                result.text += piece
-                if echo:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+            piece = result.take(event, time.perf_counter() - begin_s)
+            if echo:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
     except (TandemError, httpx.HTTPError) as error:
         sys.stderr.write(f"\n{error}\n")
         return None

@@ -52,12 +52,10 @@ def generate(
         begin_s = time.perf_counter()
         try:
             for event in stream_events(client, "/v1/completions", body):
-                result.take(event, time.perf_counter() - begin_s)
-                for choice in event["choices"]:
-                    result.text += choice["text"]
-                    if not json:
-                        sys.stdout.write(choice["text"])
-                        sys.stdout.flush()
+                piece = result.take(event, time.perf_counter() - begin_s)
+                if not json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
         except httpx.HTTPError as error:
             raise InternalError("cli.generate", f"the server is gone: {error}") from error
         result.total_s = time.perf_counter() - begin_s

@@ -4,6 +4,7 @@ import contextlib
 import queue
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from tandem.bench.children import start_child
 from tandem.core.config import child_environment
 from tandem.core.errors import ConfigError, InternalError
 
@@ -53,17 +55,15 @@ def connect(
     """Give an HTTP client of the server at ``url``, or of one started for the occasion.
 
     A started server listens on loopback, asks for a key made for this run, and ends with the
-    context. Raises: InternalError with the server's last lines if it does not start.
+    context. Raises: InternalError with the server's last lines if it does not start; ConfigError
+    (malformed address or key).
     """
     if url is not None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        with httpx.Client(
-            base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False
-        ) as client:
+        with _open_client(url, api_key) as client:
             yield client
         return
     key = secrets.token_urlsafe(24)
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -71,13 +71,13 @@ def connect(
         text=True,
         # A process's environment is readable by its owner only, its arguments by every user.
         env=child_environment({"TANDEM_SERVER__API_KEY": key}),
+        # Ctrl-C in a terminal stops an answer, not the server. This process ends it, and the
+        # kernel does if this one is killed.
+        start_new_session=True,
+        end_signal=signal.SIGTERM,
     )
     try:
-        base_url = _wait_for_url(process)
-        headers = {"Authorization": f"Bearer {key}"}
-        with httpx.Client(
-            base_url=base_url, headers=headers, timeout=TIMEOUT, trust_env=False
-        ) as client:
+        with _open_client(_wait_for_url(process), key) as client:
             yield client
     finally:
         process.terminate()
@@ -86,6 +86,18 @@ def connect(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _open_client(url: str, key: str | None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False)
+    except httpx.InvalidURL as error:
+        what = f"--url {url!r}: {error}: give http://host:port"
+        raise ConfigError("cli.connect", what, field="url") from error
+    except UnicodeError as error:
+        what = "--api-key has characters outside ASCII, which no header carries"
+        raise ConfigError("cli.connect", what, field="api_key") from error
 
 
 def _wait_for_url(process: subprocess.Popen[str]) -> str:

@@ -1,14 +1,46 @@
 """Reading a streamed answer, and its rates."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgspec
 
-from tandem.core.errors import InternalError
+from tandem.core.errors import ConfigError, InternalError
 
-__all__ = ["StreamResult", "stream_events"]
+__all__ = ["StreamEvent", "StreamResult", "stream_events"]
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class StreamEvent(msgspec.Struct):
+    """What is read of an event of either endpoint, from any server of this API."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: Any = None
 
 
 class StreamResult(msgspec.Struct, kw_only=True):
@@ -23,19 +55,22 @@ class StreamResult(msgspec.Struct, kw_only=True):
     """Time to first token."""
     total_s: float = 0.0
 
-    def take(self, event: dict[str, Any], elapsed_s: float) -> None:
-        """Note what one event says of usage, time and the end."""
-        usage = event.get("usage")
-        if usage:
-            self.prompt_tokens = usage["prompt_tokens"]
-            self.completion_tokens = usage["completion_tokens"]
-            details = usage.get("prompt_tokens_details") or {}
-            self.cached_tokens = details.get("cached_tokens") or 0
-        for choice in event["choices"]:
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            has_text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if has_text and self.first_token_s is None:
-                self.first_token_s = elapsed_s
+    def take(self, event: StreamEvent, elapsed_s: float) -> str:
+        """Note what one event says of usage, time and the end; return the text that it adds."""
+        if event.usage is not None:
+            self.prompt_tokens = event.usage.prompt_tokens
+            self.completion_tokens = event.usage.completion_tokens
+            details = event.usage.prompt_tokens_details
+            self.cached_tokens = 0 if details is None else details.cached_tokens or 0
+        added = ""
+        for choice in event.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            delta = None if choice.delta is None else choice.delta.content
+            added += choice.text or delta or ""
+        if added and self.first_token_s is None:
+            self.first_token_s = elapsed_s
+        self.text += added
+        return added
 
     def describe_rates(self) -> str:
         """Return the lines that follow an answer, in the words that llama.cpp made common."""
@@ -56,15 +91,20 @@ def _rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.2f} tokens/s" if seconds > 0 and count else "-"
 
 
-def stream_events(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[StreamEvent]:
     """Yield the events of a streamed request, usage included.
 
-    Raises: InternalError with the server's message if it refuses or breaks off.
+    Raises: InternalError with the server's message if it refuses or breaks off; ConfigError (a
+        number that JSON has no form for).
     """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with client.stream("POST", path, json=body) as response:
+    try:
+        content = json.dumps(body, allow_nan=False)
+    except ValueError as error:
+        what = f"a request cannot hold nan or inf: {error}"
+        raise ConfigError("cli.stream", what) from error
+    headers = {"Content-Type": "application/json"}
+    with client.stream("POST", path, content=content, headers=headers) as response:
         if response.status_code != 200:
             raise InternalError(
                 "cli.stream", f"{response.status_code}: {_message(response.read())}"
@@ -75,11 +115,18 @@ def stream_events(
             data = line.removeprefix("data: ")
             if data == "[DONE]":
                 return
-            event = msgspec.json.decode(data)
-            if "error" in event:
-                raise InternalError("cli.stream", _message(data.encode()))
-            yield event
+            yield _decode(data.encode())
     raise InternalError("cli.stream", "the stream broke off")
+
+
+def _decode(data: bytes) -> StreamEvent:
+    try:
+        if msgspec.json.decode(data, type=_ErrorEvent).error is not None:
+            raise InternalError("cli.stream", _message(data))
+        return msgspec.json.decode(data, type=StreamEvent)
+    except msgspec.DecodeError as error:
+        what = f"an event is none of this API: {error}"
+        raise InternalError("cli.stream", what) from error
 
 
 def _message(body: bytes) -> str:

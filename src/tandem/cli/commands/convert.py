@@ -48,7 +48,7 @@ def convert(
         raise typer.BadParameter("--to FORMAT and --out FOLDER go together")
     if to and (verify or rules is not None or packed_cache != "auto"):
         raise typer.BadParameter("--verify, --rules and --packed-cache go with --format, not --to")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, TimeRemainingColumn(), disable=json, transient=True) as bars:
         task = bars.add_task(model, total=None)
 

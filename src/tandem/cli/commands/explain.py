@@ -41,7 +41,7 @@ def explain(
 
 
 def _fetch(request: str, url: str, headers: dict[str, str]) -> RequestTimeline:
-    path = f"/requests/{quote(request, safe='')}/timeline"
+    path = f"/requests/{quote(request, safe='', errors='replace')}/timeline"
     try:
         reply = httpx.get(
             url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, trust_env=False

@@ -22,7 +22,7 @@ def pull(
     """
     from tandem.models.loading.hub import pull as pull_model
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, TransferSpeedColumn(), disable=json, transient=True) as bars:
         task = bars.add_task(model, total=None)
 

@@ -188,7 +188,12 @@ def _describe(info: InstanceInfo) -> str:
 def _show_loading(*, quiet: bool) -> Iterator[Any]:
     """Give a callback that draws a bar on standard error while weights load."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+    )
     bars = Progress(*columns, console=console, transient=True)
     task = bars.add_task("loading", total=None, visible=not quiet)
 

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.finetune.recipes.recipe_keys import translate_keys
 
@@ -217,7 +218,7 @@ def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not sign or not key:
             raise ConfigError(WHERE, f"{word!r}: write key=value", field=key or None)
         try:
-            values[key] = yaml.safe_load(text)
+            values[key] = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(WHERE, f"{word!r} is not YAML: {error}", field=key) from error
     return make_recipe(values)
@@ -276,7 +277,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ConfigError(WHERE, f"{path} has more than {MAX_RECIPE_BYTES} bytes: no recipe")
-        value = yaml.safe_load(path.read_text("utf-8"))
+        value = parse_yaml(path.read_text("utf-8"))
     except OSError as error:
         raise NotFoundError(WHERE, f"cannot read {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 
 __all__ = ["IGNORED", "REFUSED", "translate_keys"]
@@ -204,7 +205,7 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
     """Take the experts' backend from a KTransformers rule file; there is one device here."""
     key = "kt_optimize_rule"
     try:
-        rules = yaml.safe_load(path.read_text("utf-8"))
+        rules = parse_yaml(path.read_text("utf-8"))
     except OSError as error:
         what = (
             f"kt_optimize_rule {path}: {error}: copy the file there, or set expert_format instead"
