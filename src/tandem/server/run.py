@@ -34,6 +34,12 @@ _CLOSE_TIMEOUT_S = 2
 """For connections to take their last bytes once nothing runs any more."""
 _IDLE_CONNECTION_S = 75
 """As long as common proxies keep theirs; shorter makes their next request race the close."""
+_MAX_HEAD_BYTES = 1 << 18
+"""Of a request's head, and of its trailers. The parser keeps them, and copies a header with every
+packet that it goes on in."""
+_TOO_LARGE = b"\r\n".join(
+    [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
+)
 
 
 class _Server(uvicorn.Server):
@@ -73,9 +79,10 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, ended at once by a client that ends its side and does not read.
+    """uvicorn's connection, with bounds.
 
-    asyncio would close it when all bytes are sent, which that client can put off for ever.
+    A client that ends its side and does not read ends it at once: asyncio would close it when all
+    bytes are sent, which that client can put off for ever. A head without end is refused.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -83,6 +90,37 @@ class _Connection(HttpToolsProtocol):
         self.parser = _Parser(self)
         # As uvicorn sets its own: what follows "Connection: close" is no reason not to answer.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._kept_bytes = 0  # Since a head or a piece of a body was whole.
+        self._is_in_head = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; close a connection whose head or trailers are too large."""
+        self._kept_bytes += len(data)
+        super().data_received(data)
+        if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            _logger.warning("event=head_refused bytes=%d", self._kept_bytes)
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header; trailers are no headers, and nobody reads them."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        """Note that a piece of a body begins."""
+        self._kept_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._kept_bytes = 0
+        super().on_body(body)
 
     def eof_received(self) -> None:
         """End the connection; asyncio closes it unless told otherwise."""
@@ -91,6 +129,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless its head is to be repeated."""
+        self._kept_bytes, self._is_in_head = 0, False
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 

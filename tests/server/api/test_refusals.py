@@ -122,6 +122,7 @@ WRONG = [
     ((GENERATE, {"text": ["a"], "sampling_params": [{}, {}]}), "sampling_params"),
     (generate(max_new_tokens=-1), "sampling_params.max_new_tokens"),
     (generate(max_new_tokens=1000), "sampling_params.max_new_tokens"),
+    (generate(max_new_tokens=1, min_new_tokens=2), "sampling_params.min_new_tokens"),
     (generate(regex="a+"), "sampling_params.regex"),
     (generate(n=0), "sampling_params.n"),
     (

@@ -390,3 +390,40 @@ def test_an_offer_of_another_protocol_is_answered_in_http_1_1(serve_text, offer,
 def test_a_tunnel_is_refused(serve_text):
     answer = exchange(serve_text().running.port, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (HEAD + b"X-Long: ", b"a" * 65536),
+        (HEAD, b"X-Many: a\r\n" * 4096),
+        (b"GET /", b"a" * 65536),
+        (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-Trailer: a\r\n" * 4096),
+    ],
+    ids=["a header", "headers", "a path", "trailers"],
+)
+def test_a_head_without_end_is_refused(serve_text, begin, more):
+    port = serve_text().running.port
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+        connection.sendall(begin)
+        with pytest.raises(ConnectionError):
+            for _ in range(1024):
+                connection.sendall(more)
+    assert httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200
+
+
+def test_a_large_head_and_a_body_of_tiny_chunks_are_served(serve_text):
+    port = serve_text().running.port
+    body = b'{"prompt": "hello", "max_tokens": 2, "cache_salt": "%s"}' % (b"a" * 200)
+    body += b" " * 70_000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    head = CHUNKED.replace(b"\r\n\r\n", b"\r\nX-Long: " + b"a" * 100_000 + b"\r\n\r\n")
+    trailers = b"0\r\nX-Request-Id: late\r\n\r\n"
+    last = b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answers = exchange(port, head, chunks + trailers, last)
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert b"late" not in answers  # Trailers are no headers.

@@ -79,6 +79,7 @@ def make_sampling(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     prefix: str = "",
+    min_field: str = "min_tokens",
 ) -> SamplingParams:
     """Build the engine's parameters of one choice.
 
@@ -92,6 +93,7 @@ def make_sampling(
         logprobs: likeliest tokens to report with each generated one; None for none.
         prompt_logprobs: the same for the prompt.
         prefix: path of ``request`` in the body, for errors.
+        min_field: name of ``min_tokens`` there.
 
     Raises:
         ConfigError: a token id outside the vocabulary, or min_tokens above max_tokens.
@@ -109,8 +111,8 @@ def make_sampling(
     if min_tokens is not None and min_tokens > max_tokens:
         raise ConfigError(
             "server.make_sampling",
-            f"min_tokens is {min_tokens}, more than the {max_tokens} tokens of the answer",
-            field=f"{prefix}min_tokens",
+            f"{prefix}{min_field} is {min_tokens}, more than the {max_tokens} tokens of the answer",
+            field=f"{prefix}{min_field}",
         )
     return SamplingParams(
         max_tokens=max_tokens,

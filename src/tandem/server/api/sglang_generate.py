@@ -222,6 +222,7 @@ def _plan(
                 logprobs=num_top,
                 prompt_logprobs=num_top if first >= 0 else None,
                 prefix=prefix,
+                min_field="min_new_tokens",
             )
             plans.append(ChoicePlan(prompt_ids, params, text))
             rid = rids[index] if rids else request.rid
