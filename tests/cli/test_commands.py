@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tandem.bench.harness import BenchRecord
 from tandem.cli.commands.plan import plan
 from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import list_fields
@@ -129,3 +130,29 @@ def test_convert_packs_once_and_says_what(run, tmp_path):
     status, _, errors = run("convert", "demo", "--format", "int3", "--packed-cache", str(tmp_path))
     assert status == 1
     assert "choose one of" in errors
+
+
+def run_two_cases(*_, **__):
+    yield BenchRecord(
+        bench="engine", case="first", ours=1.0, baseline=None, baseline_name=None, unit="us",
+        ratio=None, ratio_iqr=None, ceiling=None, ceiling_fraction=None, check="ok", n=1,
+    )  # fmt: skip
+    raise KeyboardInterrupt
+
+
+def test_a_benchmark_that_is_stopped_has_written_what_it_measured(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.cli.commands.bench.run_cases", run_two_cases)
+    file = tmp_path / "lines.json"
+    file.write_text("of an earlier run\n")
+    assert run("bench", "engine", "--json", str(file))[0] == 130
+    assert [json.loads(line)["case"] for line in file.read_text().splitlines()] == ["first"]
+
+
+@pytest.mark.parametrize("name", ["", "no/such/folder"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    run, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr("tandem.cli.commands.bench.run_cases", lambda *_, **__: pytest.fail("ran"))
+    status, _, errors = run("bench", "engine", "--json", str(tmp_path / name))
+    assert status == 1
+    assert str(tmp_path) in errors

@@ -40,6 +40,16 @@ def test_chat_json_reuses_the_first_turn(server):
     assert second["cached_tokens"] > 0
 
 
+def test_json_of_a_conversation_from_a_pipe_is_a_line_an_answer(server):
+    result = run(
+        "chat", "--url", server.url, "--max-tokens", "4", "--json", text="One.\nTwo.\n",
+    )  # fmt: skip
+    assert [json.loads(line)["prompt_tokens"] > 0 for line in result.stdout.splitlines()] == [
+        True,
+        True,
+    ]
+
+
 def test_chat_survives_an_error(server):
     result = run("chat", "--url", server.url, "--max-tokens", "99999", "--prompt", "Hello.")
     assert "max_tokens" in result.stderr

@@ -8,6 +8,7 @@ project that reads the environment.
 """
 
 import difflib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ __all__ = [
     "ConfigField",
     "Resolved",
     "YamlLoader",
+    "check_bounds",
+    "check_text",
     "child_environment",
     "let_idle_threads_sleep",
     "list_fields",
@@ -116,6 +119,42 @@ def resolve_config(
     for path, (name, value) in (flags or {}).items():
         put(path, _Text(value) if isinstance(value, str) else value, f"flag {name}")
     return Resolved(_build(root, "", values, origins), origins)
+
+
+def check_bounds(config: msgspec.Struct, section: str) -> None:
+    """Check a struct that was made in Python, where msgspec checks nothing.
+
+    Args:
+        config: its numbers, texts and tuples are checked, each by the type of its field.
+        section: its name, for errors.
+
+    Raises: ConfigError that names the field.
+    """
+    for name, hint in _list_hints(type(config)):
+        value = getattr(config, name)
+        if type(value) not in (bool, int, float, str, tuple):
+            continue
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            path = f"{section}.{name}"
+            raise ConfigError("config.check", f"{path}: {error}", field=path) from error
+
+
+def check_text(text: str | None, path: str) -> None:
+    """Refuse a text that no encoding takes: half of a surrogate pair, as of a broken argument.
+
+    Raises: ConfigError that names the field.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("config.check", f"{path} is no valid text", field=path) from error
+
+
+@functools.cache
+def _list_hints(struct: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(struct)]
 
 
 class YamlLoader(yaml.SafeLoader):

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.core.config import check_bounds
 from tandem.core.errors import ConfigError
 
 __all__ = ["MAX_TIMEOUT_MS", "RpcConfig"]
@@ -56,10 +57,11 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 200
 
     def __post_init__(self) -> None:
-        """Check what single bounds cannot.
+        """Check bounds, and what they cannot say.
 
-        Raises: ConfigError if two settings contradict each other.
+        Raises: ConfigError if a bound is crossed, or two settings contradict each other.
         """
+        check_bounds(self, "rpc")
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             raise ConfigError(
                 "rpc.configure",

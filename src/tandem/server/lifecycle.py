@@ -13,12 +13,14 @@ from tandem.server.edge.http_errors import RETRY_LATER_S, RETRY_SOON_S, HttpErro
 from tandem.server.generation import GenerationGroup
 from tandem.server.telemetry.metrics import ServerMetrics
 
-__all__ = ["AdmissionGate", "Lifecycle"]
+__all__ = ["OPEN_PATHS", "WATCHED_PATHS", "AdmissionGate", "Lifecycle"]
 
 _logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Probes: answered without a key, while draining, and however full the server is."""
+WATCHED_PATHS = OPEN_PATHS | {"/metrics"}
+"""What says how the server is: never refused for its state."""
 
 
 class Lifecycle:
@@ -102,7 +104,7 @@ class AdmissionGate:
                 status = message["status"]
             await send(message)
 
-        is_probe = scope["path"] in OPEN_PATHS
+        is_probe = scope["path"] in WATCHED_PATHS
         refusal = None if is_probe else self._refuse()
         if not is_probe:
             self._lifecycle.enter()

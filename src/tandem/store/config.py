@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.config import check_bounds, check_text
 from tandem.core.errors import ConfigError
 
 __all__ = ["StoreConfig", "StoreElectionConfig"]
@@ -59,10 +60,11 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return f"StoreElectionConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check what single bounds cannot.
+        """Check bounds, and what they cannot say.
 
         Raises: ConfigError.
         """
+        check_bounds(self, "store.election")
         bad = [url for url in self.endpoints if not url.startswith(("http://", "https://"))]
         if bad or not self.endpoints:
             raise ConfigError(
@@ -212,10 +214,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"StoreConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check what single bounds cannot.
+        """Check bounds, and what they cannot say.
 
         Raises: ConfigError.
         """
+        check_bounds(self, "store")
+        check_text(self.secret, "store.secret")
         is_none = not self.memory.strip("0.BKMGTi ")
         if not (is_none or MIN_SEGMENT_BYTES <= self.memory_bytes <= MAX_SEGMENT_BYTES):
             raise ConfigError(

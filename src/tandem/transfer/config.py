@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.config import check_bounds, check_text
 from tandem.core.errors import ConfigError
 
 __all__ = ["MIN_SECRET_BYTES", "PeerTransportName", "TransferConfig", "TransportName"]
@@ -127,10 +128,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return f"TransferConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check what single bounds cannot.
+        """Check bounds, and what they cannot say.
 
         Raises: ConfigError.
         """
+        check_bounds(self, "transfer")
+        check_text(self.secret, "transfer.secret")
         if self.secret is not None and len(self.secret.encode()) < MIN_SECRET_BYTES:
             raise ConfigError(
                 "transfer.configure",

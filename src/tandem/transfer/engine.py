@@ -23,6 +23,7 @@ from tandem._native import (
     SharedArray,
     TransferCore,
 )
+from tandem.core.config import check_text
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
 from tandem.transfer.batch import Batch, Op, PreparedBatch, Range, Transfer
 from tandem.transfer.buffer import Buffer, wrap_memory
@@ -365,6 +366,7 @@ class TransferEngine:
         Raises: PeerLostError; CapacityError (too many unread there); DeadlineError: it was
             delivered once or not at all.
         """
+        check_text(name, "name")
         if len(payload) > MAX_NOTIFICATION_BYTES or len(name.encode()) > 1024:
             raise ConfigError(
                 "transfer.notify",

@@ -36,7 +36,7 @@ def load_topology(config: TransferConfig) -> Topology:
         return read_topology()
     try:
         text = Path(config.topology_file).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             "transfer.topology", f"{config.topology_file}: {error}", field="transfer.topology_file"
         ) from error

@@ -164,6 +164,12 @@ WRONG = {
     "heads": {"num_key_value_heads": 3},
     "odd head": {"head_dim": 15},
     "rope without factor": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+    "theta that is null": {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    "types that are no list": {"layer_types": 1},
+    "dtype that is no number": {"dtype": float("nan")},
+    "code that is a flag": {"auto_map": True},
+    "padding beyond the vocabulary": {"pad_token_id": 2**31},
+    "text that is a list": {"text_config": []},
     "negative theta": {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
 }
 
@@ -174,6 +180,13 @@ def test_wrong_values_are_config_errors(name, checkpoint, edit_config):
     edit_config(folder, **WRONG[name])
     with pytest.raises(ConfigError):
         load_checkpoint(folder)
+
+
+def test_what_only_the_modules_notice_is_a_config_error(checkpoint, edit_config):
+    folder = checkpoint("qwen3_moe")
+    edit_config(folder, decoder_sparse_step=0)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        describe_model(folder)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])

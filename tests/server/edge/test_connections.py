@@ -232,6 +232,7 @@ def test_too_many_requests_at_once(serve_text):
         assert refused.status_code == 503
         assert refused.headers["Retry-After"]
         assert live.get("/health").status_code == 200
+        assert live.get("/metrics").status_code == 200
 
 
 def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):

@@ -34,6 +34,7 @@ def test_running_requests_finish_and_new_ones_are_refused(serve_text):
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         assert live.get("/health").status_code == 503
         assert live.get("/live").status_code == 200
+        assert live.get("/metrics").status_code == 200
         rest = [line for line in lines if line]
     assert rest[-1] == b"data: [DONE]"
     assert len(rest) == 30

@@ -229,6 +229,25 @@ def test_memory_that_no_store_takes_is_named(store, memory):
         store.register(memory)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"recovery_ms": 10**30},
+        {"deadline_ms": 0},
+        {"segment_bytes": -1},
+        {"memory": "much"},
+        {"memory": "\ud800"},
+        {"secret": "a secret of some length\ud800"},
+    ],
+    ids=ascii,
+)
+def test_settings_out_of_bounds_are_refused_in_python_too(setting):
+    """A recovery without end held up every put, beyond any deadline."""
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"store.{name}"):
+        StoreConfig(**setting)
+
+
 # What the status says.
 
 

@@ -471,6 +471,29 @@ def test_secret_must_match_and_stay_hidden(world):
         _ = mute.address
     with pytest.raises(ConfigError):
         TransferConfig(secret="short")
+    with pytest.raises(ConfigError, match=r"transfer\.secret is no valid text"):
+        TransferConfig(secret=SECRET + "\ud800")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"io_threads": 0},
+        {"io_threads": -1},
+        {"lanes": 65},
+        {"deadline_ms": 10**40},
+        {"nic_weight": float("nan")},
+        {"rail_gbps": (1.0, -1.0)},
+        {"transports": ("pigeon",)},
+        {"name": 5},
+    ],
+    ids=str,
+)
+def test_settings_out_of_bounds_are_refused_in_python_too(setting):
+    """An engine without threads was a crash of the process."""
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"transfer.{name}"):
+        TransferConfig(**setting)
 
 
 def test_strangers_bytes_do_not_disturb(world):
@@ -551,6 +574,8 @@ def test_notification_queue_is_bounded(world):
     taker.notify(segment, "again")
     with pytest.raises(ConfigError):
         taker.notify(segment, "big", bytes(2 << 20))
+    with pytest.raises(ConfigError, match="name is no valid text"):
+        taker.notify(segment, "\ud800")
 
 
 def test_await_and_cancelled_await(world):

@@ -21,7 +21,15 @@ def make_reader() -> Callable[[], str | None]:
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         return _make_terminal_reader()
-    return lambda: _read_lines(lambda label: input(label))
+    return lambda: _read_lines(_read_plain)
+
+
+def _read_plain(label: str) -> str:
+    # Standard output is for answers alone: a program may read them, JSON with --json.
+    if sys.stdin.isatty():
+        sys.stderr.write(label)
+        sys.stderr.flush()
+    return input()
 
 
 def _make_terminal_reader() -> Callable[[], str | None]:

@@ -1,5 +1,6 @@
 """``tandem bench NAME``: run a benchmark, ours and its rivals interleaved."""
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -57,25 +58,33 @@ def bench(
         raise UnsupportedError("cli.bench", what)
     peers = {"with_peers": True} if with_peers else {}
     module = importlib.import_module(BENCHES[name])
-    lines: list[bytes] = []
     failed = False
-    for record in run_cases(
-        name,
-        module.make_cases(quick=quick, **peers),
-        patterns=cases or ["*"],
-        budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
-        rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,
-    ):
-        failed |= record.check != "ok"
-        line = msgspec.json.encode(record)
-        lines.append(line)
-        if json is not None and str(json) == "-":
-            sys.stdout.buffer.write(line + b"\n")
-        else:
-            sys.stdout.write(format_record(record) + "\n")
-        sys.stdout.flush()
-    if json is not None and str(json) != "-":
-        json.write_bytes(b"\n".join(lines) + b"\n")
+    with contextlib.ExitStack() as opened:
+        file = None
+        if json is not None and str(json) != "-":
+            # Before the first case takes its minutes; emptied when there is something to write.
+            file = opened.enter_context(json.open("ab"))
+        for number, record in enumerate(
+            run_cases(
+                name,
+                module.make_cases(quick=quick, **peers),
+                patterns=cases or ["*"],
+                budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
+                rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,
+            )
+        ):
+            failed |= record.check != "ok"
+            line = msgspec.json.encode(record) + b"\n"
+            if file is not None:
+                if number == 0:
+                    file.truncate(0)
+                file.write(line)
+                file.flush()
+            if json is not None and file is None:
+                sys.stdout.buffer.write(line)
+            else:
+                sys.stdout.write(format_record(record) + "\n")
+            sys.stdout.flush()
     # After the cases: what was imported meanwhile is part of the description.
     facts = " ".join(f"{key}={value!r}" for key, value in describe_run().items())
     sys.stderr.write(f"{facts} with_peers={with_peers}\n")

@@ -201,7 +201,7 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
         StrictDataclassClassValidationError,
         ArithmeticError,
         AttributeError,
-        KeyError,
+        LookupError,
         TypeError,
         ValueError,
     ) as error:

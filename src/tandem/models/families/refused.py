@@ -50,7 +50,8 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
     if raw.get("per_layer_config"):
         return "per_layer_config", f"{model_type}: {UNEVEN}"
-    kinds = [kind for kind in raw.get("layer_types") or () if isinstance(kind, str)]
+    listed = raw.get("layer_types")
+    kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"

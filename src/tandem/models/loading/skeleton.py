@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tandem.core.errors import ConfigError
 from tandem.kernels.execution import Step
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import AttentionRule
@@ -61,14 +62,22 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
         config: transformers' configuration.
         attention: transformers' name of the implementation, None = its choice; ours reads paged KV,
             without gradients.
+
+    Raises: ConfigError if transformers cannot build it.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, attend_paged)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+    except Exception as error:
+        # What its classes do not check: a step of 0 between layers, a width that is null.
+        text = " ".join(str(error).split())[:300]
+        what = f"transformers fails: {type(error).__name__}: {text}: is config.json right?"
+        raise ConfigError("models.build_skeleton", what) from error
     return model.eval()
 
 

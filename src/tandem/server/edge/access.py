@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.core.clock import Clock
 from tandem.core.logs import current_request_id
-from tandem.server.lifecycle import OPEN_PATHS
+from tandem.server.lifecycle import WATCHED_PATHS
 
 __all__ = ["CLIENT_CLOSED", "AccessLog"]
 
@@ -23,8 +23,6 @@ _logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left; logged, never sent."""
-_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
-"""Asked every few seconds by machines; their lines are at DEBUG."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,200}")
 """Ids that are safe in a header and a log line as they are; others are replaced."""
 _LONGEST_PATH = 200
@@ -60,7 +58,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_named)
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            # Machines ask these every few seconds.
+            level = logging.DEBUG if scope["path"] in WATCHED_PATHS else logging.INFO
             _logger.log(
                 level,
                 "event=request method=%s path=%s status=%d duration_s=%.3f client=%s",
