@@ -111,9 +111,7 @@ def ask(client: httpx.Client, number: int, prompt: str) -> StreamResult:
     result = StreamResult()
     begin_s = time.perf_counter()
     for event in stream_events(client, "/v1/completions", body):
-        result.take(event, time.perf_counter() - begin_s)
-        for choice in event["choices"]:
-            print(choice["text"], end="", flush=True)
+        print(result.take(event, time.perf_counter() - begin_s), end="", flush=True)
     result.total_s = time.perf_counter() - begin_s
     print("\n")
     return result

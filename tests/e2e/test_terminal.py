@@ -1,4 +1,4 @@
-"""``tandem chat`` and ``tandem generate`` against a running server, and with one of their own."""
+"""``tandem chat``, ``tandem generate`` and the demo, with a running server or one of their own."""
 
 import json
 import os
@@ -104,3 +104,10 @@ def test_ctrl_c_stops_an_answer_and_only_the_end_of_the_chat_ends_its_server(tmp
         chat.kill()
         chat.wait()
         os.close(parent)
+
+
+def test_the_readmes_demo_answers_two_prompts_and_the_second_finds_a_cache():
+    demo = Path(__file__).parents[2] / "examples" / "demo.py"
+    result = subprocess.run([sys.executable, demo], capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stderr
+    assert "of these cached" in result.stdout
