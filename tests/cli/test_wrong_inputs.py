@@ -6,14 +6,11 @@ a user would see as a traceback, and fails the test.
 
 import http.server
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import typer
@@ -21,6 +18,7 @@ import typer
 from tandem.cli import main as cli
 from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, STORE_SETTINGS, Config
 from tandem.core.config import list_fields
+from terminal import Terminal
 
 
 def list_commands(group, path=()):
@@ -183,35 +181,14 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 def test_chat_in_a_terminal_edits_lines_and_knows_its_commands(tmp_path):
     """Typed through a pseudo-terminal: history and editing come from prompt_toolkit."""
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "chat", "--url", "http://127.0.0.1:1"],
-        stdin=child, stdout=child, stderr=child, close_fds=True,
-        env={**os.environ, "HOME": str(tmp_path), "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(child)
-    seen = ""
-
-    def expect(words):
-        nonlocal seen
-        deadline = time.monotonic() + 60
-        while words not in seen:
-            assert time.monotonic() < deadline, seen
-            seen += os.read(parent, 4096).decode(errors="replace")
-        seen = seen.split(words, 1)[1]
-
-    try:
-        expect("Chat:")
-        os.write(parent, b"/hepl\x1b[D\x7fp\x1b[C\x7f\r")  # /hepl, edited into /hepp... then wrong
-        expect("no command")
-        os.write(parent, b"\x1b[A\x03/help\r")  # Recall, drop by Ctrl-C, ask anew.
-        expect("forget the conversation")
-        os.write(parent, b"/exit\r")
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(parent)
+    with Terminal("chat", "--url", "http://127.0.0.1:1", home=tmp_path) as terminal:
+        terminal.expect("Chat:")
+        terminal.type(b"/hepl\x1b[D\x7fp\x1b[C\x7f\r")  # /hepl, edited into /hepp... then wrong
+        terminal.expect("no command")
+        terminal.type(b"\x1b[A\x03/help\r")  # Recall, drop by Ctrl-C, ask anew.
+        terminal.expect("forget the conversation")
+        terminal.type(b"/exit\r")
+        assert terminal.process.wait(60) == 0
     history = tmp_path / ".cache/tandem/chat_history"
     assert "+/help" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0

@@ -2,12 +2,13 @@
 
 import json
 import os
-import pty
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from terminal import Terminal
 
 
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess:
@@ -69,30 +70,16 @@ def test_generate_starts_its_own_server_behind_a_key():
 
 def test_ctrl_c_stops_an_answer_and_only_the_end_of_the_chat_ends_its_server(tmp_path):
     """Ctrl-C signals every process of the terminal's foreground group, as ``killpg`` does here."""
-    parent, child = pty.openpty()
-    chat = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "chat", "demo", "--max-tokens", "1000"],
-        stdin=child, stdout=child, stderr=child, start_new_session=True,
-        env={**os.environ, "HOME": str(tmp_path), "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(child)
-    seen = ""
-
-    def expect(words):
-        nonlocal seen
-        while words not in seen:
-            assert select.select([parent], [], [], 60)[0], seen
-            seen += os.read(parent, 4096).decode(errors="replace")
-        seen = seen.split(words, 1)[1]
-
-    try:
-        expect("Chat:")
-        os.write(parent, b"Write a long function.\r")
-        expect("\x1b[?2004l")  # The line is read: what follows is the answer.
+    arguments = ("chat", "demo", "--max-tokens", "1000")
+    with Terminal(*arguments, home=tmp_path) as terminal:
+        chat = terminal.process
+        terminal.expect("Chat:")
+        terminal.type(b"Write a long function.\r")
+        terminal.expect("\x1b[?2004l")  # The line is read: what follows is the answer.
         os.killpg(chat.pid, signal.SIGINT)
-        expect("Chat:")
-        os.write(parent, b"Another.\r")
-        expect("eval rate")
+        terminal.expect("Chat:")
+        terminal.type(b"Another.\r")
+        terminal.expect("eval rate")
         (server,) = map(int, Path(f"/proc/{chat.pid}/task/{chat.pid}/children").read_text().split())
         server_end = os.pidfd_open(server)
         try:
@@ -100,10 +87,6 @@ def test_ctrl_c_stops_an_answer_and_only_the_end_of_the_chat_ends_its_server(tmp
             assert select.select([server_end], [], [], 60)[0], "the server outlives the chat"
         finally:
             os.close(server_end)
-    finally:
-        chat.kill()
-        chat.wait()
-        os.close(parent)
 
 
 def test_the_readmes_demo_answers_two_prompts_and_the_second_finds_a_cache():
