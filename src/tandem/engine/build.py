@@ -273,7 +273,9 @@ def build_engine(
     )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
-        TorchRunner(model, cache, threads=plan.torch_threads),
+        TorchRunner(
+            model, cache, threads=plan.torch_threads, is_overlapped=plan.config.overlap == "on"
+        ),
         clock,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
@@ -283,6 +285,7 @@ def build_engine(
             block_size=plan.layout.block_size,
             block_bytes=plan.layout.bytes_per_block,
         ),
+        is_overlapped=plan.config.overlap == "on",
     )
     info = InstanceInfo(
         model=model_config.path,

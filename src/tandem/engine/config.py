@@ -61,6 +61,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "whatever can be prefilled goes before decodes; decode_first: decodes run undisturbed."
         ),
     ] = "chunked"
+    overlap: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="on: the next step is planned, and the last one's tokens are sent, while a "
+            "step runs; auto = on where a device computes beside the CPU."
+        ),
+    ] = "auto"
     prefix_cache: Annotated[bool, Meta(description="Reuse the KV of prompts that begin alike.")] = (
         True
     )

@@ -4,53 +4,47 @@
 import threading
 
 import pytest
+from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import BROKEN_ROW, SampledToken
+from tandem.engine.sampler_state import BROKEN_ROW
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.step import SampledToken
 
 EOS = 90
 VOCAB = 100
 
 
-class CountingRunner:
+class CountingRunner(StepRunner):
     """Next token = last token + 1, never past 98; can fail or give broken rows."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.fails_next = False
-        self.broken: set[str] = set()
+        self.broken: set[int] = set()
         self.num_tokens = 0
 
-    def run(self, plan, states):
+    def finish(self, handle):
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("no memory")
-        results = {}
-        for sequence in plan.sequences:
-            request = sequence.request
-            self.num_tokens += sequence.num_tokens
-            result = results[request.request_id] = SequenceResult()
-            if sequence.wants_sample:
-                last = request.get_tokens(request.num_tokens - 1, request.num_tokens)[0]
-                token = BROKEN_ROW if request.request_id in self.broken else min(last + 1, 98)
-                logprob = None
-                if request.sampling.logprobs is not None:
-                    logprob = TokenLogprob(token, -0.5)
-                result.sampled = SampledToken(token, logprob)
-            if request.sampling.prompt_logprobs is not None:
-                end = min(sequence.start + sequence.num_tokens, request.prompt_len - 1)
-                result.prompt_logprobs = [
-                    TokenLogprob(request.prompt_ids[i + 1], -1.0)
-                    for i in range(sequence.start, end)
-                ]
-        return results
+        return super().finish(handle)
+
+    def compute(self, sequence, result):
+        self.num_tokens += len(sequence.token_ids)
+        if sequence.sampling is not None:
+            token = min(sequence.token_ids[-1] + 1, 98)
+            if sequence.sequence_id in self.broken:
+                token = BROKEN_ROW
+            wants = self.started[sequence.sequence_id].params.logprobs is not None
+            result.tokens = [SampledToken(token, TokenLogprob(token, -0.5) if wants else None)]
+        result.prompt_logprobs = [TokenLogprob(token, -1.0) for token in sequence.scored_ids]
 
 
 def make(num_blocks: int = 16, **config):
@@ -191,13 +185,13 @@ def test_cancel_during_the_step_frees_its_blocks_with_it():
     engine, runner, _ = make()
     engine.add(ask("a", max_tokens=50))
     engine.step()
-    run = runner.run
+    finish = runner.finish
 
-    def cancel_meanwhile(plan, states):
+    def cancel_meanwhile(handle):
         assert engine.cancel("a")
-        return run(plan, states)
+        return finish(handle)
 
-    runner.run = cancel_meanwhile
+    runner.finish = cancel_meanwhile
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.CANCELLED
     assert output.token_ids == []
@@ -231,7 +225,7 @@ def test_runner_failure_ends_its_requests_and_nothing_is_cached():
 
 def test_broken_row_ends_that_request_alone():
     engine, runner, _ = make()
-    runner.broken = {"a"}
+    runner.broken = {1}
     engine.add(ask("a", max_tokens=4))
     engine.add(ask("b", max_tokens=2))
     outputs = drain(engine)

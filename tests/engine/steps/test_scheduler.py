@@ -42,7 +42,7 @@ class Stage:
         return {s.request.request_id: (s.start, s.num_tokens) for s in self.plan.sequences}
 
     def complete(self, token=1, finished=()):
-        sampled = {s.request.request_id: token for s in self.plan.sequences if s.wants_sample}
+        sampled = {s.request.request_id: [token] for s in self.plan.sequences if s.wants_sample}
         self.now_s += 0.01
         reasons = dict.fromkeys(finished, FinishReason.STOP)
         ended = self.scheduler.complete(self.plan, sampled, self.now_s, reasons)
@@ -79,7 +79,11 @@ def test_prompt_is_computed_in_chunks_and_then_token_by_token():
     assert stage.complete(token=9) == ["a"]
     assert request.output_ids == [7, 8, 9]
     assert request.finish_reason is FinishReason.LENGTH
-    assert (request.first_scheduled_s, request.first_token_s, request.finished_s) == (
+    assert (
+        request.report.first_scheduled_s,
+        request.report.first_token_s,
+        request.report.finished_s,
+    ) == (
         0.0,
         pytest.approx(0.03),
         pytest.approx(0.05),
@@ -165,8 +169,8 @@ def test_plans_alternate_with_completions():
     with pytest.raises(ConflictError, match=r"no token sampled for requests \['a'\]"):
         stage.scheduler.complete(stage.plan, {}, 0.0)
     stage.complete()
-    with pytest.raises(ConflictError, match="not the plan"):
-        stage.scheduler.complete(stage.plan, {"a": 1}, 0.0)
+    with pytest.raises(ConflictError, match="not the oldest plan"):
+        stage.scheduler.complete(stage.plan, {"a": [1]}, 0.0)
 
 
 def test_config_is_described_and_refuses_what_does_not_fit():
@@ -217,7 +221,7 @@ def test_second_request_reuses_to_the_token():
     assert stage.schedule() == {"second": (14, 4)}
     (copy,) = stage.plan.copies
     assert (copy.num_tokens, copy.dst_block_id) == (2, second.block_table[3])
-    assert second.num_cached_tokens == 14
+    assert second.report.num_cached_tokens == 14
     stage.complete()
     stats = stage.scheduler.get_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (2, 33)
@@ -438,9 +442,9 @@ def test_least_urgent_request_gives_its_blocks_and_resumes_from_cache():
         pass
     assert old.finish_reason is young.finish_reason is FinishReason.LENGTH
     assert (len(old.output_ids), len(young.output_ids)) == (14, 10)
-    assert young.num_preemptions >= 1
-    assert old.num_preemptions == 0
-    assert young.num_cached_tokens == 0, "usage reports what the prompt found on arrival"
+    assert young.queue.num_preemptions >= 1
+    assert old.queue.num_preemptions == 0
+    assert young.report.num_cached_tokens == 0, "usage reports what the prompt found on arrival"
 
 
 def test_priority_decides_who_is_preempted():
@@ -473,7 +477,7 @@ def test_pool_of_one_request_serves_many_one_after_the_other():
         num_steps += 1
     assert [len(r.output_ids) for r in requests] == [3] * 5
     assert num_steps <= 15
-    assert sum(r.num_preemptions for r in requests) == 0
+    assert sum(r.queue.num_preemptions for r in requests) == 0
 
 
 # ------------------------------------------------------------------------ leaving early
@@ -540,7 +544,7 @@ def test_deadlines_of_finished_requests_do_not_pile_up():
     for i in range(1000):
         stage.add(f"r{i}", "x", max_tokens=1, deadline_s=1e9)
         stage.step()
-    assert len(stage.scheduler._deadlines) < 200
+    assert len(stage.scheduler._lifecycle._deadlines) < 200
 
 
 def test_stats_are_a_snapshot():
