@@ -121,8 +121,12 @@ def run_requests(model, overlap: str) -> dict[str, tuple]:
     runner = TorchRunner(
         model, model.allocate_kv(5, block_size=SIZE), threads=1, is_overlapped=is_overlapped
     )
+    scheduler = Scheduler(config, pool, PrefixIndex(pool, SIZE))
+    # Admission leaves room for growth; without, requests are preempted.
+    state = scheduler._state
+    state.count_lookahead = lambda request: state.count_blocks(request.num_expected_tokens)
     engine = Engine(
-        Scheduler(config, pool, PrefixIndex(pool, SIZE)),
+        scheduler,
         runner,
         MonotonicClock(),
         vocab_size=128,
