@@ -27,6 +27,10 @@ SMALL_MODEL_BYTES = 256 << 20
 better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
 
 
+DTYPE_FORMATS = {"float32": "f32", "bfloat16": "bf16"}
+"""Weight formats that lose nothing of a model's dtype."""
+
+
 class FormatChoices(NamedTuple):
     """The formats of a model's matrices where no rule says otherwise."""
 
@@ -69,8 +73,9 @@ def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
         )
     else:
         stored = spec.checkpoint_dtype
-        dtype = "bfloat16" if stored == "float16" else stored
-        reason = f"{dtype}, as the checkpoint is stored in {stored}"
+        dtype, reason = stored, f"{stored}, as the checkpoint is stored in it"
+        if stored == "float16":
+            dtype, reason = "float32", "float32, which holds each float16 of the checkpoint"
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=reason)
 
 
@@ -138,6 +143,4 @@ def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[s
     if device != "cpu":
         reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
         return NO_FORMAT, reason
-    if spec.dtype == "bfloat16":
-        return "bf16", "the model's own dtype, on native kernels"
-    return NO_FORMAT, f"{spec.dtype} tensors: native kernels have no format of this dtype"
+    return DTYPE_FORMATS[spec.dtype], "the model's own dtype, on native kernels"
