@@ -62,8 +62,12 @@ def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
 
 
-def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
-    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine."""
+def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
+    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine.
+
+    float32 holds every float16, bfloat16 does not. Where the checkpoint has matrices in codes
+    (``is_coded``), float16 is what is left beside them: too little to double the KV for.
+    """
     size_bytes = spec.num_parameters * DTYPE_BYTES["float32"]
     if size_bytes <= SMALL_MODEL_BYTES:
         dtype = "float32"
@@ -73,9 +77,11 @@ def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
         )
     else:
         stored = spec.checkpoint_dtype
-        dtype, reason = stored, f"{stored}, as the checkpoint is stored in it"
-        if stored == "float16":
-            dtype, reason = "float32", "float32, which holds each float16 of the checkpoint"
+        dtype, reason = stored, f"{stored}, as the checkpoint is stored in {stored}"
+        if stored == "float16" and is_coded:
+            dtype, reason = "bfloat16", "bfloat16, as the checkpoint is stored in codes and float16"
+        elif stored == "float16":
+            dtype, reason = "float32", "float32, which holds each float16 of the checkpoint's"
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=reason)
 
 
