@@ -21,8 +21,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(
-            description="Type of weights and activations; auto decides by size, storage and CPU, and "
-            "says why. float16 runs in float32, which holds it."
+            description="Type of weights and activations; auto decides by size, storage and CPU, "
+            "and says why. float16 runs in float32, which holds it."
         ),
     ] = "auto"
     rules: Annotated[
@@ -31,8 +31,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expert_format: Annotated[
         str,
         Meta(
-            description="Weight format of routed experts: a name such as int8, int4, bf16 or f32; none "
-            "for tensors of the dtype; auto decides and says why."
+            description="Weight format of routed experts: a name such as int8, int4, bf16 or f32; "
+            "none for tensors of the dtype; auto decides and says why."
         ),
     ] = "auto"
     linear_format: Annotated[

@@ -22,8 +22,8 @@ from tandem.kernels.cpu.gradient_oracle import (
     Stages,
     bound_turned,
     check_stages,
-    list_pairs,
     choose_rounding,
+    list_pairs,
     run_gradients,
 )
 from tandem.kernels.cpu.linear import PackedLinear

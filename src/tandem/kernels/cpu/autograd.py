@@ -1,8 +1,8 @@
 """Frozen packed weights in torch's graph: their forward and backward passes are native.
 
 The weights take no gradient. What stands in the graph is one node for a layer's routed experts and
-one for a matrix. Experts keep gate and up, in bf16 unless they are f32, for the backward pass, or keep their input alone
-and compute them again; both give the same gradients bit by bit.
+one for a matrix. Experts keep gate and up for the backward pass, in bf16 unless their weights are
+f32, or keep their input alone and compute them again; both give the same gradients bit by bit.
 
 Shapes: T tokens or rows, K experts per token, D hidden, N outputs.
 """

@@ -333,8 +333,8 @@ class PackedExperts:
         Raises: ShapeError; CapacityError.
         Cost: three products with weights turned piece by piece, one more like ``forward``'s first
             where gate and up are computed again; takes scratch for 2 F items of ``inner_dtype``
-            for each pair, 4 F without ``kept_PC``. A row's result does not depend on the other rows. Blocks; releases
-            the GIL; thread-safe.
+            for each pair, 4 F without ``kept_PC``. A row's result does not depend on the other
+            rows. Blocks; releases the GIL; thread-safe.
         """
         d_x_TD = torch.empty(d_out_TD.shape, dtype=torch.float32)
         d_weights_TK = torch.empty_like(weights_TK)
