@@ -23,6 +23,8 @@ from tandem.core.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "ENV_PREFIX",
+    "ISA_VARIABLES",
+    "LIBRARY_VARIABLES",
     "MAX_ISA",
     "ConfigField",
     "Resolved",
