@@ -47,7 +47,7 @@ SOME = ("fp8", "fp8row", "int8row", "int8g16min", "int8g128", "int4g32", "int4g6
 FORMATS = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
     for name in WEIGHT_FORMATS
-    if name not in ("mxfp4", "bf16")
+    if name != "mxfp4" and not WEIGHT_FORMATS[name].holds_values
 ]
 
 

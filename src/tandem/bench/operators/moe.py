@@ -65,6 +65,7 @@ MEMORY_SHARE = 0.5
 FORMATS = {
     "int8g128": 0.021,
     "int4g32": 0.145,
+    "f32": 1e-5,
     "bf16": 0.005,
     "fp8": 0.05,
     "fp8row": 0.05,
