@@ -39,6 +39,8 @@ ONEDNN_SAYS = {
     "avx512_bf16": "isa:Intel AVX-512 with Intel DL Boost and bfloat16 support",
 }
 
+ABSENT = "is not usable on this machine, or not in this build (TANDEM_KERNEL_ISAS)"
+
 
 def run_python(code: str, isa: str | None) -> subprocess.CompletedProcess:
     names = (MAX_ISA, *LIBRARY_VARIABLES)
@@ -95,7 +97,14 @@ def test_a_variant_that_is_not_there_is_an_error():
     if MAX_ISA in os.environ or not missing:
         pytest.skip("this machine and this build have every variant")
     run = run_python("import tandem._native", missing[0])
-    assert "not usable on this machine, or not in this build" in run.stderr
+    assert ABSENT in run.stderr
+
+
+def test_a_kernel_above_the_cap_is_refused_by_its_name():
+    sizes = "group_size=32, has_minimum=False, num_experts=1, hidden_size=64, intermediate_size=64"
+    code = f"from tandem._native import ExpertBank; ExpertBank(bits=8, {sizes}, isa='avx512_bw')"
+    run = run_python(code, "avx2")
+    assert f"avx512_bw {ABSENT}" in run.stderr
 
 
 def test_a_command_says_it_in_one_line():
