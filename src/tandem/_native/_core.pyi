@@ -81,6 +81,10 @@ class CpuFeatures:
     def amx_blocker(self) -> str:
         """Why AMX is unusable although the CPU has it; empty otherwise."""
 
+    @property
+    def cap(self) -> str:
+        """The level of `cap_isa` that hides wider ones; empty for none."""
+
 def cpu_features() -> CpuFeatures:
     """
     Detect once; on a CPU with AMX this asks the kernel for the use of tiles.
@@ -797,6 +801,17 @@ class TransferCore:
     def is_forked(self) -> bool: ...
 
     def bytes_copied(self, transport: str) -> int: ...
+
+def cap_isa(isa: str) -> None:
+    """
+    Use no kernels, and report no CPU features, above an instruction set; before the first use.
+
+    Args:
+        isa: `plain`, `avx2`, `avx512_bw`, `avx512_vnni`, `avx512_bf16` or `amx`.
+
+    Raises: ConfigError (unknown); UnsupportedError (neither of this machine nor of this build);
+        ConflictError (features were read under another cap).
+    """
 
 def kernel_isas() -> list[str]:
     """
