@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError
+from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model_plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.kv_memory import AnonymousMemory, KvExtents, KvMemory
 from tandem.engine.memory import KvPlan, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -230,7 +229,7 @@ def build_engine(
     progress: Callable[[int, int, str], None] | None = None,
     *,
     tiers: TierConfig | None = None,
-    allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    allocate: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -242,7 +241,7 @@ def build_engine(
         progress: called with (bytes done, bytes in all, what) while weights load.
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
-        allocate: makes the memory of all blocks, given its bytes; None: ordinary memory.
+        allocate: makes the memory of all blocks, given its bytes; None: memory of this process.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -255,7 +254,17 @@ def build_engine(
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
-    pool = BlockPool(plan.kv.num_blocks)
+    memory = extents = None
+    if model.device.type == "cpu":
+        memory = (AnonymousMemory if allocate is None else allocate)(plan.kv.size_bytes)
+        extents = KvExtents(
+            memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
+        )
+        if extents.reserve_blocks(1) < 1:
+            raise CapacityError(
+                "engine.build", "the machine has no memory left for a block of KV: free some"
+            )
+    pool = BlockPool(plan.kv.num_blocks, extents)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
@@ -263,13 +272,12 @@ def build_engine(
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    size_bytes = plan.kv.num_blocks * plan.layout.bytes_per_block
     cache = PagedKvCache(
         plan.layout,
         plan.kv.num_blocks,
         device=model.device,
         pool=threads,
-        memory=None if allocate is None else allocate(size_bytes),
+        memory=None if memory is None else memory.array,
     )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
