@@ -47,7 +47,7 @@ def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):
         f.path for f in list_fields(Config)
     }
     # The brackets of a default are text, not markup.
-    assert "[/dev/shm/tandem]" in full
+    assert "[/dev/shm/tandem-{uid}]" in full
     assert {f.path for f in list_fields(Config)} >= STORE_SETTINGS | set(SHORT_NAMES)
 
 

@@ -1,9 +1,9 @@
 """The memory of an instance's KV blocks, taken from the machine as blocks are first used.
 
-Addresses for all blocks are there from the start, so that the cache, its views and what is registered
-with the transfer engine never move. Memory is reserved behind them extent by extent, from block 0 on,
-each before the scheduler gives a block of it away: memory that is reserved can be touched whatever
-other processes take meanwhile. An idle instance has one extent.
+Addresses for all blocks are there from the start, so that the cache, its views and what is
+registered with the transfer engine never move. Memory is reserved behind them extent by extent, from
+block 0 on, each before the scheduler gives a block of it away: memory that is reserved can be touched
+whatever other processes take meanwhile. An idle instance has one extent.
 
 Threads: ``reserve_blocks`` is called by the engine's thread alone.
 """
@@ -24,7 +24,7 @@ __all__ = ["AnonymousMemory", "KvExtents", "KvMemory"]
 logger = logging.getLogger(__name__)
 
 EXTENT_BYTES = 32 << 20
-"""Reserved at a time. Zeroing so many takes some 10 ms, which the first step that uses them waits."""
+"""Reserved at a time. The first step that uses an extent waits until it is zeroed."""
 
 KEEP_FREE_BYTES = 256 << 20
 """Left to the other needs of this process and of the machine: below it the kernel ends processes

@@ -1,7 +1,7 @@
 """Goal: memory for KV is taken as blocks are first used, and its lack is waited out, never a crash.
 
-Method: the pool and the scheduler over a memory that gives as much as it is told to; the extents over
-memory that can be measured; the built engine on the demo model.
+Method: the pool and the scheduler over a memory that gives as much as it is told to; the extents
+over memory that can be measured; the built engine on the demo model.
 """
 
 import mmap
