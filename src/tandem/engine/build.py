@@ -14,14 +14,14 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.errors import CapacityError
 from tandem.core.model_plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import AnonymousMemory, KvExtents, KvMemory
-from tandem.engine.memory import KvPlan, plan_kv_cache
+from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -58,7 +58,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
-    max_model_len_reason: str
     threads_reason: str
     torch_threads: int
     """Of torch, which computes what is not native."""
@@ -84,13 +83,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 else "in place, mapped if cached",
             ),
             ("linear", model.linear.weight_format, model.linear.reason),
-            ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
+            ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
             ("torch threads", str(self.torch_threads), self.torch_threads_reason),
             (
                 "KV cache",
                 f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
-                f"{kv.size_bytes / MIB:.0f} MiB",
+                f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
@@ -143,19 +142,13 @@ def plan_engine(
     )
     spec = model.spec
     own = spec.max_position_embeddings
-    if engine_config.max_model_len > own:
-        raise ConfigError(
-            "engine.plan",
-            f"max_model_len is {engine_config.max_model_len}, but the model knows {own} positions",
-            field="engine.max_model_len",
-        )
-    max_model_len = engine_config.max_model_len or own
+    check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     kv = plan_kv_cache(
         engine_config,
         block_bytes=layout.bytes_per_block,
-        max_model_len=max_model_len,
+        own_context=own,
         available_bytes=_share_memory(
             _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
         ),
@@ -166,12 +159,11 @@ def plan_engine(
         layout=layout,
         config=msgspec.structs.replace(
             engine_config,
-            max_model_len=max_model_len,
+            max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
             threads=threads,
         ),
         kv=kv,
-        max_model_len_reason="as asked for" if engine_config.max_model_len else "the model's own",
         threads_reason=threads_reason,
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
@@ -217,9 +209,11 @@ def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
 
 def _count_available(topology: _native.Topology) -> int:
     """Bytes free now, as the machine and the control group see it."""
-    limit = topology.limits.memory_limit_bytes
+    left = topology.limits.memory_left_bytes
+    if left is None:
+        left = topology.limits.memory_limit_bytes
     available = topology.memory_available_bytes
-    return available if limit is None else min(available, limit)
+    return available if left is None else min(available, left)
 
 
 def build_engine(
@@ -298,6 +292,7 @@ def build_engine(
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
         max_model_len=plan.config.max_model_len,
+        max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
         kv_bytes_per_token=plan.layout.bytes_per_token,

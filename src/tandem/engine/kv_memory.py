@@ -1,9 +1,9 @@
 """The memory of an instance's KV blocks, taken from the machine as blocks are first used.
 
 Addresses for all blocks are there from the start, so that the cache, its views and what is
-registered with the transfer engine never move. Memory is reserved behind them extent by extent, from
-block 0 on, each before the scheduler gives a block of it away: memory that is reserved can be touched
-whatever other processes take meanwhile. An idle instance has one extent.
+registered with the transfer engine never move. Memory is reserved behind them extent by extent,
+from block 0 on, each before the scheduler gives a block of it away: memory that is reserved can be
+touched whatever other processes take meanwhile. An idle instance has one extent.
 
 Threads: ``reserve_blocks`` is called by the engine's thread alone.
 """

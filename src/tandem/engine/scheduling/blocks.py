@@ -8,7 +8,8 @@ Owns the free list and the reference counts; knows nothing of tokens, of prefixe
 - *cached*: without references, but in the index, which may evict it at any time.
 
 Memory for blocks is reserved as they are first taken, in the order of their ids, and stays
-reserved. So what has memory is a range from block 0 on, and free blocks that were taken before go first.
+reserved. So what has memory is a range from block 0 on, and free blocks that were taken before go
+first.
 
 Pure, but for the ``BlockMemory`` that it asks, and single-threaded: the scheduler's thread alone
 touches it.

@@ -66,6 +66,11 @@ class HostService:
             self._open = opening.pop_all()
         return self
 
+    @property
+    def urls(self) -> list[str]:
+        """Where masters are looked for."""
+        return list(self._urls)
+
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         """Open one after the other; what is open is closed in the opposite order."""
         config, to_thread = self._config, asyncio.to_thread
