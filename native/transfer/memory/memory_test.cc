@@ -81,8 +81,11 @@ TEST(what_is_not_reserved_is_refused_by_every_way) {
   constexpr size_t kPart = 64 << 10;
   const auto memory = SharedMemory::allocate(2 * kPart, kPart).value();
   Registry registry;
-  const uint64_t base =
-      registry.add({.data = memory->data(), .length = memory->size(), .memory = memory}).value();
+  BufferSpec spec;
+  spec.data = memory->data();
+  spec.length = memory->size();
+  spec.memory = memory;
+  const uint64_t base = registry.add(spec).value();
   Grant grant = grant_of(*memory);
   grant.base = base;
   grant.is_sealed = true;
