@@ -210,7 +210,7 @@ struct Grant {
   uint64_t device = 0;
   uint64_t inode = 0;
   uint64_t file_offset = 0;  // Of the buffer's first byte.
-  bool is_sealed = false;    // Nobody can resize the file, and the buffer is all of it.
+  bool is_sealed = false;    // Nobody can shorten the file, and the buffer is all of it.
 };
 
 // Peers of an older version are told nothing of files that are not sealed.

@@ -161,11 +161,26 @@ class TransferEngine:
         return self.core.epoch
 
     def allocate(
-        self, nbytes: int, *, name: str = "", location: str = "cpu", remote: Remote = True
+        self,
+        nbytes: int,
+        *,
+        name: str = "",
+        location: str = "cpu",
+        remote: Remote = True,
+        reserved_bytes: int | None = None,
     ) -> Buffer:
         """Make zeroed, registered memory that peers of our user on this host can map.
 
         Its bytes are ``Buffer.array``. They are freed with the last array, here and in peers.
+
+        Args:
+            nbytes: at least 1.
+            name: by which peers find it; unique in this engine.
+            location: where it lies, ``cpu:0``.
+            remote: what peers may do with it.
+            reserved_bytes: taken from the machine now, from the start; the rest is addresses until
+                ``Buffer.reserve``. Transfers and peers are refused what is not reserved; a touch
+                of it here ends the process. None = all.
 
         Raises: ConfigError (size, name in use is ConflictError); CapacityError (out of memory).
         """
@@ -174,7 +189,7 @@ class TransferEngine:
                 "transfer.allocate", f"{nbytes} bytes: give 1 or more", field="nbytes"
             )
         self._check_open()
-        return self._add(SharedArray(nbytes), name, location, remote)
+        return self._add(SharedArray(nbytes, reserved_bytes), name, location, remote)
 
     def register(
         self,
