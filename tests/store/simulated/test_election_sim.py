@@ -80,7 +80,7 @@ class ElectionRun(Run):
             elif (
                 kind == "forget"
                 and self.all_hosts_joined
-                and not len(world.master.membership.tombstones)
+                and not len(world.master.burials.tombstones)
             ):
                 self.forget_etcd()
             elif len(world.hosts) == len(HOSTS):
@@ -108,6 +108,9 @@ class ElectionRun(Run):
         self.world.cuts.clear()
         self.world.start_master()
         await super().heal()
+        leader = self.world.leader
+        if leader is not None:  # The first term may have ended before it wrote a roster.
+            await asyncio.wait_for(self.world.master.state.awaited.recover(), 150)
         leaders = [name for name, node in self.world.nodes.items() if node.seat.is_leader]
         if len(leaders) != 1:
             self.fail(f"{leaders} lead in the end")

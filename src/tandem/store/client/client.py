@@ -39,6 +39,7 @@ from tandem.store.edges import ClientPort, MasterChannel
 from tandem.store.messages import (
     Ack,
     DrainHost,
+    FloorSet,
     KeyBytes,
     KeyList,
     KeyPage,
@@ -50,6 +51,7 @@ from tandem.store.messages import (
     RemoveObjects,
     RemovePrefix,
     RetireHost,
+    SetFloor,
     StoreStatus,
 )
 
@@ -381,6 +383,18 @@ class AsyncStoreClient:
         it is connected.
         """
         await self._calls.simple("retire", RetireHost(host), Ack)
+
+    async def set_floor(self, *, dry_run: bool = False) -> FloorSet:
+        """Have copies of hosts dropped, when they come, that no roster names.
+
+        For a store whose roster was lost: until then each removal leaves a tombstone that stays.
+
+        Args:
+            dry_run: only tell what that would be.
+
+        Raises: ConflictError while hosts are still waited for.
+        """
+        return await self._calls.simple("set_floor", SetFloor(dry_run), FloorSet)
 
     async def aclose(self) -> None:
         """End what runs behind. The channel and the port are the caller's to close."""
