@@ -46,12 +46,6 @@ class ElectionRun(Run):
         joined = [host for host in hosts if host.caller is not None and host.is_known]
         return leader.seat.master.epoch if len(joined) == len(HOSTS) else 0
 
-    def loosen(self, history, all_there, kept=None) -> None:
-        """Under another leader than before, a host may have been away in between."""
-        older = history.ever - {None, kept}
-        if older and not (all_there and self.all_hosts_joined == all_there):
-            history.is_loose = True
-
     async def chaos(self) -> None:
         world, chance = self.world, self.chance
         while True:
