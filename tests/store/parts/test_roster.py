@@ -351,7 +351,9 @@ def test_tombstones_of_the_same_keys_take_no_more_room_for_ever(monkeypatch):
             saved = await store.load()
             listed = [t for _, batch in saved.tombstones for t in batch]
             assert len(listed) <= 2 * 4 + 20 + 2
-            newest = {(t.key, t.is_prefix): t.version for t in sorted(listed, key=lambda t: t.version)}
+            newest = {
+                (t.key, t.is_prefix): t.version for t in sorted(listed, key=lambda t: t.version)
+            }
             assert newest["p", True] == version
             for key in tombstones._keys:
                 assert newest[key, False] == tombstones.find(key)

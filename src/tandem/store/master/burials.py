@@ -6,7 +6,7 @@ may have a copy. It goes when every host that may have one has told what it has,
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tandem.core.errors import CapacityError
 from tandem.store.election import Roster, RosterStore, RosterWriter, Tombstone, Tombstones
@@ -35,9 +35,7 @@ class Burials:
     def __init__(self, state: StoreState, store: RosterStore) -> None:
         self.roster = Roster()
         self.tombstones = Tombstones()
-        self.writer = RosterWriter(
-            store, self.roster, self.tombstones, state.tasks.spawn
-        )
+        self.writer = RosterWriter(store, self.roster, self.tombstones, state.tasks.spawn)
         self.num_lost = 0
         """Counts losses of hosts: unchanged, none was lost in between."""
         self._state = state
@@ -137,8 +135,8 @@ class Burials:
 
     def find_floor(self, name: str, segment_id: str, disk_id: str) -> tuple[int, int]:
         """Return the versions up to which objects of a host's segment, and disk, are dead."""
-        retired, members = self.roster.retired, self.roster.members
-        known: Mapping[str, object] = dict.fromkeys(members[name].storage) if name in members else {}
+        retired, member = self.roster.retired, self.roster.members.get(name)
+        known = () if member is None else member.storage
 
         def find(storage_id: str) -> int:
             floor = -1 if storage_id in known else self.roster.floor

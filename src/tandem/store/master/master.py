@@ -118,9 +118,7 @@ class StoreMaster:
             burials,
             store=store,
         )
-        self.removals = Removals(
-            state, departures, results, lookups=self.lookups, burials=burials
-        )
+        self.removals = Removals(state, departures, results, lookups=self.lookups, burials=burials)
         self.pins = Pins(state, results)
         self._running: asyncio.Task[None] | None = None
 

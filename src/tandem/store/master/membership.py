@@ -448,4 +448,3 @@ class Membership:
         host.end_session()
         self._state.directory.lose_host(host.number)
         self._state.counters.hosts_lost += 1
-

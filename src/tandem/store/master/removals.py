@@ -103,9 +103,7 @@ class Removals:
             if going is not None:
                 pending.append(going)
         pairs = zip(keys, versions, strict=True)
-        self._burials.mark(
-            [Tombstone(*pair) for pair in pairs if pair[1] > marked_below]
-        )
+        self._burials.mark([Tombstone(*pair) for pair in pairs if pair[1] > marked_below])
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
