@@ -321,7 +321,7 @@ class DiskState(StrEnum):
 
     ACTIVE = "active"
     FULL = "full"
-    """The file system has no room; nothing is written until it has."""
+    """The file system has less room than the tier may use: that much is used, or nothing."""
     FAILING = "failing"
     """Writing fails; it is tried again, ever more rarely."""
     FAILED = "failed"
