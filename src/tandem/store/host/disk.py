@@ -476,8 +476,8 @@ class DiskTier:
         try:
             await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         except CapacityError:
-            # It is smaller than we may use, or others fill it: go on with what we have of it, but do
-            # not give that up piece by piece while nothing comes of it.
+            # It is smaller than we may use, or others fill it: go on with what we have of it,
+            # but do not give that up piece by piece while nothing comes of it.
             self._room_bytes = self.index.file_bytes
             self._room_known_s = self._clock.now_s()
             victim = self.index.pick_victim(-1)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from tandem._native import measure_extents
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.state import StoreState
@@ -71,6 +72,52 @@ class Departures:
         if pending:
             self.note_going(key, pending)
         return pending
+
+    def drop_rows(self, rows: Sequence[int]) -> "list[asyncio.Future[Any]]":
+        """As ``drop_row`` of each. Those that nothing is known of but where they lie go at once.
+
+        Returns: futures that are done when all headers are wiped.
+        """
+        state, directory = self._state, self._state.directory
+        free_at_ms = state.now_ms()
+        is_plain = bytes(h.caller is not None and h.disk is None for h in state.hosts.values())
+        plain, rest = directory.split_plain(rows, is_plain, free_at_ms)
+        keys = [directory.key(row) for row in plain]
+        busy = state.copies.keys() | self._removing.keys() if plain else set[str]()
+        if not busy.isdisjoint(keys):
+            pairs = list(zip(plain, keys, strict=True))
+            rest += [row for row, key in pairs if key in busy]
+            plain = [row for row, key in pairs if key not in busy]
+            keys = [key for key in keys if key not in busy]
+        pending: list[asyncio.Future[Any]] = []
+        if plain:
+            lengths = dict(zip(plain, measure_extents(keys, directory.sizes(plain)), strict=True))
+            if state.awaited.is_adopting:
+                versions = map(directory.version, plain)
+                state.dropped_versions.update(zip(keys, versions, strict=True))
+            for number, (owners, offsets) in directory.remove_many(plain).items():
+                host = state.hosts[number]
+                there = [lengths[row] for row in owners]
+                pending.append(host.drop_many(offsets, there, free_at_ms))
+            self._note_many_going(keys, pending)
+        for row in rest:
+            pending += self.drop_row(row)
+        return pending
+
+    def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
+        """As ``note_going``, of keys of which nothing is going."""
+        gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
+        waiting = dict.fromkeys(keys, gone)
+        self._removing |= waiting
+        self._replacing |= waiting
+
+        def forget(_: object) -> None:
+            for all_going in (self._removing, self._replacing):
+                for key in keys:
+                    if all_going.get(key) is gone:
+                        del all_going[key]
+
+        gone.add_done_callback(forget)
 
     def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
         """The object goes: end the copying of it, and wipe what may have come of that.

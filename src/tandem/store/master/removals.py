@@ -59,10 +59,14 @@ class Removals:
         await self._state.awaited.recover()
         await self._wait_room(len(keys))
         num_lost = self._burials.num_lost
-        flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
-        tombstones = list(map(Tombstone, keys, versions))
-        await self._bury(tombstones, num_lost)
-        return flags
+        flags, versions = bytearray(), list[int]()
+        for at in range(0, len(keys), SCAN_KEYS):
+            some = keys[at : at + SCAN_KEYS]
+            some_flags, some_versions = await self._drop_keys(some, begin, marked_below=-1)
+            flags += some_flags
+            versions += some_versions
+        await self._bury(list(map(Tombstone, keys, versions)), num_lost)
+        return bytes(flags)
 
     async def _wait_room(self, count: int) -> None:
         """Wait for room for tombstones, before anything is removed. Raises: CapacityError."""
@@ -91,19 +95,24 @@ class Removals:
         pending: list[asyncio.Future[Any]] = []
         directory, has_given = self._state.directory, self._state.versions.has_given
         versions = [begin] * len(keys)
+        taken: dict[int, None] = {}
+        find_going = self._departures.find_going
         for i, key in enumerate(keys):
             row = directory.find(key)
-            if row != NO_ROW and not has_given(directory.version(row), since=begin):
+            is_there = row != NO_ROW and row not in taken
+            if is_there and not has_given(directory.version(row), since=begin):
                 versions[i] = max(begin, directory.version(row))
-                self._departures.drop_row(row)
-                self._state.counters.objects_removed += 1
+                taken[row] = None
                 flags[i] = 1
-            # Else it may have been removed, or evicted, but not yet for good.
-            going = self._departures.find_going(key)
+            # It may have been removed, or evicted, but not yet for good.
+            going = find_going(key)
             if going is not None:
                 pending.append(going)
-        pairs = zip(keys, versions, strict=True)
-        self._burials.mark([Tombstone(*pair) for pair in pairs if pair[1] > marked_below])
+        self._state.counters.objects_removed += len(taken)
+        pending += self._departures.drop_rows(list(taken))
+        if not self._burials.is_whole:
+            pairs = zip(keys, versions, strict=True)
+            self._burials.mark([Tombstone(*pair) for pair in pairs if pair[1] > marked_below])
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
