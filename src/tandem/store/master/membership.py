@@ -6,8 +6,11 @@ has or is declared lost: see ``state/awaited.py``.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping
+
+import numpy as np
 
 from tandem.core.errors import (
     CapacityError,
@@ -18,14 +21,13 @@ from tandem.core.errors import (
 )
 from tandem.store.election import Member, RosterStore
 from tandem.store.formats import layout
-from tandem.store.formats.records import iterate_records
 from tandem.store.master.adoption import Adoption
 from tandem.store.master.burials import ALL_CONFIRMED, Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.puts import Puts
 from tandem.store.master.state.index import NO_ROW
-from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     Ack,
@@ -339,7 +341,7 @@ class Membership:
         host.num_pages += 1
         if host.number in self._awaited:
             self._await_host(host)
-        self._adoption.take_page(host, iterate_records(page.records), is_disk=page.is_disk)
+        self._adoption.take_page(host, page.records, is_disk=page.is_disk)
         return Ack()
 
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
@@ -400,19 +402,19 @@ class Membership:
 
     def _settle(self, host: HostSpace) -> None:
         """The inventory is complete: objects it does not list are absent; the rest is free."""
-        extents: list[Extent] = []
-        for row in self._state.directory.rows_on_host(host.number):
-            extent = host.confirmed.get(row)
-            if extent is None:
-                self._forget_replica(row, host.number)
-            else:
-                extents.append(extent)
+        rows, offsets = self._state.directory.places_on_host(host.number)
+        # By columns: a host may have a million objects, and others are to be answered.
+        confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
+        lengths = np.fromiter(confirmed, np.uint64, len(rows))
+        for row in rows[lengths == 0].tolist():
+            self._forget_replica(row, host.number)
+        offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
         for row in self._state.directory.rows_on_disk(host.number):
             if host.confirmed_disk.get(row) != self._state.directory.version(row):
                 self._departures.lose_disk(row, host.number)
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
-        host.rebuild(extents)
+        host.rebuild(offsets, lengths)
         if not any(other.is_settled for other in self._state.hosts.values()):
             # Without any host leases meant nothing: other hosts that were cut off may be returning.
             for number in self._awaited.until_ms:
@@ -422,7 +424,7 @@ class Membership:
         host.stage = HostStage.READ_ONLY
         self._awaited.until_ms.pop(host.number, None)
         self._eviction.note_surplus()
-        logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
+        logger.info("event=host_joined host=%s objects=%d", host.name, len(offsets))
 
     def _forget_replica(self, row: int, host: int) -> None:
         """The copy is not there; nothing to wipe."""

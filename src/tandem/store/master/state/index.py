@@ -233,6 +233,12 @@ class Directory:
         """Return the rows that have a replica in the memory of ``host``."""
         return self._rows_on_host(host).tolist()
 
+    def places_on_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Return the rows that have a replica in the memory of ``host``, and its offset there."""
+        at = np.flatnonzero(view(self._replica_host) == host)
+        rows = view(self._replica_row)[at].astype(np.int64)
+        return rows, view(self._replica_offset)[at].astype(np.uint64)
+
     def rows_on_disk(self, host: int) -> list[int]:
         """Return the rows that are on the disk of ``host``."""
         return self._rows_on_host(host | _DISK).tolist()

@@ -6,11 +6,12 @@ futures of their waiters.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tandem._native import SegmentAllocator
 from tandem.core.clock import Clock
@@ -136,8 +137,8 @@ class HostSpace:
         """As ``is_known``, of its disk."""
         self.confirmed_disk: dict[int, int] = {}
         """Versions by row: objects on the disk according to the current inventory."""
-        self.confirmed: dict[int, Extent] = {}
-        """By row: present according to the current inventory."""
+        self.confirmed: dict[int, int] = {}
+        """By row: lengths of the extents that the current inventory has."""
         self.ledger = SpaceLedger()
         self.guarded: set[int] = set()
         """Offsets that another host copies from: not free before that has ended."""
@@ -278,20 +279,26 @@ class HostSpace:
                 del self._drops[offset]
                 self._finish_unwiped(dropped)
 
-    def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Make the allocator, with these taken, and what readers may still rely on.
+    def rebuild(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
+        """Make the allocator, with these extents taken, and what readers may still rely on.
 
         Raises: CorruptionError if they overlap.
         """
-        taken = sorted(extents)
-        known = {extent.offset for extent in taken}
         dropped = self.ledger.list_extents(Space.WIPING, Space.LEASED)
-        carried = [extent for extent in dropped if extent.offset not in known]
+        if dropped:
+            known = set(offsets.tolist())
+            dropped = [extent for extent in dropped if extent.offset not in known]
+        carried = dropped
+        columns = np.array(dropped, np.uint64).reshape(-1, 2)
         allocator = SegmentAllocator(self.capacity_bytes, granule_bytes=layout.GRANULE_BYTES)
         try:
-            _fill(allocator, sorted([*taken, *carried]))
+            _fill(
+                allocator,
+                np.concatenate([offsets, columns[:, 0]]),
+                np.concatenate([lengths, columns[:, 1]]),
+            )
         except CorruptionError:
-            _fill(allocator, taken)
+            _fill(allocator, offsets, lengths)
             carried = []
         kept = {extent.offset for extent in carried}
         self._drops = {offset: drop for offset, drop in self._drops.items() if offset in kept}
@@ -499,6 +506,11 @@ class HostSpace:
                 _settle(forget.done)
         self._is_forgetting = False
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether the space of any dropped object is not free yet."""
+        return bool(self._drops)
+
     def is_dropping(self, offset: int) -> bool:
         """Whether the object there has been dropped, and its space is not free yet."""
         return offset in self._drops
@@ -589,10 +601,13 @@ class HostSpace:
             dropped.going.end()
 
 
-def _fill(allocator: SegmentAllocator, extents: Sequence[Extent]) -> None:
-    offsets = np.array([extent.offset for extent in extents], dtype=np.uint64)
-    lengths = np.array([extent.length for extent in extents], dtype=np.uint64)
-    allocator.rebuild(offsets, lengths)
+def _fill(
+    allocator: SegmentAllocator,
+    offsets: npt.NDArray[np.uint64],
+    lengths: npt.NDArray[np.uint64],
+) -> None:
+    order = np.argsort(offsets, kind="stable")
+    allocator.rebuild(offsets[order], lengths[order])
 
 
 def _settle(future: "asyncio.Future[None]") -> None:
