@@ -31,6 +31,7 @@ __all__ = [
     "find_routing",
     "gives_whole_angles",
     "observe_attention",
+    "read_frequencies",
 ]
 
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh")
@@ -245,6 +246,26 @@ def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
     if "layer_type" in inspect.signature(forward).parameters:
         return forward(rotary, x, positions, attention.layer_type)
     return forward(rotary, x, positions)
+
+
+def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
+    """Return the inverse frequencies [r / 2] of a rotary embedding and its factor on cos and sin.
+
+    Args:
+        rotary: the skeleton's; its buffers are on the meta device.
+        layer_type: whose RoPE; empty where all layers have the same.
+
+    Raises: UnfitModuleError (it is not made like those of other families).
+    """
+    prefix = f"{layer_type}_" if layer_type else ""
+    try:
+        made = type(rotary)(rotary.config)
+        inv_freq: Tensor = getattr(made, f"{prefix}inv_freq")
+        return inv_freq.float(), float(getattr(made, f"{prefix}attention_scaling"))
+    except Exception as error:
+        # Whatever code of transformers raises.
+        what = f"{type(rotary).__name__} does not tell its frequencies: {error}"
+        raise UnfitModuleError(what) from error
 
 
 def gives_whole_angles(rotary: Any) -> bool:
