@@ -73,6 +73,9 @@ def make_odd(model_type: str, seed: int) -> Any:
     ropes = [_make_rope(draw, model_type, seed) for _ in WINDOWS]
     is_layered = any(isinstance(value, dict) for value in default["rope_parameters"].values())
     values["rope_parameters"] = dict(zip(WINDOWS, ropes, strict=True)) if is_layered else ropes[0]
+    if any(rope["rope_type"] == "dynamic" for rope in ropes) and values.get("sliding_window") == 1:
+        # Eager runs token by token then, and its cache keeps all of a window of one.
+        values["sliding_window"] = 2
     values["max_position_embeddings"] = draw.choice((NUM_TOKENS // 2, 4 * NUM_TOKENS))
     if "original_max_position_embeddings" in default:
         values["original_max_position_embeddings"] = 24
