@@ -39,7 +39,7 @@ def test_todays_kt_keys():
         ({"lora_rnak": 8}, ConfigError, "did you mean lora_rank"),
         ({"lora_rank": 0}, ConfigError, "lora_rank"),
         ({"lora_rank": "many"}, ConfigError, "lora_rank"),
-        ({"stage": "rm"}, UnsupportedError, "use sft or dpo"),
+        ({"stage": "rm"}, UnsupportedError, "use sft, dpo or pt"),
         ({"finetuning_type": "full"}, UnsupportedError, "use lora"),
         ({"quantization_bit": 4}, UnsupportedError, "expert_format"),
         ({"fp16": True}, UnsupportedError, "bf16"),

@@ -47,7 +47,7 @@ def make_odd(model_type: str, seed: int) -> Any:
         if name in default and not (model_type == "deepseek_v2" and name == "norm_topk_prob"):
             values[name] = not default[name] if seed == 0 else draw.random() < 0.5
     for name in ("tie_word_embeddings", "rope_interleave"):
-        if name in default or name == "rope_interleave" and model_type == "deepseek_v3":
+        if name in default or (name == "rope_interleave" and model_type == "deepseek_v3"):
             values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
     act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
     acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default[act]]

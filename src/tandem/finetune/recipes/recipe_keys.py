@@ -140,8 +140,8 @@ def _unnest(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(key: str, value: Any) -> None:
-    if key == "stage" and value not in ("sft", "dpo", None):
-        what = f"stage {value!r} is not built: use sft or dpo"
+    if key == "stage" and value not in ("sft", "dpo", "pt", None):
+        what = f"stage {value!r} is not built: use sft, dpo or pt"
     elif key == "pref_loss" and value not in (*PREFERENCE_LOSSES, None):
         what = f"pref_loss {value!r} is not built: use {', '.join(PREFERENCE_LOSSES)}"
     elif key == "finetuning_type" and value not in ("lora", None):
@@ -182,10 +182,6 @@ def _translate(
     elif key == "mix_strategy":
         if value != "concat":
             raise UnsupportedError(WHERE, f"{key} {value!r}: use concat", field=key)
-    elif key == "enable_thinking":
-        notes.append(
-            "enable_thinking: no effect here, answers are learned as the records have them"
-        )
     else:
         close = difflib.get_close_matches(key, [*known, *IGNORED], n=1)
         hint = f": did you mean {close[0]}?" if close else ": remove it"
