@@ -129,7 +129,8 @@ def test_a_template_that_moves_the_system_message_loses_turns(tokenizer):
     made = copy.deepcopy(tokenizer)
     made.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}[Q]"
-        "{% if loop.index0 >= messages|length - 2 + add_generation_prompt|int %}{{ messages[0].content }} {% endif %}{{ m.content }}[A]"
+        "{% if loop.index0 >= messages|length - 2 + add_generation_prompt|int %}"
+        "{{ messages[0].content }} {% endif %}{{ m.content }}[A]"
         "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
     )
     template = make_template(made, system="S")

@@ -76,6 +76,10 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "and dense MLPs; experts = routed experts, as in `all,experts`."
         ),
     ] = "all"
+    loraplus_lr_ratio: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Learning rate of B matrices over that of A (LoRA+); None = equal."),
+    ] = None
     use_rslora: Annotated[bool, Meta(description="Scale by alpha / sqrt(rank).")] = False
 
 

@@ -51,6 +51,23 @@ class EpochTrainer(Trainer):
 
     num_tokens = 0
     """Learned from so far, without padding."""
+    lr_ratio = 1.0
+    """Learning rate of the adapters' B matrices over that of A (LoRA+); set before training."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' optimizer, its groups split where A and B learn at other rates."""
+        optimizer: Any = super().create_optimizer(*args, **kwargs)
+        if self.lr_ratio != 1.0:
+            model: Any = self.model
+            is_b = {id(p): "lora_B" in name for name, p in model.named_parameters()}
+            groups = [
+                {**group, "params": params, "lr": group["lr"] * (self.lr_ratio if side else 1.0)}
+                for group in optimizer.param_groups
+                for side in (False, True)
+                if (params := [p for p in group["params"] if is_b[id(p)] == side])
+            ]
+            optimizer.param_groups[:] = groups
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return batches of the training examples."""

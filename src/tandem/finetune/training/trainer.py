@@ -147,6 +147,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
         LogCallback(folder),
     ]
     trainer = _make_trainer(recipe, model, arguments, tokenizer, data, callbacks)
+    trainer.lr_ratio = recipe.method.loraplus_lr_ratio or 1.0
     # It writes to standard output, which is the command's own.
     trainer.remove_callback(PrinterCallback)
     if has_bar:

@@ -38,6 +38,7 @@ from tandem.models.planning.probes import (
     UnfitModuleError,
     find_activation,
     find_expert_activation,
+    find_layer_type,
     find_norm_offset,
     find_routing,
     gives_whole_angles,
@@ -303,7 +304,7 @@ def build_rope(module: Any, context: BuildContext) -> Operator:
 
 def _find_rope_idx(module: Any, context: BuildContext) -> int:
     names = list_rope_names(context.config)
-    return 0 if names == [""] else names.index(module.layer_type)
+    return 0 if names == [""] else names.index(find_layer_type(module, context.config))
 
 
 def build_attention(module: Any, context: BuildContext) -> Attention:

@@ -27,6 +27,7 @@ __all__ = [
     "UnfitModuleError",
     "find_activation",
     "find_expert_activation",
+    "find_layer_type",
     "find_norm_offset",
     "find_routing",
     "gives_whole_angles",
@@ -75,7 +76,11 @@ def find_norm_offset(module: nn.Module) -> float:
     """
     generator = torch.Generator().manual_seed(0)
     made = _make_real(module, generator)
-    (weight,) = made.parameters()
+    parameters = dict(made.named_parameters())
+    weight = parameters.pop("weight", None)
+    if weight is None or parameters:
+        what = ", ".join(parameters) or "no weight"
+        raise UnfitModuleError(f"{type(module).__name__} has {what}: it is not an RMSNorm")
     x = torch.randn(3, len(weight), generator=generator)
     eps = getattr(made, "variance_epsilon", getattr(made, "eps", None))
     if eps is None:
@@ -244,8 +249,14 @@ def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
     forward = inspect.unwrap(type(rotary).forward)
     positions = torch.empty(1, 1, device="meta")
     if "layer_type" in inspect.signature(forward).parameters:
-        return forward(rotary, x, positions, attention.layer_type)
+        return forward(rotary, x, positions, find_layer_type(attention, rotary.config))
     return forward(rotary, x, positions)
+
+
+def find_layer_type(attention: Any, config: Any) -> str:
+    """Return which RoPE an attention takes; not every class keeps its own type."""
+    stated: str | None = getattr(attention, "layer_type", None)
+    return config.layer_types[attention.layer_idx] if stated is None else stated
 
 
 def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
