@@ -149,7 +149,7 @@ class TransferEngine:
         logger.warning(
             "tags of connections are made by HMAC-SHA256, %s: tcp takes several times as long as with "
             "GMAC; `tandem bench transfer --cases '*tags=*'` tells how much",
-            "as transfer.tags says" if tags == "hmac" else "since there is no libcrypto (OpenSSL)",
+            "as TransferConfig.tags says" if tags == "hmac" else "since there is no libcrypto (OpenSSL)",
         )
 
     @property
