@@ -23,8 +23,8 @@ core, which has halted, costs several times one on the same. So there are three 
 where the system puts them, ``cores=one`` with both on one core, ``cores=two`` with a core for each;
 rivals go where the system puts them.
 
-``tags=gmac|hmac`` is ours with keyed tags, as between two hosts; its baseline is ours without, between
-the same two processes.
+``tags=gmac|hmac`` is ours with keyed tags, as between two hosts; its baseline is ours without,
+between the same two processes.
 
 ``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
 the same over pyzmq.
@@ -154,9 +154,10 @@ class _Pair:
         self.remote = self.segment.buffer("buffer")
         self.plain = self.segment.buffer("plain")
         self.local = self.engine.allocate(buffer_bytes)
+        self.array = self.local.array
         chunk = np.random.default_rng(0).integers(0, 256, min(buffer_bytes, 2**26), np.uint8)
         for at in range(0, buffer_bytes, len(chunk)):
-            self.local.array[at : at + len(chunk)] = chunk
+            self.array[at : at + len(chunk)] = chunk
         self.scratch = np.ones(min(buffer_bytes, 2**28), np.uint8)
         self.socket = socket.create_connection(("127.0.0.1", int(line[1])))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -202,15 +203,13 @@ class _Pair:
         first, second, *_ = sorted(os.sched_getaffinity(0))
         return on_cores({os.getpid(): first, self.child.pid: first if cores == "one" else second})
 
-    def with_tags(
-        self, stack: contextlib.ExitStack, tags: Literal["always", "hmac"]
-    ) -> "_Pair":
+    def with_tags(self, stack: contextlib.ExitStack, tags: Literal["always", "hmac"]) -> "_Pair":
         """Return the same two processes and memory over connections with tags; see ``tags``."""
         other = copy.copy(self)
         other.engine = TransferEngine(TransferConfig(secret=self.secret, tags=tags))
         stack.callback(other.engine.close, deadline_s=5)
         other.segment = other.engine.open(self.address)
-        other.local = other.engine.register(self.local.array)
+        other.local = other.engine.register(self.array)
         return other
 
     def close(self) -> None:
@@ -450,7 +449,7 @@ def _make_kv_case(
 
 
 def _make_call_case(pair: _Pair, size: int) -> BenchCase:
-    payload = pair.local.array[:size].tobytes()
+    payload = pair.array[:size].tobytes()
 
     def call() -> bytes:
         return pair.engine.call(pair.segment, payload)
@@ -549,13 +548,13 @@ class _Comparison:
             if self._transport == "tcp":
                 pair.move_plain(self._op, to, part)
             else:
-                np.copyto(pair.scratch[to : to + part], pair.local.array[at : at + part])
+                np.copyto(pair.scratch[to : to + part], pair.array[at : at + part])
             at, left = at + part, left - part
 
     def check(self) -> str:
         pair = self._pair
         end = max(at + size for at, size in self._parts)
-        view = pair.local.array[:end]
+        view = pair.array[:end]
         moved = np.zeros(end, bool)
         for at, size in self._parts:
             moved[at : at + size] = True

@@ -123,9 +123,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tags: Annotated[
         Literal["auto", "always", "hmac", "never"],
         Meta(
-            description="Keyed tags on tcp, which make what is sent authentic; auto = on connections "
-            "that leave the host; hmac = always, and by HMAC-SHA256 where GMAC would do; never = "
-            "only where the peer asks."
+            description="Keyed tags on tcp, which make what is sent authentic; auto = on "
+            "connections that leave the host; hmac = always, and by HMAC-SHA256 where GMAC would "
+            "do; never = only where the peer asks."
         ),
     ] = "auto"
 

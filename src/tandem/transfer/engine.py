@@ -147,9 +147,11 @@ class TransferEngine:
             return
         self._has_warned = True
         logger.warning(
-            "tags of connections are made by HMAC-SHA256, %s: tcp takes several times as long as with "
-            "GMAC; `tandem bench transfer --cases '*tags=*'` tells how much",
-            "as TransferConfig.tags says" if tags == "hmac" else "since there is no libcrypto (OpenSSL)",
+            "tags of connections are made by HMAC-SHA256, %s: tcp takes several times as long as "
+            "with GMAC; `tandem bench transfer --cases '*tags=*'` tells how much",
+            "as TransferConfig.tags says"
+            if tags == "hmac"
+            else "since there is no libcrypto (OpenSSL)",
         )
 
     @property

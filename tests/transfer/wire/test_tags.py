@@ -1,10 +1,9 @@
 """Tags: nothing that somebody on the path has made or moved is believed, stored or confirmed.
 
-Goal: with tags on, no byte of a slice, no call, answer or notification but the genuine ones, once and
-in their order; sides that cannot agree on tags refuse each other by name; and connections that leave
-the host have tags without being asked. Method: engines on loopback that are told to use tags, and a
-proxy that reads every record, alters, doubles, drops, swaps, cuts, mixes and reflects them, makes
-right whatever needs no key, and does so for as long as a transfer may last.
+Goal: with tags on, no byte of a slice, no call and no answer but the genuine ones, once and in their
+order; sides that cannot agree on tags refuse each other by name. Method: engines on loopback that
+are told to use tags, and a proxy that reads every record, alters, doubles, drops, swaps, cuts, mixes
+and reflects them, makes right whatever needs no key, and does so for as long as a transfer may last.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ NBYTES = 200_000
 
 def flip_payload(_: Way, record: bytes) -> list[bytes]:
     body = bytearray(record[8:-16])
-    # Of a frame without a payload the number of bytes that were asked for: its check sum is made right.
+    # Of a frame without a payload, the bytes that were asked for: its check sum is made right.
     body[-1 if len(body) != wire.FRAME_HEADER else 32] ^= 1
     return [rebuild(record, bytes(body))]
 
@@ -97,7 +96,8 @@ def make_splice(proxy: RecordProxy):
 ATTACKS = {
     function.__name__: function
     for function in (
-        flip_payload, flip_number_of_call, flip_offset, cut_short, replay, drop, swap, reflect, inject,
+        flip_payload, flip_number_of_call, flip_offset, cut_short, replay, drop, swap, reflect,
+        inject,
     )
 }  # fmt: skip
 
@@ -253,6 +253,7 @@ def test_sides_that_have_no_tags_are_refused_by_name(world):
     assert struct.unpack_from("<HHH", challenge) == (0, 5, 5)
     with raw.listen() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
+
         def serve() -> None:
             with RawPeer(listener.accept()[0]) as peer:
                 peer.refuse_versions(SECRET, 1, 4)
