@@ -1,9 +1,10 @@
 """Tags: nothing that somebody on the path has made or moved is believed, stored or confirmed.
 
-Goal: with tags on, no byte of a slice, no call and no answer but the genuine ones, once and in their
-order; sides that cannot agree on tags refuse each other by name. Method: engines on loopback that
-are told to use tags, and a proxy that reads every record, alters, doubles, drops, swaps, cuts, mixes
-and reflects them, makes right whatever needs no key, and does so for as long as a transfer may last.
+Goal: with tags on, no byte of a slice, no call and no answer but the genuine ones, once and in
+their order; sides that cannot agree on tags refuse each other by name. Method: engines on loopback
+that are told to use tags, and a proxy that reads every record, alters, doubles, drops, swaps, cuts,
+mixes and reflects them, makes right whatever needs no key, and does so for as long as a transfer
+may last.
 """
 
 import contextlib
