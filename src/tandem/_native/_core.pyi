@@ -624,6 +624,10 @@ class RailStatus:
         """Learnt."""
 
     @property
+    def tags(self) -> str:
+        """Kind of the tags of its connection, gmac or hmac; empty: it has none."""
+
+    @property
     def predicted_s(self) -> float:
         """Until what it has now would be moved."""
 
@@ -751,13 +755,16 @@ def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool
     for as long as polling pays. True: it is readable.
     """
 
+def has_gmac() -> bool:
+    """Whether a libcrypto was found whose GMAC is right."""
+
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
 
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, tags: str = 'auto', file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool, fd: int = -1, file_offset: int = 0) -> int: ...
 
@@ -799,6 +806,10 @@ class TransferCore:
     @property
     def quota_rates(self) -> list[float]:
         """Bytes per second that each NIC gives us now; infinity: not held."""
+
+    @property
+    def num_refused_records(self) -> int:
+        """Of peers' records: altered on the way. Each ended its connection."""
 
     @property
     def batch_counters(self) -> BatchCounters: ...
