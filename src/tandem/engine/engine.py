@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import (
+    CapacityError,
     ConfigError,
     InternalError,
     NotFoundError,
@@ -514,6 +515,7 @@ class Engine:
             plan = self._scheduler.schedule(now_s)
             self._timelines.note_plan(plan, now_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+            outputs += [self._end_starved(request) for request in plan.starved]
         if self._transfers is not None:
             self._transfers.begin(plan)
         if plan.is_empty:
@@ -737,10 +739,17 @@ class Engine:
             self._forget(live)
         return output
 
+    def _end_starved(self, request: Request) -> RequestOutput:
+        failure = CapacityError(
+            "engine.step", "the machine has had no memory for the request's KV: try again later"
+        )
+        logger.error("event=memory_short request=%s error=%s", request.request_id, failure)
+        return self._end(self._live[request.request_id], failure)
+
     def _end(
         self,
         live: _Live,
-        failure: InternalError | None = None,
+        failure: TandemError | None = None,
         taken: Sequence[SampledToken] = (),
     ) -> RequestOutput:
         """Make the last output of a request that has ended.

@@ -89,13 +89,13 @@ class Admission:
             committed += state.count_largest()
         if committed and committed + state.count_full_length(request) > state.pool.num_blocks:
             return False
-        available = state.count_available() - state.index.count_evictable(match)
         if state.running:
             needed = state.count_lookahead(request) + reserved
         else:
             # Alone it can have every block, so its first chunk decides: no endless wait.
             needed = state.count_blocks(min(match.num_tokens + budget, request.num_tokens))
-        return needed - len(match.nodes) <= available
+        needed -= len(match.nodes)
+        return needed <= state.count_available(needed) - state.index.count_evictable(match)
 
     def _start(
         self, plan: StepPlan, request: Request, match: PrefixMatch, budget: int, now_s: float

@@ -50,6 +50,13 @@ class Lifecycle:
             )
         # A request that the next step admits does not wait, so free slots count as room.
         limit = state.config.max_running + state.config.max_queue
+        num_blocks = state.count_blocks(request.num_tokens)
+        if num_blocks > state.pool.num_blocks:
+            raise CapacityError(
+                "engine.add",
+                f"the prompt takes {num_blocks} blocks, and the machine has memory for "
+                f"{state.pool.num_blocks} now: try again later",
+            )
         if len(state.requests) >= limit:
             raise CapacityError(
                 "engine.add",
@@ -84,7 +91,7 @@ class Lifecycle:
         if request.is_scheduled:
             request.queue.is_cancelled = True
         else:
-            self._finish(request, FinishReason.CANCELLED, None)
+            self.finish(request, FinishReason.CANCELLED, None)
         return True
 
     def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
@@ -115,7 +122,7 @@ class Lifecycle:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
             if not request.is_finished and not request.is_scheduled:
-                self._finish(request, FinishReason.DEADLINE, now_s)
+                self.finish(request, FinishReason.DEADLINE, now_s)
                 expired.append(request)
         return expired
 
@@ -153,7 +160,7 @@ class Lifecycle:
                 self._advance(sequence)
                 reason = self._take_tokens(sequence, token_ids, reason, now_s)
             if reason is not None:
-                self._finish(request, reason, now_s)
+                self.finish(request, reason, now_s)
                 ended.append(request)
         return ended
 
@@ -216,7 +223,8 @@ class Lifecycle:
             return FinishReason.DEADLINE
         return None
 
-    def _finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
+    def finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
+        """End a live request that is in no plan in flight; its blocks are released."""
         state = self._state
         if reason is FinishReason.PREFILLED:
             assert now_s is not None, f"request {request.request_id} is prefilled between steps"

@@ -72,6 +72,10 @@ class LoadPlanning:
             keys = self._choose_from_tiers(request, match, room, now_s)
             if not keys:
                 return []
+        was_short = state.pool.is_short
+        state.pool.reserve(len(keys))
+        if state.pool.is_short and not was_short:
+            return []  # The room was counted before the memory ran out; the next plan counts anew.
         state.index.acquire(match)
         fresh = state.allocate(len(keys))
         loads = state.loads.start(request, match, keys, fresh)

@@ -72,7 +72,7 @@ class RunningPlanner:
         num_blocks = state.count_blocks(end) - num_held
         if num_blocks <= 0:
             return num_tokens
-        available = state.count_available()
+        available = state.count_available(num_blocks)
         if num_blocks > available:
             room = (num_held + available) * state.config.block_size - request.num_planned_tokens
             if room <= 0:

@@ -17,6 +17,8 @@ Rules that everything below serves:
   nor those ahead in the queue need next, and never so many that a running request could not reach
   its full length. So a load delays no decode. Its blocks are free when the transfer into them has
   ended, not before; those of a prefill that is held, when the hold or its lease ends.
+- Blocks for which the machine lacks memory count as not there. Requests wait for it; when it comes
+  too late for the most urgent one, that one ends, and the next has its blocks.
 - With ``engine.overlap`` one plan may be made while the step before it runs. It counts on that
   step's tokens without knowing them; ``settle`` takes out the requests that the step has ended.
 
@@ -41,6 +43,12 @@ from tandem.engine.scheduling.running import RunningPlanner
 from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 
 __all__ = ["ScheduledSequence", "Scheduler", "SchedulerStats", "StepPlan"]
+
+MEMORY_RETRY_S = 1.0
+"""Between attempts to get memory that the machine lacked."""
+
+MEMORY_PATIENCE_S = 30.0
+"""Time in which nothing could be computed for lack of memory, before a request ends."""
 
 
 class Scheduler:
@@ -76,6 +84,8 @@ class Scheduler:
         self._load_planning = LoadPlanning(self._state, self._admission)
         self._max_in_flight = 2 if config.overlap == "on" else 1
         self._was_prefill_step = False
+        self._retry_s = -math.inf
+        self._starved_since_s: float | None = None
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -108,7 +118,8 @@ class Scheduler:
         Raises:
             ConfigError: the prompt is empty, or too long for the context or for all the blocks.
             ConflictError: a live request has this id, or one whose blocks are held.
-            CapacityError: ``max_running + max_queue`` requests are live.
+            CapacityError: ``max_running + max_queue`` requests are live, or the machine lacks
+                memory for the prompt.
         """
         self._lifecycle.add(request)
         self._state.wake_s = -math.inf
@@ -236,6 +247,9 @@ class Scheduler:
             raise ConflictError(
                 "engine.schedule", f"{len(state.in_flight)} plans in flight: complete one first"
             )
+        if state.pool.is_short and self._retry_s <= now_s:
+            state.pool.retry()
+            self._retry_s = now_s + MEMORY_RETRY_S
         plan = StepPlan(expired=self._lifecycle.expire(now_s))
         state.holds.expire(now_s)
         self._load_planning.plan_loads(plan, now_s)
@@ -249,6 +263,7 @@ class Scheduler:
                     self._running.plan_decodes(plan)
             case "decode_first":
                 self._plan_decode_first(plan, now_s)
+        self._end_starved(plan, now_s)
         if not plan.is_empty:
             state.in_flight.append(plan)
         plan.dropped = state.loads.take_dropped()
@@ -268,11 +283,13 @@ class Scheduler:
         return self._lifecycle.settle(plan)
 
     def _find_wake_s(self, plan: StepPlan, now_s: float) -> float:
-        if plan.sequences or plan.loads or plan.expired:
+        if plan.sequences or plan.loads or plan.expired or plan.starved:
             return -math.inf
         state = self._state
         # Nothing can be done now: all wait for transfers, until one of these moments.
         wake_s = min(self._lifecycle.next_deadline_s, state.holds.next_end_s)
+        if state.pool.is_short and state.requests:
+            wake_s = min(wake_s, self._retry_s)
         for request in state.loading:
             wake_s = min(wake_s, request.load.wait_until_s)
         for request in state.waiting:
@@ -282,6 +299,21 @@ class Scheduler:
                 if moment_s > now_s:
                     wake_s = min(wake_s, moment_s)
         return wake_s
+
+    def _end_starved(self, plan: StepPlan, now_s: float) -> None:
+        """End a request if the lack of memory has kept everything from being computed too long."""
+        state = self._state
+        is_idle = not (plan.sequences or plan.loads or state.loading or state.in_flight)
+        if not (state.pool.is_short and is_idle and (state.running or state.waiting)):
+            self._starved_since_s = None
+        elif self._starved_since_s is None:
+            self._starved_since_s = now_s
+        elif now_s - self._starved_since_s >= MEMORY_PATIENCE_S:
+            # The others have yielded their blocks to the most urgent one, and may need fewer.
+            request = (state.running or state.waiting)[0]
+            self._lifecycle.finish(request, FinishReason.ERROR, now_s)
+            plan.starved.append(request)
+            self._starved_since_s = None
 
     def _plan_prefills(self, plan: StepPlan, now_s: float) -> None:
         """Continue started prefills, then admit waiting requests, as far as the budget goes."""

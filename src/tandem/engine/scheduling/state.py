@@ -112,8 +112,12 @@ class SchedulerState:
         """Return the blocks that so many tokens take."""
         return -(-num_tokens // self.config.block_size)
 
-    def count_available(self) -> int:
-        """Return the blocks that can be allocated, evicting cached ones."""
+    def count_available(self, num_wanted: int = 0) -> int:
+        """Return the blocks that can be allocated, evicting cached ones.
+
+        Memory is reserved for ``num_wanted`` of them, or all that are free.
+        """
+        self.pool.reserve(num_wanted)
         return self.pool.num_free + self.pool.num_cached
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
