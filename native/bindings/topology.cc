@@ -35,7 +35,9 @@ void bind_cpu_features(nb::module_& module) {
       .def_ro("amx_int8", &CpuFeatures::amx_int8)
       .def_ro("amx_bf16", &CpuFeatures::amx_bf16)
       .def_ro("amx_blocker", &CpuFeatures::amx_blocker,
-              "Why AMX is unusable although the CPU has it; empty otherwise.");
+              "Why AMX is unusable although the CPU has it; empty otherwise.")
+      .def_ro("cap", &CpuFeatures::cap,
+              "The level of `cap_isa` that hides wider ones; empty for none.");
   module.def("cpu_features", &cpu_features, nb::rv_policy::reference,
              "Detect once; on a CPU with AMX this asks the kernel for the use of tiles.");
 }

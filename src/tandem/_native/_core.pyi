@@ -81,6 +81,10 @@ class CpuFeatures:
     def amx_blocker(self) -> str:
         """Why AMX is unusable although the CPU has it; empty otherwise."""
 
+    @property
+    def cap(self) -> str:
+        """The level of `cap_isa` that hides wider ones; empty for none."""
+
 def cpu_features() -> CpuFeatures:
     """
     Detect once; on a CPU with AMX this asks the kernel for the use of tiles.
@@ -620,6 +624,10 @@ class RailStatus:
         """Learnt."""
 
     @property
+    def tags(self) -> str:
+        """Kind of the tags of its connection, gmac or hmac; empty: it has none."""
+
+    @property
     def predicted_s(self) -> float:
         """Until what it has now would be moved."""
 
@@ -747,13 +755,16 @@ def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool
     for as long as polling pays. True: it is readable.
     """
 
+def has_gmac() -> bool:
+    """Whether a libcrypto was found whose GMAC is right."""
+
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
 
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, tags: str = 'auto', file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool, fd: int = -1, file_offset: int = 0) -> int: ...
 
@@ -797,6 +808,10 @@ class TransferCore:
         """Bytes per second that each NIC gives us now; infinity: not held."""
 
     @property
+    def num_refused_records(self) -> int:
+        """Of peers' records: altered on the way. Each ended its connection."""
+
+    @property
     def batch_counters(self) -> BatchCounters: ...
 
     def set_faults(self, transport: str, *, seed: int, drop: float, corrupt: float, duplicate: float, reorder: float, delay: float, delay_s: float, is_dead: bool) -> None: ...
@@ -835,6 +850,17 @@ class TransferCore:
     def is_forked(self) -> bool: ...
 
     def bytes_copied(self, transport: str) -> int: ...
+
+def cap_isa(isa: str) -> None:
+    """
+    Use no kernels, and report no CPU features, above an instruction set; before the first use.
+
+    Args:
+        isa: `plain`, `avx2`, `avx512_bw`, `avx512_vnni`, `avx512_bf16` or `amx`.
+
+    Raises: ConfigError (unknown); UnsupportedError (neither of this machine nor of this build);
+        ConflictError (features were read under another cap).
+    """
 
 def kernel_isas() -> list[str]:
     """

@@ -152,6 +152,8 @@ class RunningServer:
     def __init__(self, server: uvicorn.Server, context: ServerContext, url: str, port: int) -> None:
         self.url = url
         self.port = port
+        self.is_interrupted = False
+        """Whether Ctrl-C, and no other signal, began its end."""
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
@@ -166,6 +168,11 @@ class RunningServer:
         # uvicorn's own forced exit skips the lifespan's end and logs a traceback for it.
         if self._abort is None:
             self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
+
+    def interrupt(self) -> None:
+        """As ``stop``, noting that it was Ctrl-C."""
+        self.is_interrupted = self.is_interrupted or self._drain is None
+        self.stop()
 
     async def _abort_and_exit(self) -> None:
         await self._context.lifecycle.abort(None)
@@ -256,8 +263,8 @@ def _signals(running: RunningServer) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, running.stop)
+    loop.add_signal_handler(signal.SIGTERM, running.stop)
+    loop.add_signal_handler(signal.SIGINT, running.interrupt)
     try:
         yield
     finally:

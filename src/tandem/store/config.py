@@ -235,19 +235,19 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "store.configure",
                 f"memory {self.memory!r} is not from {MIN_SEGMENT_BYTES >> 10} KiB to "
-                f"{MAX_SEGMENT_BYTES >> 30} GiB",
+                f"{MAX_SEGMENT_BYTES >> 30} GiB: give one such as 1GiB",
                 field="store.memory",
             )
         if not Path(self.segment_dir).is_absolute():
             raise ConfigError(
                 "store.configure",
-                f"segment_dir {self.segment_dir!r} is not an absolute path",
+                f"segment_dir {self.segment_dir!r} is not an absolute path: begin it with /",
                 field="store.segment_dir",
             )
         if self.ssd_dir and not Path(self.ssd_dir).is_absolute():
             raise ConfigError(
                 "store.configure",
-                f"ssd_dir {self.ssd_dir!r} is not an absolute path",
+                f"ssd_dir {self.ssd_dir!r} is not an absolute path: begin it with /",
                 field="store.ssd_dir",
             )
         if self.secret is not None and len(self.secret.encode()) < 16:

@@ -5,7 +5,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
+from tandem.cli.extras import require_serve
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.adapter import read_sources
 from tandem.core.errors import ConfigError, PermissionDeniedError
@@ -21,6 +22,9 @@ from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.config import EngineConfig
 from tandem.engine.memory import check_context
 from tandem.store.config import StoreConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.process.launcher import ProcessLauncher
 
 __all__ = ["serve"]
 
@@ -51,6 +55,7 @@ def serve(
     if dry_run:
         _show_plan(settings, json=json)
         return
+    require_serve()
     configure_logging("server", log_level)
     asyncio.run(_serve(settings, log_level, json=json))
 
@@ -104,6 +109,22 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 
 
 async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
+    from tandem.engine.process.launcher import ProcessLauncher
+
+    async with contextlib.AsyncExitStack() as opened:
+        # Instances import torch and transformers, most of a start, while this process imports the
+        # server and checks what is cheap to check.
+        launchers: list[ProcessLauncher] = []
+        for _ in range(settings.cluster.num_instances):
+            launchers.append(ProcessLauncher())
+            opened.push_async_callback(launchers[-1].close)
+            await launchers[-1].prepare()
+        await _serve_with(launchers, settings, log_level, json=json)
+
+
+async def _serve_with(
+    launchers: "list[ProcessLauncher]", settings: Config, log_level: str, *, json: bool
+) -> None:
     from tandem.engine.cluster.client import ClusterClient, make_specs
     from tandem.engine.process.instance import InstanceSpec
     from tandem.engine.process.store_child import StoreChild
@@ -151,6 +172,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 settings.cluster,
                 on_stage=on_stage,
                 is_staggered=may_write_cache(settings.model.packed_cache, folder),
+                make_launcher=iter(launchers).__next__,
             )
             engine = await opened.enter_async_context(cluster)
             app = build_app(
@@ -175,6 +197,9 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 await serving
                 if announcing.done():
                     announcing.result()
+                elif (await started).is_interrupted:
+                    # It has served nobody: the command was broken off.
+                    raise KeyboardInterrupt
             finally:
                 announcing.cancel()
                 await asyncio.gather(announcing, return_exceptions=True)

@@ -183,6 +183,13 @@ def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> Non
     damaged += [(row.name, name) for row in status.hosts for name in row.damaged]
     for owner, name in damaged:
         sys.stdout.write(f"damaged on {owner}: {name}\n")
+    if status.num_tombstones:
+        sys.stdout.write(f"{status.num_tombstones} removals are kept for hosts that are away\n")
+    if not status.is_roster_complete:
+        sys.stdout.write(
+            "the list of hosts was lost: removals are kept for hosts that may be missing from it "
+            "(`tandem store set-floor`)\n"
+        )
 
 
 def _disk_columns(disk: "DiskStatus | None") -> tuple[object, ...]:
@@ -243,6 +250,37 @@ def retire(
         print_json({"host": name, "stage": "retired"})
     else:
         sys.stdout.write(f"{name} is retired\n")
+
+
+@app.command("set-floor")
+@with_config_flags(STORE_SETTINGS)
+def set_floor(
+    yes: Annotated[bool, typer.Option(help="Do it, instead of telling what it drops.")] = False,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Drop, when they come, the objects of hosts that a lost list of hosts does not name."""
+    with _connect(config, flags) as client:
+        told = client.set_floor(dry_run=not yes)
+    if json:
+        print_json(told)
+        return
+    named = ", ".join(told.hosts) if told.hosts else "none"
+    sys.stdout.write(f"hosts that keep all they have: {named}\n")
+    if yes:
+        sys.stdout.write(
+            f"floor set at version {told.version}: what any other host has of before is dropped "
+            "when it comes\n"
+        )
+    elif told.is_complete:
+        sys.stdout.write("the list of hosts is complete: nothing is kept for others\n")
+    else:
+        sys.stdout.write(
+            f"{told.num_tombstones} removals are kept for hosts that may be missing here. With "
+            "--yes every object that such a host still has, removed or not, is dropped when it "
+            "comes: start the hosts that you miss before\n"
+        )
 
 
 def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:

@@ -174,7 +174,8 @@ class InstanceSupervisor:
             watch.cancel()
             await asyncio.gather(session, watch, return_exceptions=True)
             self._session, self._info = None, None
-            await child.end(is_lost=is_lost)
+            # One that still loads has nothing to finish.
+            await child.end(is_lost=is_lost or not self._was_ready)
             exited.cancel()
             self._child = None
 
