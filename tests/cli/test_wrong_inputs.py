@@ -8,6 +8,7 @@ import http.server
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ import typer
 from tandem.cli import main as cli
 from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, STORE_SETTINGS, Config
 from tandem.core.config import list_fields
+from tandem.engine.cluster.client import ClusterClient
+from tandem.engine.process.store_child import StoreChild
 from terminal import Terminal
 
 
@@ -47,11 +50,11 @@ def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):
         f.path for f in list_fields(Config)
     }
     # The brackets of a default are text, not markup.
-    assert "[/dev/shm/tandem]" in full
+    assert "[/dev/shm/tandem-{uid}]" in full
     assert {f.path for f in list_fields(Config)} >= STORE_SETTINGS | set(SHORT_NAMES)
 
 
-def make_broken_inputs(tmp_path):
+def make_broken_inputs(tmp_path, busy):
     """Arguments that are wrong, and words that the one line about them must have."""
     empty = tmp_path / "empty"
     empty.mkdir(mode=0o700)
@@ -63,6 +66,8 @@ def make_broken_inputs(tmp_path):
     (alien / "config.json").write_text(json.dumps({"model_type": "alien"}))
     binary = tmp_path / "c.yaml"
     binary.write_bytes(b"\xff\xfe: [")
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 40)
     fast = "--rpc.connect-timeout-ms=200"
     master = f"--store.master=ipc://{empty}/m"
     return [
@@ -89,6 +94,10 @@ def make_broken_inputs(tmp_path):
         (["serve", "demo", "--store.memory", "900GiB"], "512 GiB"),
         (["serve", "demo", "--store.memory", "1GiB", "--store.master", "h:1"], "one of the two"),
         (["serve", "demo", "--store.ssd-dir", str(empty)], "give store.memory"),
+        (["serve", "demo", "--store.master", "127.0.0.1:9"], "--store.secret"),
+        (["serve", "demo", "--max-model-len", "9999999"], "lower --max-model-len"),
+        (["serve", "demo", "--port", str(busy.getsockname()[1])], "Address already in use"),
+        (["doctor", "--peer", "127.0.0.1:1", "--secret-file", str(secret)], "tried the transfer"),
         (["serve", "demo", "--prefill", "1", "--decode", "0"], "at least one of both"),
         (["serve", "demo", "--unified", "1", "--prefill", "1", "--decode", "1"], "one of the two"),
         (["store", "host", "--store.ssd-dir", str(binary / "ssd"), master, fast], "c.yaml"),
@@ -121,7 +130,19 @@ def make_broken_inputs(tmp_path):
 def test_wrong_inputs_are_answered_in_words(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for arguments, words in make_broken_inputs(tmp_path):
+    monkeypatch.setattr(StoreChild, "__aenter__", _fail_to_start)
+    monkeypatch.setattr(ClusterClient, "__aenter__", _fail_to_start)
+    busy = socket.create_server(("127.0.0.1", 0))
+    with busy:
+        _check_answers(run, make_broken_inputs(tmp_path, busy))
+
+
+async def _fail_to_start(_):
+    pytest.fail("a process was started for a setting that is wrong")
+
+
+def _check_answers(run, broken_inputs):
+    for arguments, words in broken_inputs:
         status, out, err = run(*arguments)
         assert words in re.sub(r"\W*\n\W*", " ", out + err), (arguments, out, err)
         assert status != 0, arguments

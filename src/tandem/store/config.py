@@ -1,5 +1,6 @@
 """Settings of the store."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -114,8 +115,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(ge=MIN_SEGMENT_BYTES, le=MAX_SEGMENT_BYTES, description="Memory that a host offers."),
     ] = 2**30
     segment_dir: Annotated[
-        str, Meta(description="Folder of the segment files, on tmpfs or hugetlbfs; 0700.")
-    ] = "/dev/shm/tandem"  # noqa: S108 - made 0700 and checked before use
+        str,
+        Meta(
+            description="Folder of the segment files, on tmpfs or hugetlbfs; 0700. {uid} stands "
+            "for the user's number."
+        ),
+    ] = "/dev/shm/tandem-{uid}"  # noqa: S108 - made 0700 and checked before use
     ssd_dir: Annotated[
         str, Meta(description="Folder of a host's SSD tier, its own alone (0700); empty = none.")
     ] = ""
@@ -206,6 +211,11 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return 0
         unit = self.memory[len(number) :].strip()
         return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def segment_folder(self) -> Path:
+        """``segment_dir`` with the user's number in it: users share a machine, not a folder."""
+        return Path(self.segment_dir.replace("{uid}", str(os.geteuid())))
 
     def __repr__(self) -> str:
         """Show the settings without the secret."""

@@ -220,6 +220,7 @@ class Instance:
             TierCounters() if self._tier is None else self._tier.counters,
             block_size=self._info.block_size,
             reads=None if self._exchange is None else self._exchange.counters,
+            store_state=None if self._tier is None else self._tier.state,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
