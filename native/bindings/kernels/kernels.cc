@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/kernels/packed_arrays.h"
+#include "base/machine/cpu_features.h"
 #include "bindings/status.h"
 #include "bindings/kernels/tensor_view.h"
 #include "kernels/experts/experts.h"
@@ -263,6 +264,17 @@ void multiply_registers(const ExpertBank& bank, ThreadPool& pool, uint64_t num_m
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
+  module.def(
+      "cap_isa",
+      [](const std::string& isa) {
+        raise_if_error(cap_cpu_features(isa));
+        take(choose_isa(isa));
+      },
+      "isa"_a,
+      "Use no kernels, and report no CPU features, above an instruction set; before the first use.\n\n"
+      "Args:\n    isa: `plain`, `avx2`, `avx512_bw`, `avx512_vnni`, `avx512_bf16` or `amx`.\n\n"
+      "Raises: ConfigError (unknown); UnsupportedError (neither of this machine nor of this build);\n"
+      "    ConflictError (features were read under another cap).");
   module.def(
       "kernel_isas",
       [] {
