@@ -94,12 +94,13 @@ class Resolved(msgspec.Struct, Generic[T], frozen=True):
     """Path to ``default``, ``file NAME``, ``env NAME`` or ``flag NAME``."""
 
 
-def list_fields(root: type[msgspec.Struct]) -> list[ConfigField]:
+@functools.cache
+def list_fields(root: type[msgspec.Struct]) -> tuple[ConfigField, ...]:
     """Return every leaf setting below ``root``, in order of declaration.
 
     Raises: AssertionError if a field lacks a description, which is our bug.
     """
-    return list(_walk_fields(root, ""))
+    return tuple(_walk_fields(root, ""))
 
 
 def resolve_config(

@@ -43,7 +43,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "relaxed"
     max_model_len: Annotated[
-        int, Meta(ge=0, description="Prompt and output tokens of a request; 0 = the model's own.")
+        int,
+        Meta(
+            ge=0,
+            description="Prompt and output tokens of a request; 0 = the model's own, or what fits.",
+        ),
     ] = 0
     max_batch_tokens: Annotated[
         int,

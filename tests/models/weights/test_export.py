@@ -179,6 +179,8 @@ def test_a_full_disk_is_told(moe, tmp_path, monkeypatch):
 def test_what_no_layout_has_is_refused(moe, tmp_path, checkpoint):
     with pytest.raises(UnsupportedError, match="gpt-oss"):
         export_checkpoint(moe, "mxfp4", tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="use bf16"):
+        export_checkpoint(moe, "f32", tmp_path / "out")
     with pytest.raises(ConfigError, match="int3"):
         export_checkpoint(moe, "int3", tmp_path / "out")
     with pytest.raises(UnsupportedError, match="in one tensor"):

@@ -21,7 +21,7 @@ from rich.table import Table
 from tandem import __version__
 from tandem.cli.output import JsonFlag, format_bytes, print_json
 from tandem.core.config import MAX_ISA, list_library_caps
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.transfer.probes import TransportReport, probe_transports
 
 if TYPE_CHECKING:
@@ -420,7 +420,8 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
         address: ``host:port``.
         secret_file: holds the cluster's secret; a line break at the end is not part of it.
 
-    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``.
+    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``, with what was
+        tried.
     """
     from tandem.transfer import TransferConfig, TransferEngine
     from tandem.transfer.measure import measure_path
@@ -430,7 +431,14 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("doctor.peer", f"{secret_file}: {error}", field="secret_file") from error
     with TransferEngine(TransferConfig(name="doctor", secret=secret)) as engine:
-        return measure_path(engine, address)
+        try:
+            return measure_path(engine, address)
+        except TandemError as error:
+            what = (
+                f"tried the transfer engine at {address} over tcp, with the secret of "
+                f"{secret_file}: {error.what}"
+            )
+            raise type(error)("doctor.peer", what, field=error.field) from error
 
 
 def render_path(report: "PathReport") -> Table:

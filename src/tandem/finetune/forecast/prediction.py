@@ -12,6 +12,7 @@ import msgspec
 from tandem._native import read_topology, recommend_threads
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.finetune.data.dataset import prepare_data
 from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
@@ -22,7 +23,6 @@ from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
     make_lora_config,
-    prepare_data,
 )
 from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import open_checkpoint
