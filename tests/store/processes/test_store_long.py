@@ -15,6 +15,7 @@ import pytest
 from store_cluster import Child, Cluster
 
 from tandem.core.errors import NotFoundError, TandemError
+from tandem.rpc import RpcConfig
 from tandem.store import PutOptions, StoreClient
 
 pytestmark = pytest.mark.long
@@ -181,7 +182,11 @@ def test_reads_are_linearizable_per_key_under_kills_and_stops(tmp_path_factory):
 NUM_OBJECTS, BATCH = 1_000_000, 10_000
 
 
-def test_a_million_objects_are_known_again_and_removed_while_others_are_answered(tmp_path_factory):
+def test_a_million_objects_are_known_again_and_removed_while_others_are_answered(
+    tmp_path_factory, monkeypatch
+):
+    # Nobody dies here but the master; on a machine under load a second of silence is nothing.
+    monkeypatch.setattr("store_cluster.RPC", RpcConfig())
     folder = tmp_path_factory.mktemp("store")
     cluster = Cluster(folder, folder)
     cluster.config = msgspec.structs.replace(
