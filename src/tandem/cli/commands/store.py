@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.logs import LogLevel, configure_logging
 
 if TYPE_CHECKING:
-    from tandem.store import StoreClient
+    from tandem.store import HostService, StoreClient
     from tandem.store.messages import DiskStatus
 
 __all__ = ["app"]
@@ -29,6 +29,8 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
 Key = Annotated[str, typer.Argument(help="Key of the object.")]
 DRAIN_POLL_S = 0.1
+JOIN_NOTICE_S = 2.0
+"""A master that runs takes a host in sooner."""
 
 
 @app.command("master")
@@ -56,7 +58,7 @@ def host(config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **f
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
-        runner.run(_serve(service, lambda: f"store host {service.host.name} is up"))
+        runner.run(_serve(service, lambda: f"store host {service.host.name} is up", _join))
 
 
 @app.command("put")
@@ -296,16 +298,41 @@ def _connect(config: Path | None, flags: dict[str, Any]) -> "Iterator[StoreClien
         yield client
 
 
-async def _serve(service: "AbstractAsyncContextManager[Any]", describe: Any) -> None:
-    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for."""
+async def _join(service: "HostService") -> None:
+    """Wait until a master has taken the host in; say where it is looked for, if that takes time."""
+    joined = service.host.is_joined
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(joined.wait(), JOIN_NOTICE_S)
+    if not joined.is_set():
+        urls = ", ".join(service.urls)
+        sys.stderr.write(f"store host {service.host.name} waits for a master at {urls}\n")
+        sys.stderr.flush()
+        await joined.wait()
+
+
+async def _serve(
+    service: "AbstractAsyncContextManager[Any]",
+    describe: Callable[[], str],
+    join: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for.
+
+    It comes when ``join`` returns.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with service:
-        sys.stdout.write(describe() + "\n")
-        sys.stdout.flush()
-        await stop.wait()
+        stopped = asyncio.create_task(stop.wait())
+        if join is not None:
+            joining = asyncio.create_task(join(service))
+            await asyncio.wait((stopped, joining), return_when=asyncio.FIRST_COMPLETED)
+            joining.cancel()
+        if not stop.is_set():
+            sys.stdout.write(describe() + "\n")
+            sys.stdout.flush()
+        await stopped
 
 
 def _read_file(file: Path) -> bytes:
