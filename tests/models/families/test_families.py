@@ -70,6 +70,13 @@ def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):
     assert large.dtype == "bfloat16"
     assert "stored in bfloat16" in large.dtype_reason
     assert large.weight_bytes == large.num_parameters * 2
+    edit_config(folder, dtype="float16")
+    half = describe_model(folder)
+    assert half.dtype == "float32"
+    assert "holds each float16" in half.dtype_reason
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    (folder / "model.safetensors").unlink()  # Which has values, whatever the configuration says.
+    assert describe_model(folder).dtype == "bfloat16"
 
 
 def test_kv_layout_follows_the_model(checkpoint):
