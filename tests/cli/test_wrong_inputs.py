@@ -116,7 +116,10 @@ def make_broken_inputs(tmp_path, busy):
         (["chat", "--url", "nonsense", "--prompt", "x"], "http"),
         (["chat", "--url", "http://[::1", "--prompt", "x"], "--url"),
         (["generate", "--url", "http://[::1", "-p", "x"], "--url"),
-        (["chat", "--url", "http://127.0.0.1:1", "--prompt", "x", "--temperature", "nan"], "--temperature"),
+        (
+            ["chat", "--url", "http://127.0.0.1:1", "--prompt", "x", "--temperature", "nan"],
+            "--temperature",
+        ),
         (["generate", "--url", "http://127.0.0.1:1", "-p", "x", "--top-p", "inf"], "--top-p"),
         (["chat", "--url", "http://h:1", "--prompt", "x", "--api-key", "\u00e9"], "--api-key"),
         (["chat", "--url", "http://127.0.0.1:1", "--prompt", "\udcff"], "refused"),
