@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.finetune.data.dataset import prepare_data
 from tandem.finetune.data.records import load_pairs
 from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
 from tandem.finetune.recipes.targets import find_targets, name_targets
-from tandem.finetune.training.trainer import finetune, prepare_data
+from tandem.finetune.training.trainer import finetune
 
 pytest.importorskip("trl", reason="stage dpo needs the `dpo` extra")
 
@@ -267,7 +268,7 @@ def test_answers_are_learned_and_prompts_are_not(values):
     assert tokenizer.decode(first.chosen_ids).startswith(PAIRS[0]["chosen"])
     assert tokenizer.decode(first.rejected_ids).startswith(PAIRS[0]["rejected"])
     assert PAIRS[0]["instruction"] in tokenizer.decode(first.prompt_ids)
-    short = make_recipe({**values, "cutoff_len": len(first.prompt_ids)})
+    short = make_recipe({**values, "cutoff_len": 2})
     with pytest.raises(ConfigError, match="cutoff_len"):
         prepare_data(short, tokenizer)
 
@@ -284,7 +285,7 @@ def test_answers_are_learned_and_prompts_are_not(values):
         ({"simpo_gamma": 0.5}, UnsupportedError, "SimPO"),
         ({"packing": True}, ConfigError, "packing"),
         ({"train_on_prompt": True}, ConfigError, "train_on_prompt"),
-        ({"stage": "kto"}, UnsupportedError, "use sft or dpo"),
+        ({"stage": "kto"}, UnsupportedError, "use sft, dpo or pt"),
     ],
 )
 def test_wrong_keys_are_named(changes, kind, message):

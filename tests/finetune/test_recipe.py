@@ -104,7 +104,9 @@ def test_plain_texts_are_learned(tmp_path):
     assert report.num_examples > 1
     assert report.results["train_loss"] > 0
     with pytest.raises(ConfigError, match="lower it"):
-        finetune(make_recipe({**LEAST, **values, **output, "cutoff_len": 2048}))
+        finetune(
+            make_recipe({**LEAST, **values, **output, "cutoff_len": 2048, "output_dir": "new"})
+        )
 
 
 def test_loraplus_learns_b_faster(make_values, tmp_path):

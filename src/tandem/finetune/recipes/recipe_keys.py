@@ -36,6 +36,8 @@ IGNORED = {
     "kt_weight_path": "weights are read from model_name_or_path",
     "kt_non_expert_weight_path": "weights are read from model_name_or_path",
     "infer_backend": "there is one",
+    "logging_dir": "reporters choose their own folder",
+    "enable_liger_kernel": "the loss is taken piece by piece anyhow",
     "streaming": "data is read as a whole",
     "do_train": "a recipe is trained; `tandem eval` measures",
     "do_eval": "what val_size or eval_dataset holds out is measured at the end",

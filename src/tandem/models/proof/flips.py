@@ -210,7 +210,7 @@ def _turns_otherwise(config: Any, field: str, changes: list[dict[str, Any]]) -> 
     return any(_describe_modules(type(config).from_dict(deepcopy(v))) != ours for v in changes)
 
 
-def _describe_modules(config: Any) -> list[object]:
+def _describe_modules(config: Any) -> list[Any]:
     """Return the numbers, names and buffers of a model's modules that are no weights."""
     model = build_eager(config)
     stored = model.state_dict().keys()
