@@ -15,6 +15,7 @@ from chain_model import (
 )
 from sim_peers import Listener, SimPeerPort
 
+from tandem.core.errors import InternalError
 from tandem.core.wire import InstanceInfo, KvPeer
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
@@ -24,6 +25,7 @@ from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
 from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.runner import SequenceResult
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -178,9 +180,9 @@ class SimInstance:
                     break
                 await asyncio.sleep(world.random.uniform(0.2, 2) * STEP_S / NUM_LAYERS)
             if world.random.random() < world.faults_of_model:
-                self.api.deliver(engine.fail_step(step, RuntimeError("a fault of the model")))
-            else:
-                self.api.deliver(engine.end_step(step, results))
+                fault = InternalError("sim.step", "a fault of the model")
+                results = dict.fromkeys(results, SequenceResult(failure=fault))
+            self.api.deliver(engine.end_step(step, results))
 
     async def _wait_for_bell(self) -> None:
         wake_in_s = self.scheduler.wake_s - self.process.loop.now_s

@@ -16,6 +16,7 @@ from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 
 __all__ = [
+    "MIN_REPETITION_PENALTY",
     "WIRE_VERSION",
     "AddRequest",
     "CancelRequest",
@@ -45,6 +46,10 @@ WIRE_VERSION = 4
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
+MIN_REPETITION_PENALTY = 1e-6
+"""Logits are divided by it in float32, where much smaller values are 0 or give infinities."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen; bounds are checked where it is decoded."""
 
@@ -58,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 is all."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10.0)] = 1.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, float] = {}

@@ -7,7 +7,6 @@ refused or cancelled at once, however long a step takes.
 """
 
 import logging
-import math
 import secrets
 import threading
 from collections import OrderedDict
@@ -63,6 +62,8 @@ MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
+MAX_BIAS = 1e6
+"""Of a token; beyond it, it would be the only one or never chosen, and float32 has an end."""
 
 
 @dataclass(slots=True)
@@ -445,8 +446,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return what it gave each request, maybe nothing.
 
-        A failure of the runner ends the requests of that step with ``ERROR`` and leaves the
-        others as they were.
+        If the runner fails, the requests that it fails for by themselves end with ``ERROR``; the
+        others go on.
         """
         step = self.begin_step()
         if step.plan.is_empty:
@@ -457,15 +458,40 @@ class Engine:
             else:
                 results = self._runner.run(step.plan, step.states, step.on_layer)
         except Exception as error:  # A process edge: requests must end.
-            logger.exception("step failed, its %d requests end", len(step.plan.sequences))
-            return self.fail_step(step, error)
+            logger.exception("event=step_failed requests=%d", len(step.plan.sequences))
+            results = self._run_apart(step, step.plan.sequences, error)
         return self.end_step(step, results)
+
+    def _run_apart(
+        self, step: EngineStep, sequences: Sequence[ScheduledSequence], error: Exception
+    ) -> dict[str, SequenceResult]:
+        """Run the sequences of a step that failed again, in halves; return all their results.
+
+        One that fails alone has its failure as result. A step may be repeated: it writes the same
+        KV to the same places, and the states of sampling change when it is recorded. With one
+        culprit among n sequences that costs less than two more steps of their size.
+        """
+        if len(sequences) == 1:
+            request_id = sequences[0].request.request_id
+            return {request_id: SequenceResult(failure=_describe_failure(error))}
+        results: dict[str, SequenceResult] = {}
+        middle = len(sequences) // 2
+        for half in (sequences[:middle], sequences[middle:]):
+            num_tokens = sum(sequence.num_tokens for sequence in half)
+            plan = StepPlan(
+                sequences=list(half), copies=step.plan.copies, num_tokens=num_tokens
+            )
+            try:
+                results |= self._runner.run(plan, step.states)
+            except Exception as cause:  # noqa: BLE001 - logged with the first; the request tells.
+                results |= self._run_apart(step, half, cause)
+        return results
 
     def begin_step(self) -> EngineStep:
         """Plan a step and begin its transfers; ``step`` without the runner, for a simulator.
 
         One with an empty plan has its outputs and is over. Any other must be run, and ended by
-        ``end_step`` or ``fail_step`` before the next one.
+        ``end_step`` before the next one.
         """
         with self._lock:
             outputs, self._pending = self._pending, []
@@ -483,7 +509,11 @@ class Engine:
     def end_step(
         self, step: EngineStep, results: Mapping[str, SequenceResult]
     ) -> list[RequestOutput]:
-        """Record what a step computed; return its outputs, those of its beginning included."""
+        """Record what a step computed; return its outputs, those of its beginning included.
+
+        A request whose result is a failure ends with it; nothing that the step computed for it is
+        kept.
+        """
         plan = step.plan
         with self._lock:
             end_s = self._clock.now_s()
@@ -498,17 +528,6 @@ class Engine:
             outputs = step.outputs + self._record(plan, results, end_s)
         self._tell_listener()
         return outputs
-
-    def fail_step(self, step: EngineStep, error: Exception) -> list[RequestOutput]:
-        """End the requests of a step whose runner failed; return as ``end_step``."""
-        cause = error.what if isinstance(error, TandemError) else error
-        failure = InternalError("engine.step", f"the model failed: {cause}")
-        with self._lock:
-            self._prefilling = {}
-            ended = self._scheduler.abandon(step.plan, self._clock.now_s())
-            failed = [self._end(self._live[request.request_id], failure) for request in ended]
-        self._tell_listener()
-        return step.outputs + failed
 
     def _watch_prefills(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Return what hears of the layers of a step, if another instance may wait for them."""
@@ -574,11 +593,12 @@ class Engine:
                 field="logit_bias",
             )
         for token_id, bias in params.logit_bias.items():
-            if not 0 <= token_id < self._vocab_size or not math.isfinite(bias):
+            # NaN is in no range.
+            if not 0 <= token_id < self._vocab_size or not abs(bias) <= MAX_BIAS:
                 raise ConfigError(
                     "engine.add",
                     f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
-                    "finite bias",
+                    f"bias of at most {MAX_BIAS:g}",
                     field="logit_bias",
                 )
 
@@ -613,6 +633,9 @@ class Engine:
         for sequence in plan.sequences:
             request_id = sequence.request.request_id
             live, result = self._live[request_id], results[request_id]
+            if result.failure is not None:
+                finished[request_id] = FinishReason.ERROR
+                continue
             if result.prompt_logprobs:
                 # Position i scores token i + 1; a preempted prompt is scored again from its start.
                 live.prompt_logprobs[sequence.start :] = result.prompt_logprobs
@@ -639,11 +662,12 @@ class Engine:
         request = live.request
         token = result.sampled
         reason = request.finish_reason
+        if result.failure is not None:
+            return self._end(live, result.failure)
         if token is None or reason is FinishReason.CANCELLED:
             return self._end(live) if request.is_finished else None
         if token.token_id == BROKEN_ROW:
-            failure = InternalError("engine.sample", "the model's logits are not numbers")
-            return self._end(live, failure)
+            return self._end(live, _describe_broken_row(live.state))
         if reason is FinishReason.STOP:
             return self._end(live, stop=token)
         self.counters.generated_tokens += 1
@@ -660,7 +684,7 @@ class Engine:
         return output
 
     def _end(
-        self, live: _Live, failure: InternalError | None = None, stop: SampledToken | None = None
+        self, live: _Live, failure: TandemError | None = None, stop: SampledToken | None = None
     ) -> RequestOutput:
         """Make the last output of a request that has ended without a token of its text."""
         request = live.request
@@ -716,6 +740,22 @@ def _continue_sampling(state: SamplerState, continuation: Continuation) -> None:
     state.seed = continuation.seed
     for token_id in continuation.token_ids:
         state.note_token(token_id)
+
+
+def _describe_failure(error: Exception) -> InternalError:
+    cause = error.what if isinstance(error, TandemError) else error
+    return InternalError("engine.step", f"the model failed: {cause}")
+
+
+def _describe_broken_row(state: SamplerState) -> TandemError:
+    """Say whose fault it is that a row of logits is no distribution."""
+    if state.has_penalties or state.params.logit_bias:
+        what = (
+            "no token can be chosen: the logits are not finite numbers after penalties and "
+            "logit_bias: leave these out, and if that does not help, the model is at fault"
+        )
+        return ConfigError("engine.sample", what, field="repetition_penalty")
+    return InternalError("engine.sample", "the model's logits are not numbers")
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem.core.errors import TandemError
 from tandem.core.wire import TokenLogprob
 from tandem.engine.sampler_state import SampledToken, SamplerState
 from tandem.engine.scheduling.scheduler import StepPlan
@@ -23,6 +24,8 @@ class SequenceResult:
     """None while its prefill is not complete."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Of the prompt's tokens that this step predicted, if the request asked for them."""
+    failure: TandemError | None = None
+    """Why the request ends; the other fields say nothing then."""
 
 
 class Runner(Protocol):

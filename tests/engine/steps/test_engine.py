@@ -26,13 +26,19 @@ class CountingRunner:
     def __init__(self) -> None:
         self.fails_next = False
         self.broken: set[str] = set()
+        self.refused: set[str] = set()
+        """Requests with which a step fails."""
+        self.num_steps = 0
         self.num_tokens = 0
 
     def run(self, plan, states):
+        self.num_steps += 1
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("no memory")
         results = {}
+        if any(sequence.request.request_id in self.refused for sequence in plan.sequences):
+            raise RuntimeError("a value that no step can be computed with")
         for sequence in plan.sequences:
             request = sequence.request
             self.num_tokens += sequence.num_tokens
@@ -227,6 +233,29 @@ def test_runner_failure_ends_its_requests_and_nothing_is_cached():
     # What the failed step was to compute must not be found by the next request.
     engine.add(ask("b", prompt=range(1, 12), max_tokens=1))
     assert drain(engine)[0].cached_len == 0
+
+
+@pytest.mark.parametrize("num_bad", [1, 2, 9])
+def test_a_failed_step_ends_those_alone_that_it_fails_for(num_bad):
+    """Goal: whatever a request does to the runner, the others get their tokens, in few steps."""
+    engine, runner, _ = make(num_blocks=64)
+    names = [f"{i}" for i in range(9)]
+    runner.refused = set(names[3 : 3 + num_bad]) | set(names[: max(num_bad - 6, 0)])
+    for i, name in enumerate(names):
+        engine.add(ask(name, prompt=(1, 2, 3 + i), max_tokens=3))
+    outputs = drain(engine)
+    ends = {o.request_id: o for o in outputs if o.finish_reason}
+    for i, name in enumerate(names):
+        if name in runner.refused:
+            assert ends[name].finish_reason is FinishReason.ERROR
+            assert "a value that no step" in ends[name].error_text
+        else:
+            tokens = [t for o in outputs if o.request_id == name for t in o.token_ids]
+            assert tokens == [4 + i, 5 + i, 6 + i]
+            assert ends[name].finish_reason is FinishReason.LENGTH
+    if num_bad == 1:
+        assert runner.num_steps <= 3 + 8, "halves, not one by one"
+    assert engine.get_stats().num_used_blocks == 0
 
 
 def test_broken_row_ends_that_request_alone():

@@ -514,7 +514,8 @@ def test_failed_step_ends_its_requests_and_no_others():
     in_plan, outside = stage.add("a", prompt(8)), stage.add("b", prompt(8, 2000))
     stage.step()
     assert stage.schedule() == {"a": (4, 4)}
-    assert stage.scheduler.abandon(stage.plan, 1.0) == [in_plan]
+    failed = {"a": FinishReason.ERROR}
+    assert stage.scheduler.complete(stage.plan, {}, 1.0, failed) == [in_plan]
     assert in_plan.finish_reason is FinishReason.ERROR
     assert not outside.is_finished
     assert stage.step() == {"b": (0, 4)}

@@ -774,14 +774,6 @@ class Scheduler:
                 ended.append(request)
         return ended
 
-    def abandon(self, plan: StepPlan, now_s: float) -> list[Request]:
-        """End all requests of the plan in flight with ``FinishReason.ERROR``: the step failed.
-
-        Nothing that it computed is kept; requests outside the plan go on. Returns the ended ones.
-        """
-        failed = {s.request.request_id: FinishReason.ERROR for s in plan.sequences}
-        return self.complete(plan, {}, now_s, failed)
-
     def _advance(self, sequence: ScheduledSequence) -> None:
         """Count what a step computed, and make it matchable."""
         request = sequence.request
