@@ -478,9 +478,7 @@ class Engine:
         middle = len(sequences) // 2
         for half in (sequences[:middle], sequences[middle:]):
             num_tokens = sum(sequence.num_tokens for sequence in half)
-            plan = StepPlan(
-                sequences=list(half), copies=step.plan.copies, num_tokens=num_tokens
-            )
+            plan = StepPlan(sequences=list(half), copies=step.plan.copies, num_tokens=num_tokens)
             try:
                 results |= self._runner.run(plan, step.states)
             except Exception as cause:  # noqa: BLE001 - logged with the first; the request tells.

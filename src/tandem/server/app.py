@@ -40,7 +40,8 @@ from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
 from tandem.server.telemetry.tracing import make_tracer
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer, TokenThreads
+from tandem.server.text.tokenizer import Tokenizer
+from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["build_app"]
 
@@ -162,7 +163,7 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
             # A rendering that is longer than a body may be comes from a runaway loop.
             max_chars=4 * config.max_body_bytes,
         )
-    return PromptEncoder(tokenizer, TokenThreads(config.tokenizer_threads), template)
+    return PromptEncoder(tokenizer, WorkThreads(config.tokenizer_threads), template)
 
 
 def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -115,9 +115,7 @@ def run(engine, requests):
     tokens, ends = {}, {}
     for request_id, (prompt, sampling, adapter) in requests.items():
         engine.add(
-            AddRequest(
-                request_id=request_id, prompt_ids=prompt, sampling=sampling, adapter=adapter
-            )
+            AddRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, adapter=adapter)
         )
     for _ in range(60):
         if not engine.has_requests:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.server.clients import current_client
 from tandem.server.edge.http_errors import HttpError, error_response
 from tandem.server.lifecycle import OPEN_PATHS
 
@@ -57,6 +58,8 @@ class ApiKeyGate:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
                 )
+            else:
+                current_client.set(_digest(presented).hex())
         await handler(scope, receive, send)
 
 
