@@ -325,12 +325,11 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
+    """Of prompts, each counted by the instance that computes it: not by one that goes on."""
     prefix_hit_tokens: int = 0
-    """From all tiers; those of the device are the ones that the next two fields leave."""
+    """From all tiers; those of the device are the ones that the next field leaves."""
     store_hit_tokens: int = 0
     """Prompt tokens that loads from the store had brought for their request."""
-    prefill_hit_tokens: int = 0
-    """Prompt tokens whose KV came from a prefill instance."""
     evicted_tokens: int = 0
     """Of blocks whose memory was needed; the store may hold them."""
     step_seconds: float = 0.0

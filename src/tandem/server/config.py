@@ -33,8 +33,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_api_key: Annotated[
         tuple[str, ...],
         Meta(
-            description="Keys that may load and unload adapters, and do all else; empty: nobody "
-            "may load any.",
+            description="Keys that may load and unload adapters, flush the cache, abort any "
+            "request, and do all else; empty: nobody may load any adapter.",
             extra={"secret": True},
         ),
     ] = ()

@@ -185,11 +185,15 @@ class ServerContext:
         return Origin(
             arrived_s=self.clock.now_s(),
             arrived_at=datetime.now(UTC).timestamp(),
-            owner=identify_owner(http.scope["headers"]) if self.has_keys else b"",
+            owner=self.find_owner(http),
             request_id=current_request_id.get(),
             path=http.url.path,
             traceparent=http.headers.get("traceparent", ""),
         )
+
+    def find_owner(self, http: Request) -> bytes:
+        """Return the digest of the caller's key; empty where none is asked for."""
+        return identify_owner(http.scope["headers"]) if self.has_keys else b""
 
     async def read_body(self, http: Request) -> bytes:
         """Read the body of a request within the bounds of its size and time.
@@ -325,7 +329,12 @@ class ServerContext:
         ]
         record = self._record(options, origin, generations)
         group = GenerationGroup(
-            options.name, generations, self.lifecycle, limit_s, lambda: self._trace(record)
+            options.name,
+            generations,
+            self.lifecycle,
+            limit_s,
+            lambda: self._trace(record),
+            origin.owner,
         )
         try:
             async with limit_time(limit_s):

@@ -255,6 +255,7 @@ class GenerationGroup:
         generations: owned; submitted by ``submit``.
         time_limit_s: what the engine was given; the server itself gives up a little later.
         on_closed: called once, when all choices have ended.
+        owner: digest of the key that sent the request; empty where none is asked for.
     """
 
     def __init__(
@@ -264,8 +265,10 @@ class GenerationGroup:
         live: LiveGenerations,
         time_limit_s: float,
         on_closed: Callable[[], None] | None = None,
+        owner: bytes = b"",
     ) -> None:
         self.name = name
+        self.owner = owner
         self.generations = generations
         self._live = live
         self.time_limit_s = time_limit_s + _DEADLINE_GRACE_S

@@ -64,10 +64,20 @@ class Lifecycle:
             if not groups:
                 del self._groups[name]
 
-    async def abort(self, name: str | None) -> int:
-        """End the groups of a name, or all; returns how many."""
+    async def abort(self, name: str | None, owner: bytes | None = None) -> int:
+        """End the groups of a name, or all; returns how many.
+
+        Args:
+            name: None: of every name.
+            owner: of the groups, as in ``Origin``; None: whoever it is.
+        """
         names = list(self._groups) if name is None else [name]
-        groups = [group for key in names for group in self._groups.get(key, ())]
+        groups = [
+            group
+            for key in names
+            for group in self._groups.get(key, ())
+            if owner is None or group.owner == owner
+        ]
         for group in groups:
             await group.abort()
         return len(groups)

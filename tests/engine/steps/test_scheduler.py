@@ -8,7 +8,7 @@ import pytest
 
 from tandem.core.config import list_fields
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
-from tandem.core.wire import FinishReason, SamplingParams
+from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -222,6 +222,25 @@ def test_second_request_reuses_to_the_token():
     stats = stage.scheduler.get_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (2, 33)
     assert stats.num_prefix_hit_tokens == 14
+
+
+def test_a_prompt_that_another_instance_has_computed_is_counted_there():
+    """Over prefill and decode instances, and after a failure, a prompt counts once, and what one
+    instance hands to another is no work that a client was spared."""
+    stage = Stage()
+    stage.add("first", prompt(18), max_tokens=1)
+    stage.step()
+    stage.add("resumed", prompt(18), output_ids=[7])
+    handle = KvHandle(request_id="p", num_tokens=18, lease_s=1.0)
+    source = PrefillKv(instance="p", handle=handle)
+    stage.add("handed over", prompt(18), kv_source=source, deadline_s=9.0)
+    for _ in range(4):
+        stage.step()
+        stage.now_s += 1.0
+    assert stage.scheduler.find_prefill("handed over") is None
+    stats = stage.scheduler.get_stats()
+    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (1, 18)
+    assert stats.num_prefix_hit_tokens == 0
 
 
 def test_repeated_prompt_computes_its_last_token_only():

@@ -48,7 +48,6 @@ def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
     live.engine.more_stats = {
         "prefix_hit_tokens": 100,
         "store_hit_tokens": 64,
-        "prefill_hit_tokens": 16,
         "loaded_bytes": 4096,
         "num_lookup_timeouts": 3,
         "load_failures": {"not_found": 2, "corruption": 1},
@@ -56,7 +55,7 @@ def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
     }
     found = scrape(live)
     model = ("model_name", "tiny")
-    for source, tokens in (("device", 20), ("store", 64), ("prefill", 16)):
+    for source, tokens in (("device", 36), ("store", 64)):
         assert found["tandem:cached_tokens_total", ("cache_source", source), model] == tokens
     assert found["tandem:external_prefix_cache_hits_total", model] == 64
     assert found["tandem:kv_load_bytes_total", model] == 4096

@@ -291,7 +291,6 @@ class Scheduler:
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
             num_store_hit_tokens=prefix.num_store_hit_tokens,
-            num_prefill_hit_tokens=prefix.num_prefill_hit_tokens,
         )
 
     def _add_deadline(self, request: Request, deadline_s: float) -> None:
@@ -703,16 +702,16 @@ class Scheduler:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = start
             request.miss = self._prefix.explain_miss(request)
-            self._index.stats.num_queries += 1
-            self._index.stats.num_query_tokens += request.prompt_len
-            self._index.stats.num_hit_tokens += start
             loaded = request.loaded_blocks
             num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
             request.num_loaded_tokens = num_loaded * self._config.block_size
-            if request.prefill_kv is None:
+            # Of one that goes on here, another instance has counted the prompt: what that one
+            # computed for it is no work that its client was spared.
+            if request.prefill_kv is None and not request.output_ids:
+                self._index.stats.num_queries += 1
+                self._index.stats.num_query_tokens += request.prompt_len
+                self._index.stats.num_hit_tokens += start
                 self._index.stats.num_store_hit_tokens += request.num_loaded_tokens
-            else:
-                self._index.stats.num_prefill_hit_tokens += request.num_loaded_tokens
         shared = self._prefix.attach(request, match)
         # Loads still in progress come too late.
         self._loads.give_up(request)

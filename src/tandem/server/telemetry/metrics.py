@@ -101,14 +101,14 @@ METRICS: tuple[MetricSpec, ...] = (
         "tandem:prefix_cache_hits_total",
         "counter",
         _MODEL,
-        "Prompt tokens found in the prefix cache.",
+        "Prompt tokens found in the prefix cache; what a prefill instance hands over is not.",
         "prefix_hit_tokens",
     ),
     MetricSpec(
         "tandem:cached_tokens_total",
         "counter",
         ("model_name", "cache_source"),
-        "Prompt tokens found in the prefix cache, by where they were: device, store, prefill.",
+        "Prompt tokens found in the prefix cache, by where they were: device or store.",
     ),
     MetricSpec(
         "tandem:external_prefix_cache_queries_total",
@@ -434,11 +434,9 @@ class ServerMetrics:
 
 def _split_hits(stats: InstanceStats) -> dict[str, int]:
     """Prompt tokens found, by the tier that held them."""
-    elsewhere = stats.store_hit_tokens + stats.prefill_hit_tokens
     return {
-        "device": stats.prefix_hit_tokens - elsewhere,
+        "device": stats.prefix_hit_tokens - stats.store_hit_tokens,
         "store": stats.store_hit_tokens,
-        "prefill": stats.prefill_hit_tokens,
     }
 
 
