@@ -42,7 +42,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -130,6 +130,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is served first."""
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
+    client: str = ""
+    """Who sent it, in the server's words: different clients that wait get equal shares."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
     adapter: str = ""

@@ -321,6 +321,7 @@ class Engine:
             arrival_s=now_s,
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
+            client=message.client,
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             kv_source=message.kv_source,

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.core.errors import InternalError, TandemError
+from tandem.core.instance_status import StoreStatus
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.explain import collect_timeline
 from tandem.server.api.names import find_names
@@ -60,6 +61,7 @@ def build_app(
     folder: Path | None = None,
     defaults: SamplingDefaults | None = None,
     adapter_folder: Path | None = None,
+    read_store: Callable[[], StoreStatus] | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
 
@@ -71,6 +73,7 @@ def build_app(
         folder: where its files are.
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
+        read_store: tells how the server's own store fares; None: there is none.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
@@ -92,6 +95,7 @@ def build_app(
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
         adapter_folder=adapter_folder,
+        read_store=read_store,
     )
     context.tracer = make_tracer(
         config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)

@@ -19,6 +19,7 @@ from starlette.types import Receive
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
+from tandem.core.instance_status import StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
@@ -30,6 +31,7 @@ from tandem.core.wire import (
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.clients import current_client
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
 from tandem.server.edge.connection import limit_time, read_body, run_while_connected
@@ -113,6 +115,7 @@ class ServerContext:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
+        read_store: tells how the server's own store fares; None: there is none.
     """
 
     config: ServerConfig
@@ -126,6 +129,7 @@ class ServerContext:
     tracer: RequestTracer | None = None
     has_keys: bool = False
     adapter_folder: Path | None = None
+    read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
@@ -395,6 +399,7 @@ class ServerContext:
             sampling=plan.sampling,
             priority=options.priority,
             timeout_s=limit_s,
+            client=current_client.get(),
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
         )

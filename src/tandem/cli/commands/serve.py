@@ -113,7 +113,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
         names.check_adapter_name(source.name)
     with _show_loading(quiet=json) as on_stage:
         async with contextlib.AsyncExitStack() as opened:
-            store = None
+            store, child = None, None
             if settings.store.memory_bytes:
                 child = StoreChild(settings.store, settings.rpc, log_level=log_level)
                 store = (await opened.enter_async_context(child)).store
@@ -144,6 +144,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 folder=folder,
                 defaults=load_sampling_defaults(folder),
                 adapter_folder=Path(adapter_folder) if adapter_folder else None,
+                read_store=None if child is None else lambda: child.status,
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
             serving = asyncio.create_task(run_server(settings.server, app, started.set_result))

@@ -40,6 +40,7 @@ class Request:
         arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
+        client: who sent it; waiting requests of different clients get equal shares.
         cache_salt: requests of different salts never share blocks.
         adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
         kv_source: where KV may come from beside this instance's own blocks.
@@ -57,6 +58,7 @@ class Request:
     arrival_s: float
     priority: int = 0
     deadline_s: float | None = None
+    client: str = ""
     cache_salt: str = ""
     adapter: str = ""
     kv_source: KvSource = field(default_factory=TierKv)
@@ -100,6 +102,8 @@ class Request:
     """Cancelled while in flight: ends when the step completes."""
     num_deferrals: int = 0
     """Steps it was passed over because a running request computes a prefix that it shares."""
+    num_overtaken: int = 0
+    """Requests of its client and priority that came later and were admitted before it."""
     has_loaded: bool = False
     """A load was started since it last became waiting; a second one could go on for ever."""
     wait_until_s: float = 0.0

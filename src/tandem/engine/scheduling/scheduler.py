@@ -9,6 +9,9 @@ Rules that everything below serves:
 - Running requests are served in order of urgency: lower ``priority`` first, then arrival. A
   request takes blocks only from less urgent ones, never from one in the plan, and only if that
   yields a block. So the most urgent request always proceeds, and every request ends.
+- Of the waiting requests of a priority, those of the client with the fewest running ones come
+  first: clients get equal shares. A client's own are admitted in the order of arrival, but for
+  those with a longer cached prefix; ``MAX_OVERTAKEN`` later ones at most go before any.
 - Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
   block's worth of growth for everybody, fits beside what the running ones still need.
 - Tokens become matchable when the step that computed them has completed, not before.
@@ -37,12 +40,17 @@ from tandem.engine.scheduling.plan import BlockLoad, ScheduledSequence, Schedule
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
 from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.shares import ClientShares
 
 __all__ = ["ScheduledSequence", "Scheduler", "SchedulerStats", "StepPlan"]
 
 MAX_CANDIDATES = 128
 """Waiting requests looked at per step; with more, arrival order alone decides (as in SGLang):
 ordering a long queue costs more than the hits it finds."""
+
+MAX_OVERTAKEN = 16
+"""Later requests of its client that may be admitted before a request that waits for a slot or for
+blocks; while its KV comes from elsewhere, others go on."""
 
 LOADING_SHARE = 4
 """One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
@@ -89,6 +97,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._loading: list[Request] = []
         self._running: list[Request] = []
+        self._live = ClientShares()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._in_flight: StepPlan | None = None
         self._evicted: list[KeyedBlock] = []
@@ -141,7 +150,7 @@ class Scheduler:
             )
         # A request that the next step admits does not wait, so free slots count as room.
         limit = self._config.max_running + self._config.max_queue
-        if len(self._requests) >= limit:
+        if not self._live.has_room(request.client, limit):
             raise CapacityError(
                 "engine.add",
                 f"{len(self._running)} requests running and {len(self._waiting)} waiting of "
@@ -162,6 +171,7 @@ class Scheduler:
             # Not later than the prefill's blocks are there.
             request.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
         self._requests[request.request_id] = request
+        self._live.add(request.client)
         insort(self._waiting, request, key=_queue_order)
         self._wake_s = -math.inf
         if request.deadline_s is not None:
@@ -620,10 +630,10 @@ class Scheduler:
             budget = self._config.max_batch_tokens - plan.num_tokens
             if budget == 0 or len(self._running) >= self._config.max_running:
                 return
-            if self._prefix.is_expected(request):
+            if request.num_overtaken < MAX_OVERTAKEN and self._prefix.is_expected(request):
                 request.num_deferrals += 1
                 continue
-            if self._awaits_prefill(request, now_s):
+            if self._awaits_prefill(request, now_s) or self._is_barred(request, now_s):
                 continue
             # No request overtakes one that lacks blocks, or large ones would starve.
             if not self._admit(plan, request, budget, reserved, now_s):
@@ -642,24 +652,41 @@ class Scheduler:
     def _order_waiting(self, now_s: float) -> list[Request]:
         """Return the candidates of this step, the one to admit first in front.
 
-        By priority; then preempted ones, then those passed over for ``max_passover_s``, both in
-        order of arrival; then the longest cached prefix first.
+        By priority; then preempted ones in order of arrival; then the clients in turn, the one
+        with the fewest running requests first. Of one client, those passed over for
+        ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
+        prefix first.
         """
-        candidates = self._waiting[:MAX_CANDIDATES]
-        if len(self._waiting) > MAX_CANDIDATES or not self._config.prefix_cache:
-            return candidates
-        arrived_by = now_s - self._config.max_passover_s
+        waiting = self._waiting
+        if self._config.prefix_cache and len(waiting) <= MAX_CANDIDATES:
+            arrived_by = now_s - self._config.max_passover_s
 
-        def order(request: Request) -> tuple[int, int, int, int]:
-            if request.state is RequestState.PREEMPTED:
-                return (request.priority, 0, 0, request.seq_no)
-            if request.arrival_s <= arrived_by:
-                return (request.priority, 1, 0, request.seq_no)
-            num_cached = self._prefix.count_cached_blocks(request)
-            return (request.priority, 2, -num_cached, request.seq_no)
+            def order(request: Request) -> tuple[int, int, int, int]:
+                if request.state is RequestState.PREEMPTED:
+                    return (request.priority, 0, 0, request.seq_no)
+                if request.arrival_s <= arrived_by or request.num_overtaken >= MAX_OVERTAKEN:
+                    return (request.priority, 1, 0, request.seq_no)
+                num_cached = self._prefix.count_cached_blocks(request)
+                return (request.priority, 2, -num_cached, request.seq_no)
 
-        candidates.sort(key=order)
-        return candidates
+            waiting = sorted(waiting, key=order)
+        if self._live.num_clients > 1:
+            waiting = self._take_turns(waiting)
+        return waiting[:MAX_CANDIDATES]
+
+    def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return requests so that clients get equal numbers of running ones; keep their orders."""
+        turns = Counter(request.client for request in self._running)
+        keyed: list[tuple[int, bool, int, int, Request]] = []
+        for request in waiting:
+            is_new = request.state is not RequestState.PREEMPTED
+            turn = turns[request.client]
+            turns[request.client] += 1
+            # Of clients that have equally many, the one whose request came first.
+            seq_no = request.seq_no
+            keyed.append((request.priority, is_new, turn if is_new else 0, seq_no, request))
+        keyed.sort(key=lambda entry: entry[:4])
+        return [entry[4] for entry in keyed]
 
     def _admit(
         self, plan: StepPlan, request: Request, budget: int, reserved: int, now_s: float
@@ -700,6 +727,7 @@ class Scheduler:
         num_tokens = min(request.num_tokens - start, budget)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
+            self._note_overtaken(request)
             request.num_cached_tokens = start
             request.miss = self._prefix.explain_miss(request)
             loaded = request.loaded_blocks
@@ -723,6 +751,21 @@ class Scheduler:
         request.is_prefilling = True
         insort(self._running, request, key=_urgency)
         self._emit(plan, request, num_tokens)
+
+    def _is_barred(self, request: Request, now_s: float) -> bool:
+        """Whether one that was overtaken often enough must be admitted first."""
+        return any(
+            other.num_overtaken >= MAX_OVERTAKEN
+            and other.seq_no < request.seq_no
+            and (other.priority, other.client) == (request.priority, request.client)
+            and not self._awaits_prefill(other, now_s)
+            for other in self._waiting
+        )
+
+    def _note_overtaken(self, admitted: Request) -> None:
+        for request in self._waiting:
+            if (request.priority, request.client) == (admitted.priority, admitted.client):
+                request.num_overtaken += request.seq_no < admitted.seq_no
 
     # ---------------------------------------------------------------- a step ends
 
@@ -827,6 +870,7 @@ class Scheduler:
         request.finish_reason = reason
         request.finished_s = now_s
         del self._requests[request.request_id]
+        self._live.remove(request.client)
 
     def check(self) -> None:
         """Assert that every reference in the pool has its owner. O(blocks), for tests."""

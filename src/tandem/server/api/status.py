@@ -141,6 +141,7 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
             stats=stats,
             stage=context.engine.stage,
             instances=context.engine.instances,
+            store=None if context.read_store is None else context.read_store(),
             max_total_num_tokens=info.num_blocks * info.block_size if info is not None else 0,
         )
     )
