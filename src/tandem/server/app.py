@@ -7,9 +7,11 @@ handled in two places, and every answer that is an error leaves through ``_answe
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +50,7 @@ __all__ = ["build_app"]
 
 _logger = logging.getLogger(__name__)
 
+_LONGEST_PATH = 200
 _CORS_MAX_AGE_S = 600
 """How long a browser may remember what was allowed."""
 
@@ -200,10 +203,18 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)
+    what = error.detail
+    if error.status_code == 404:
+        path = quote(request.url.path)[:_LONGEST_PATH]
+        served = ", ".join(
+            f"{'/'.join(each.methods)} {re.sub(r':path', '', each.path)}"
+            for each in list_endpoints(request.app.state.context.config)
+        )
+        what = f"there is no endpoint {path}: there are {served}"
     return error_response(
         HttpError(
             error.status_code,
-            error.detail,
+            what,
             code="method_not_allowed" if error.status_code == 405 else "not_found",
             headers=error.headers,
         )

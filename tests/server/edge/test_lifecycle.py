@@ -120,3 +120,13 @@ def test_server_info_tells_of_the_store(serve_text):
     live = serve_text(read_store=lambda: status)
     told = live.get("/server_info").json()["store"]
     assert told == {"stage": "restarting", "detail": "it is silent", "pid": None, "num_restarts": 2}
+
+
+def test_an_unknown_path_is_told_what_there_is(serve_text):
+    reply = serve_text(api_key=("k",)).get("/v2/chat", headers={"Authorization": "Bearer k"})
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert error["code"] == "not_found"
+    assert "/v2/chat" in error["message"]
+    for path in ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}"):
+        assert path in error["message"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import tandem
 from tandem.server.telemetry.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -41,6 +42,15 @@ def test_every_metric_of_the_table_is_on_the_page(serve_text):
     for metric in METRICS:
         suffix = "_bucket" if metric.kind == "histogram" else ""
         assert metric.name + suffix in names, metric.name
+
+
+def test_the_page_tells_of_the_process_and_the_build(serve_text):
+    found = scrape(serve_text())
+    names = {key[0]: value for key, value in found.items()}
+    assert names["process_resident_memory_bytes"] > 0
+    assert names["process_open_fds"] > 0
+    build = next(key for key in found if key[0] == "tandem:build_info")
+    assert ("version", tandem.__version__) in build
 
 
 def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):

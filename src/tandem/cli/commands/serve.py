@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,17 @@ from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_f
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.adapter import read_sources
 from tandem.core.errors import ConfigError
-from tandem.core.logs import LogLevel, configure_logging
+from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.server.config import ACCESS_LOGGER
 from tandem.store.config import StoreConfig
 
 __all__ = ["serve"]
 
 LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
+LogFormatFlag = Annotated[
+    LogFormat, typer.Option(help="How log lines are written: text (key=value) or json.")
+]
 
 
 @with_config_flags(SERVE_SETTINGS)
@@ -35,6 +40,7 @@ def serve(
         bool, typer.Option(help="Say what would run and why; load nothing.")
     ] = False,
     log_level: LogLevelFlag = LogLevel.WARNING,
+    log_format: LogFormatFlag = LogFormat.TEXT,
     json: JsonFlag = False,
     **flags: Any,
 ) -> None:
@@ -49,8 +55,11 @@ def serve(
     if dry_run:
         _show_plan(settings, json=json)
         return
-    configure_logging("server", log_level)
-    asyncio.run(_serve(settings, log_level, json=json))
+    configure_logging("server", log_level, log_format)
+    # One line a request, whatever the level of all else.
+    is_logged = settings.server.access_log
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    asyncio.run(_serve(settings, log_level, log_format, json=json))
 
 
 def _check_store(store: StoreConfig) -> None:
@@ -89,7 +98,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
     print_table(("what", "value", "why"), rows)
 
 
-async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
+async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
     from tandem.engine.cluster.client import ClusterClient, make_specs
     from tandem.engine.process.instance import InstanceSpec
     from tandem.engine.process.store_child import StoreChild
@@ -115,7 +124,9 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
         async with contextlib.AsyncExitStack() as opened:
             store, child = None, None
             if settings.store.memory_bytes:
-                child = StoreChild(settings.store, settings.rpc, log_level=log_level)
+                child = StoreChild(
+                    settings.store, settings.rpc, log_level=log_level, log_format=log_format
+                )
                 store = (await opened.enter_async_context(child)).store
             elif settings.store.master:
                 store = settings.store
@@ -128,6 +139,7 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
                 store=store,
                 kv_events=settings.kv_events,
                 log_level=log_level,
+                log_format=log_format,
             )
             cluster = ClusterClient(
                 make_specs(settings.cluster, common),

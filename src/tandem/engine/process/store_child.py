@@ -38,14 +38,22 @@ class StoreChild:
         store: with ``memory``; master, name and segment size are chosen here.
         rpc: the control channel's settings.
         log_level: of its process.
+        log_format: the same.
 
     Raises (entering): PeerLostError if it does not start.
     """
 
-    def __init__(self, store: StoreConfig, rpc: RpcConfig, *, log_level: str = "info") -> None:
+    def __init__(
+        self,
+        store: StoreConfig,
+        rpc: RpcConfig,
+        *,
+        log_level: str = "info",
+        log_format: str = "text",
+    ) -> None:
         self._given = store
         self._rpc = rpc
-        self._log_level = log_level
+        self._log_level, self._log_format = log_level, log_format
         self._folder: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -119,7 +127,12 @@ class StoreChild:
 
     async def _run_process(self, started: "asyncio.Future[None]") -> str:
         """Start one process and stay until it is gone or silent; return why it is."""
-        spec = StoreProcessSpec(store=self.store, rpc=self._rpc, log_level=self._log_level)
+        spec = StoreProcessSpec(
+            store=self.store,
+            rpc=self._rpc,
+            log_level=self._log_level,
+            log_format=self._log_format,
+        )
         process = self._process = await start_child(
             "tandem.store.process", stdout=asyncio.subprocess.PIPE
         )

@@ -16,11 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.core.clock import Clock
 from tandem.core.logs import current_request_id
 from tandem.server.clients import current_client
+from tandem.server.config import ACCESS_LOGGER
 from tandem.server.lifecycle import WATCHED_PATHS
 
 __all__ = ["CLIENT_CLOSED", "AccessLog"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger(ACCESS_LOGGER)
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left; logged, never sent."""
