@@ -1,4 +1,4 @@
-"""Log lines on standard error, as ``key=value`` text or JSON, with the request's id if there is one.
+"""Log lines on standard error, ``key=value`` text or JSON, with the request's id if there is one.
 
 Only a process's entry point calls ``configure_logging``; the library never does. INFO is a change
 of state of a process or a peer, and the access log's one line for each HTTP request; all else that

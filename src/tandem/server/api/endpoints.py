@@ -14,9 +14,10 @@ from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import openai as oai
-from tandem.server.protocol import sglang
+from tandem.server.protocol import rules, sglang
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
     AdapterReply,
@@ -36,6 +37,7 @@ async def get_openapi(context: ServerContext, _: Request) -> Response:
         version=tandem.__version__,
         has_keys=context.has_keys,
         open_paths=OPEN_PATHS,
+        admin_paths=ADMIN_PATHS,
     )
     return Response(msgspec.json.encode(document), media_type="application/json")
 
@@ -50,6 +52,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             oai.ChatCompletion,
             oai.ChatRequest,
             oai.ChatChunk,
+            rule=rules.CHAT,
         ),
         Endpoint(
             "/v1/completions",
@@ -58,6 +61,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             oai.Completion,
             oai.CompletionRequest,
             oai.Completion,
+            rule=rules.COMPLETION,
         ),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
@@ -68,13 +72,28 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             sglang.GenerateResponse | list[sglang.GenerateResponse],
             sglang.GenerateRequest,
             sglang.GenerateResponse,
+            rule=rules.GENERATE,
         ),
         *(
-            Endpoint(path, _POST, tokens.tokenize, replies.TokenizeReply, oai.TokenizeRequest)
+            Endpoint(
+                path,
+                _POST,
+                tokens.tokenize,
+                replies.TokenizeReply,
+                oai.TokenizeRequest,
+                rule=rules.TOKENIZE,
+            )
             for path in ("/tokenize", "/v1/tokenize")
         ),
         *(
-            Endpoint(path, _POST, tokens.detokenize, replies.DetokenizeReply, oai.DetokenizeRequest)
+            Endpoint(
+                path,
+                _POST,
+                tokens.detokenize,
+                replies.DetokenizeReply,
+                oai.DetokenizeRequest,
+                rule=rules.DETOKENIZE,
+            )
             for path in ("/detokenize", "/v1/detokenize")
         ),
         *(
@@ -87,7 +106,12 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         ),
         Endpoint("/flush_cache", _BOTH, status.flush_cache, replies.FlushReply),
         Endpoint(
-            "/abort_request", _POST, status.abort_request, replies.AbortReply, sglang.AbortRequest
+            "/abort_request",
+            _POST,
+            status.abort_request,
+            replies.AbortReply,
+            sglang.AbortRequest,
+            rule=rules.ABORT,
         ),
         Endpoint(
             "/v1/load_lora_adapter",

@@ -5,13 +5,14 @@ refused before it is encoded, by the longest token there is.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.server.protocol.decode import round_integral
 from tandem.server.protocol.openai import InputMessage
 from tandem.server.text.chat_template import ChatTemplate
 from tandem.server.text.tokenizer import Tokenizer
@@ -44,6 +45,8 @@ def read_prompts(
         return [value], False
     if not value:
         raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
+    if any(isinstance(item, float) for item in _list_items(value)):
+        value = round_integral(value)
     ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
     try:
         if isinstance(value[0], str):
@@ -54,6 +57,15 @@ def read_prompts(
     except msgspec.ValidationError as error:
         what = str(error).replace("`$", f"`{field}")
         raise ConfigError("server.read_prompts", what, field=field) from error
+
+
+def _list_items(value: list[Any]) -> Iterator[Any]:
+    """Yield the items of a list, or of the lists in it."""
+    for item in value:
+        if isinstance(item, list):
+            yield from item
+        else:
+            yield item
 
 
 def fit_max_tokens(
