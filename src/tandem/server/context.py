@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -55,8 +55,8 @@ from tandem.server.text.work_threads import SMALL_COST
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 _LOGPROB_COST = 64
 """Of a token and its log-probability, compared to a byte of a body."""
 _STATS_TIMEOUT_S = 2.0
@@ -246,8 +246,8 @@ class ServerContext:
         http: Request,
         origin: Origin,
         timeout_s: float | None,
-        work: Callable[_P, _T],
-        *args: _P.args,
+        work: Callable[[*_Ts], _T],
+        *args: *_Ts,
     ) -> _T:
         """Run what a request needs before it is generated, on the threads, in its client's turn.
 

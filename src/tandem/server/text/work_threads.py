@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from tandem.server.clients import current_client
 
 __all__ = ["LARGE_COST", "SMALL_COST", "WorkThreads"]
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 SMALL_COST = 1 << 12
 """Bytes of input or output whose work takes well under a millisecond: it may run on the loop."""
@@ -67,7 +67,7 @@ class WorkThreads:
         self._clock = 0.0
         """The tag of the job begun last."""
 
-    async def run(self, function: Callable[_P, _T], cost: int, *args: _P.args) -> _T:
+    async def run(self, function: Callable[[*_Ts], _T], cost: int, *args: *_Ts) -> _T:
         """Call ``function`` on a thread and await its result.
 
         One that is cancelled before its turn never runs.
